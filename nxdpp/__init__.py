@@ -1,0 +1,28 @@
+"""nxdpp: pipeline-parallel training of unmodified PyTorch and Hugging Face models.
+
+The names below are imported on first use, so that ``nxdpp.schedules``, which needs no torch, does
+not wait for one.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxdpp.parallel_layers import parallel_state
+    from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
+    from nxdpp.pipeline.model import NxDPPModel
+
+__all__ = ["NxDPPModel", "apply_checkpoint", "parallel_state"]
+
+_HOMES = {
+    "NxDPPModel": "nxdpp.pipeline.model",
+    "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallel_state":
+        return import_module("nxdpp.parallel_layers.parallel_state")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'nxdpp' has no attribute {name!r}")

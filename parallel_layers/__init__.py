@@ -1,0 +1,1 @@
+"""Process groups, and what runs over them besides the pipeline."""
