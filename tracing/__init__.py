@@ -1,0 +1,1 @@
+"""From an ``nn.Module`` to one fx graph in which transformer layers are single nodes."""

@@ -1,0 +1,20 @@
+"""The error that says which construct of a model cannot be traced, where it stands and what to do."""
+
+import traceback
+from types import TracebackType
+
+_MACHINERY = ("/torch/", "/nxdpp/tracing/", "/transformers/utils/", "contextlib.py", "functools.py")
+
+
+class TracingError(RuntimeError):
+    """A model could not be turned into a graph; the message names the construct, the file and the line."""
+
+
+def source_line(trace: TracebackType | None) -> str:
+    """The innermost line of model code in a traceback, as ``file:line, in function: code``."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not any(part in frame.filename for part in _MACHINERY)]
+    if not own:
+        return "an unknown place"
+    frame = own[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"

@@ -1,0 +1,118 @@
+"""What has to be different about a Hugging Face model while its spine is traced, and only then.
+
+=====================================  ===============================================================
+in the model                           while it is traced
+=====================================  ===============================================================
+the configuration of a spine module    a copy with ``use_cache=False`` and ``return_dict=True``
+functions beside the spine's classes   one node each where given a traced value (masks, balancing losses)
+``loss_function``                      one node
+``device``                             the device of the first input (a freed module would say "meta")
+``gradient_checkpointing``             off: the layers, which are single nodes, still see it when they run
+=====================================  ===============================================================
+"""
+
+import copy
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+from torch import fx, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nxdpp.tracing.opaque import recorded
+from nxdpp.tracing.spine import SpineTracer
+
+_CAPTURES = ("output_hidden_states", "output_attentions", "output_router_logits")
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+# Framework code beside the models decides by predicates (``is_tracing``) that must be asked, not recorded.
+_FRAMEWORKS = re.compile(r"(torch|builtins|abc|typing|transformers(?!\.models\.))\b")
+
+
+class HuggingFaceTracer(SpineTracer):
+    """The spine tracer for ``transformers.PreTrainedModel``, on transformers 5."""
+
+    @contextmanager
+    def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
+        """Record constructors, and make the model's spine ready to be traced."""
+        assert isinstance(model, PreTrainedModel)
+        device = model.device if first_input is None else first_input.device
+        with super().surroundings(model, first_input), _traceable(self.spine_modules(model), device):
+            yield
+
+
+def refuse_untraceable(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` for what a trace would turn into silently wrong numbers."""
+    for name, config in _configurations(model).items():
+        for flag in _CAPTURES:
+            if getattr(config, flag, False):
+                raise ValueError(
+                    f"{name}.{flag} is on: intermediate outputs are collected by hooks inside layers and do not "
+                    f"cross pipeline stages. Set {flag}=False in the configuration."
+                )
+        for rate in _LAYER_DROPS:
+            if getattr(config, rate, 0):
+                raise ValueError(
+                    f"{name}.{rate}={getattr(config, rate)}: layers dropped at random are not supported in a "
+                    f"pipeline, whose stages are fixed. Set {rate}=0.0 in the configuration."
+                )
+
+
+@contextmanager
+def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
+    copies: dict[int, PreTrainedConfig] = {}
+    with ExitStack() as stack:
+        for module in spine:
+            if isinstance(getattr(module, "config", None), PreTrainedConfig):
+                stack.enter_context(_swapped(module, "config", _training_copy(module.config, copies)))
+            if getattr(module, "gradient_checkpointing", False):
+                stack.enter_context(_swapped(module, "gradient_checkpointing", False))
+        for source in _sources(spine):
+            functions = {n: recorded(f) for n, f in vars(source).items() if isinstance(f, FunctionType)}
+            stack.enter_context(patch.dict(vars(source), functions))
+        pick_loss = PreTrainedModel.loss_function.fget
+        loss_function = property(lambda model: recorded(pick_loss(model)))
+        stack.enter_context(patch.object(PreTrainedModel, "loss_function", loss_function))
+        stack.enter_context(patch.object(PreTrainedModel, "device", PropertyMock(return_value=device)))
+        yield
+
+
+@contextmanager
+def _swapped(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    original = module.__dict__[attribute]
+    module.__dict__[attribute] = value
+    try:
+        yield
+    finally:
+        module.__dict__[attribute] = original
+
+
+def _training_copy(config: PreTrainedConfig, copies: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
+    if id(config) in copies:
+        return copies[id(config)]
+    twin = copy.copy(config)
+    copies[id(config)] = twin
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            setattr(twin, name, _training_copy(value, copies))
+    if hasattr(twin, "use_cache"):
+        twin.use_cache = False
+    twin.return_dict = True
+    return twin
+
+
+def _configurations(model: PreTrainedModel) -> dict[str, PreTrainedConfig]:
+    found = {"config": model.config}
+    for name, value in vars(model.config).items():
+        if isinstance(value, PreTrainedConfig):
+            found[f"config.{name}"] = value
+    return found
+
+
+def _sources(spine: list[nn.Module]) -> list[ModuleType]:
+    classes = {cls for module in spine for cls in type(module).__mro__}
+    names = {cls.__module__ for cls in classes if not _FRAMEWORKS.match(cls.__module__)}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]

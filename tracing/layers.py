@@ -1,0 +1,86 @@
+"""Which modules of a model are its transformer layers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
+    """The classes of ``module``'s transformer layers.
+
+    ``transformer_layer_cls`` is a class, the name of one, or several of either. Without it, a Hugging Face
+    model's own ``_no_split_modules`` are taken, as far as their instances stand in a list of the model
+    (an embedding that must not be split is no layer).
+
+    Raises ``ValueError`` where that gives no layer.
+    """
+    if transformer_layer_cls is None:
+        return _declared_layer_classes(module)
+    wanted = transformer_layer_cls if isinstance(transformer_layer_cls, list | tuple) else [transformer_layer_cls]
+    classes = resolve_classes(module, wanted, "transformer_layer_cls")
+    if not any(isinstance(child, classes) for child in module.modules()):
+        raise ValueError(
+            f"transformer_layer_cls={_names(classes)}: {type(module).__name__} has no module of that class. "
+            f"Lists of modules in it hold: {_names(_listed_classes(module)) or 'nothing'}."
+        )
+    return classes
+
+
+def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> tuple[type[nn.Module], ...]:
+    """Classes from classes and class names; a name stands for every class of that name found in ``module``.
+
+    Raises ``ValueError`` for a name that no module of ``module`` bears, ``TypeError`` for anything else.
+    """
+    classes: dict[type[nn.Module], None] = {}
+    for item in wanted:
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            classes[item] = None
+        elif isinstance(item, str):
+            found = {type(child) for child in module.modules() if type(child).__name__ == item}
+            if not found:
+                existing = sorted({type(child).__name__ for child in module.modules()})
+                raise ValueError(
+                    f"{argument}: no module of {type(module).__name__} is of a class named {item!r}. "
+                    f"It has: {', '.join(existing)}."
+                )
+            classes.update(dict.fromkeys(sorted(found, key=lambda cls: cls.__module__)))
+        else:
+            raise TypeError(f"{argument} takes module classes and class names, not {item!r}.")
+    return tuple(classes)
+
+
+def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -> list[str]:
+    """Qualified names of the outermost layers, in the order in which the module tree lists them."""
+    names: list[str] = []
+    for name, child in module.named_modules():
+        if isinstance(child, layer_classes) and not any(name.startswith(f"{outer}.") for outer in names):
+            names.append(name)
+    return names
+
+
+def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    declared = getattr(module, "_no_split_modules", None)
+    if declared is None:
+        raise ValueError(
+            f"{type(module).__name__} does not declare its transformer layers (no _no_split_modules, which "
+            f"Hugging Face models have). Pass transformer_layer_cls; lists of modules in it hold: "
+            f"{_names(_listed_classes(module)) or 'nothing'}."
+        )
+    classes = tuple(cls for cls in _listed_classes(module) if cls.__name__ in set(declared))
+    if not classes:
+        raise ValueError(
+            f"{type(module).__name__} declares _no_split_modules={sorted(declared)}, and none of them stands in "
+            f"a list of modules. Pass transformer_layer_cls; lists of modules in it hold: "
+            f"{_names(_listed_classes(module)) or 'nothing'}."
+        )
+    return classes
+
+
+def _listed_classes(module: nn.Module) -> list[type[nn.Module]]:
+    lists = (child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential))
+    return list(dict.fromkeys(type(member) for modules in lists for member in modules))
+
+
+def _names(classes: Iterable[type[nn.Module]]) -> str:
+    return ", ".join(cls.__name__ for cls in classes)

@@ -1,0 +1,72 @@
+"""The spine of a model: the modules whose ``forward`` is traced, every other one being a single node."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+
+from nxdpp.tracing.constructors import recorded_constructors
+from nxdpp.tracing.opaque import record_opaque_call
+from nxdpp.tracing.proxy import RecordingProxy
+
+# The name under which a module is called; graphs name what is in it without this prefix.
+ROOT = "model"
+
+
+def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[nn.Module], ...]) -> set[str]:
+    """Names of the ancestors of ``layers`` (the root is ``""``).
+
+    Raises ``ValueError`` where one of them is of a class that was asked to be a leaf: the layers inside it
+    could not be told apart.
+    """
+    spine = {""}
+    for layer in layers:
+        parts = layer.split(".")
+        spine.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
+    for name in sorted(spine):
+        ancestor = module.get_submodule(name)
+        if isinstance(ancestor, leaf_classes):
+            raise ValueError(
+                f"leaf_module_cls names {type(ancestor).__name__}, but {name or 'the model'} of that class holds "
+                f"transformer layers; a leaf cannot be cut. Leave it out of leaf_module_cls."
+            )
+    return spine
+
+
+class SpineTracer(fx.Tracer):
+    """Traces the spine alone.
+
+    Embeddings, norms, heads, rotary modules and layers are single nodes: their arithmetic is of no use to a
+    pipeline, and what cannot be traced stands mostly inside them.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, spine: set[str], **options: Any) -> None:
+        super().__init__(**options)
+        self._spine = spine
+
+    @contextmanager
+    def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
+        """What holds while ``model`` is called: tensors it makes are recorded."""
+        with recorded_constructors(self):
+            yield
+
+    def spine_modules(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of ``model`` that are traced through."""
+        return [model.get_submodule(name) for name in sorted(self._spine)]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """A module is a leaf unless it stands above a transformer layer."""
+        return module_qualified_name.removeprefix(ROOT).removeprefix(".") not in self._spine
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a module; one made inside ``forward`` (a loss, say) becomes a function of its arguments."""
+        if m not in self.submodule_paths and not any(m.parameters()):
+            return record_opaque_call(m, args, kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The proxy of a node, with what models ask of a tensor beyond fx's own."""
+        return RecordingProxy(node, self)

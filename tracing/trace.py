@@ -1,0 +1,154 @@
+"""The way from a module and the names of its inputs to one graph.
+
+::
+
+    trace(module, {"input_ids": InputKind(2, torch.int64), "labels": InputKind(2, torch.int64)}, ...)
+
+    input_ids ── embed_tokens ── layers.0 ── layers.1 ── ... ── norm ── lm_head ── loss ── output
+             └── mask, positions, rotary_emb ──┴───────────┘             labels ───┘
+
+Every module that does not stand above a transformer layer is one node.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from nxdpp.tracing.errors import TracingError, source_line
+from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
+from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.proxy import InputKind
+from nxdpp.tracing.spine import ROOT, SpineTracer, spine_names
+
+
+@dataclass(frozen=True)
+class TracingOptions:
+    """How a model is traced; ``tracer_cls`` is ``"hf"``, ``"torch"``, a tracer class, or ``None`` to choose."""
+
+    layer_classes: tuple[type[nn.Module], ...]
+    leaf_classes: tuple[type[nn.Module], ...] = ()
+    autowrap_functions: tuple[Any, ...] = ()
+    autowrap_modules: tuple[ModuleType, ...] = ()
+    tracer_cls: str | type[fx.Tracer] | None = None
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """One graph; its ``call_module`` and ``get_attr`` targets are qualified names of the traced module.
+
+    ``inputs`` are the graph's inputs in order; ``output_spec`` puts the values of the output node together
+    to what the module returns.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    output_spec: pytree.TreeSpec
+    layers: tuple[str, ...]
+
+
+def trace(
+    module: nn.Module, inputs: Mapping[str, InputKind], constants: Mapping[str, Any], options: TracingOptions
+) -> TracedModel:
+    """Trace ``module(**inputs, **constants)``.
+
+    Args:
+        module: any module; its parameters may be on the meta device. It is as before afterwards.
+        inputs: names of the traced inputs, with the kind of each.
+        constants: inputs whose values are part of the graph (``None``, booleans, strings).
+        options: leaves, wrapped functions and the kind of tracer.
+
+    Raises:
+        TracingError: with the line of the model that cannot be traced, and what to do about it.
+    """
+    tracer = _make_tracer(module, options)
+    entry = _Entry(module, inputs, constants, tracer)
+    try:
+        graph = tracer.trace(entry)
+    except Exception as error:
+        raise TracingError(_explain(module, inputs, error)) from error
+    _name_after_module(graph)
+    called = [node.target for node in graph.nodes if node.op == "call_module"]
+    known = set(layer_names(module, options.layer_classes))
+    layers = tuple(target for target in called if target in known)
+    assert entry.output_spec is not None
+    return TracedModel(graph, tuple(inputs), entry.output_spec, layers)
+
+
+class _Entry(nn.Module):
+    """Calls the module by keyword, with a placeholder for each input, and returns the values it gives."""
+
+    def __init__(
+        self, module: nn.Module, inputs: Mapping[str, InputKind], constants: Mapping[str, Any], tracer: fx.Tracer
+    ) -> None:
+        super().__init__()
+        self.add_module(ROOT, module)
+        self._inputs = inputs
+        self._constants = constants
+        self._tracer = tracer
+        self.output_spec: pytree.TreeSpec | None = None
+
+    def forward(self) -> list[Any]:
+        module = self.get_submodule(ROOT)
+        proxies = {name: self._placeholder(name, kind) for name, kind in self._inputs.items()}
+        with self._surroundings(module, next(iter(proxies.values()), None)):
+            output = module(**proxies, **self._constants)
+        values, self.output_spec = pytree.tree_flatten(output)
+        return values
+
+    def _placeholder(self, name: str, kind: InputKind) -> fx.Proxy:
+        proxy = self._tracer.create_proxy("placeholder", name, (), {})
+        proxy.node.meta["kind"] = kind
+        return proxy
+
+    def _surroundings(self, module: nn.Module, first_input: fx.Proxy | None) -> AbstractContextManager[None]:
+        if isinstance(self._tracer, SpineTracer):
+            return self._tracer.surroundings(module, first_input)
+        return nullcontext()
+
+
+def _make_tracer(module: nn.Module, options: TracingOptions) -> fx.Tracer:
+    wraps = {"autowrap_modules": (math, *options.autowrap_modules), "autowrap_functions": options.autowrap_functions}
+    chosen = options.tracer_cls
+    if chosen is None or chosen == "hf":
+        spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
+        if isinstance(module, PreTrainedModel):
+            refuse_untraceable(module)
+            return HuggingFaceTracer(spine, **wraps)
+        return SpineTracer(spine, **wraps)
+    base = fx.Tracer if chosen == "torch" else chosen
+    assert isinstance(base, type)
+    return _with_leaves(base, options)(**wraps)
+
+
+def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Tracer]:
+    leaves = options.layer_classes + options.leaf_classes
+
+    class WithLeaves(base):  # type: ignore[misc, valid-type]
+        proxy_buffer_attributes = True
+
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, leaves) or super().is_leaf_module(m, module_qualified_name)
+
+    return WithLeaves
+
+
+def _name_after_module(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            node.target = node.target.removeprefix(f"{ROOT}.")
+
+
+def _explain(module: nn.Module, inputs: Mapping[str, InputKind], error: Exception) -> str:
+    return (
+        f"{type(module).__name__} could not be traced with the inputs {list(inputs)}: {type(error).__name__}: "
+        f"{error}\n  at {source_line(error.__traceback__)}\n"
+        f"Make the module that holds this line a leaf (leaf_module_cls), the function a single node "
+        f"(autowrap_functions, or autowrap_modules for all of a Python module), or pass a tracer_cls of your own."
+    )
