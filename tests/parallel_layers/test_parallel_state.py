@@ -1,0 +1,232 @@
+"""Every rank is in the groups that the mesh's order says, and nothing is changed by a refused call."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxdpp.parallel_layers import parallel_state
+from tests.distributed import run_ranks
+
+GETTERS = (
+    "get_data_parallel_size",
+    "get_tensor_model_parallel_size",
+    "get_tensor_model_parallel_rank",
+    "get_pipeline_model_parallel_size",
+    "get_pipeline_model_parallel_rank",
+    "get_data_parallel_rank",
+    "get_data_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_control_group",
+    "get_pipeline_gradient_group",
+    "get_device_mesh",
+    "local_device",
+)
+
+
+def _describe(rank: int, tensor: int, pipeline: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    groups = {
+        "tensor": parallel_state.get_tensor_model_parallel_group(),
+        "data": parallel_state.get_data_parallel_group(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+    }
+    sums = {}
+    for name, group in groups.items():
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value, group=group)
+        sums[name] = value.item()
+    pipeline_group = groups["pipeline"]
+    assert parallel_state.get_pipeline_control_group() is pipeline_group
+    assert parallel_state.get_pipeline_gradient_group() is pipeline_group
+    assert parallel_state.local_device() == torch.device("cpu")
+    described = {
+        "mesh": parallel_state.get_device_mesh().mesh.tolist(),
+        "sizes": (
+            parallel_state.get_tensor_model_parallel_size(),
+            parallel_state.get_data_parallel_size(),
+            parallel_state.get_pipeline_model_parallel_size(),
+        ),
+        "ranks": (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        ),
+        "members": {name: dist.get_process_group_ranks(group) for name, group in groups.items()},
+        "sums": sums,
+        "lists": {
+            "tensor": parallel_state.get_tensor_model_parallel_group(as_list=True),
+            "data": parallel_state.get_data_parallel_group(as_list=True),
+            "pipeline": parallel_state.get_pipeline_model_parallel_group(as_list=True),
+        },
+    }
+    parallel_state.destroy_model_parallel()
+    assert not dist.is_initialized()
+    return described
+
+
+def test_tensor_is_innermost_then_data_then_pipeline() -> None:
+    described = run_ranks(8, _describe, 2, 2)
+    assert described[0]["mesh"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    lists = {
+        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    }
+    for rank, of_rank in enumerate(described):
+        assert of_rank["sizes"] == (2, 2, 2)
+        assert of_rank["ranks"] == (rank % 2, rank // 2 % 2, rank // 4)
+        for name, groups in lists.items():
+            assert sorted(of_rank["lists"][name]) == groups
+            mine = next(group for group in groups if rank in group)
+            assert of_rank["members"][name] == mine
+            assert of_rank["sums"][name] == sum(mine)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "pipeline", "data"), [(4, 1, 4, 1), (4, 1, 2, 2), (3, 1, 1, 3), (2, 2, 1, 1)]
+)
+def test_data_size_is_what_is_left(world_size: int, tensor: int, pipeline: int, data: int) -> None:
+    for described in run_ranks(world_size, _describe, tensor, pipeline):
+        assert described["sizes"] == (tensor, data, pipeline)
+
+
+def _refused(rank: int, tensor: int, pipeline: int) -> tuple[str, bool]:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parallel_state.initialize_model_parallel(tensor, pipeline)
+    return str(caught.value), dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "words"),
+    [
+        (1, 2, ("3 ranks", "size 1", "size 2", "torchrun --nproc-per-node 2")),
+        (2, 2, ("3 ranks", "replicas of 4")),
+        (0, 1, ("at least 1", "not 0 and 1")),
+        (1, -1, ("at least 1", "not 1 and -1")),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_anything_starts(
+    tensor: int, pipeline: int, words: tuple[str, ...]
+) -> None:
+    for message, started in run_ranks(3, _refused, tensor, pipeline):
+        assert all(word in message for word in words), message
+        assert not started
+
+
+def _initialize_again(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    mesh = parallel_state.get_device_mesh()
+    parallel_state.initialize_model_parallel(1, 2)
+    assert parallel_state.get_device_mesh() is mesh
+    with pytest.raises(RuntimeError, match="tensor size 1 and pipeline size 2, which differs from 2 and 1"):
+        parallel_state.initialize_model_parallel(2, 1)
+    assert parallel_state.get_device_mesh() is mesh
+    assert parallel_state.get_pipeline_model_parallel_size() == 2
+
+
+def test_a_second_call_must_agree() -> None:
+    run_ranks(2, _initialize_again)
+
+
+def _initialize_three_times(rank: int) -> list[int]:
+    sizes = []
+    for pipeline in (2, 1, 2):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+        sizes.append(parallel_state.get_pipeline_model_parallel_size())
+        parallel_state.destroy_model_parallel()
+        assert not parallel_state.model_parallel_is_initialized()
+    return sizes
+
+
+def test_after_destroy_it_can_be_initialized_anew() -> None:
+    assert run_ranks(2, _initialize_three_times) == [[2, 1, 2], [2, 1, 2]]
+
+
+def _in_a_world_of_the_users(rank: int) -> None:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    assert parallel_state.get_data_parallel_size() == 2
+    parallel_state.destroy_model_parallel()
+    assert dist.is_initialized()
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 4
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
+    assert parallel_state.get_pipeline_model_parallel_rank() == rank
+    dist.destroy_process_group()
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        parallel_state.get_data_parallel_size()
+
+
+def test_a_world_that_the_user_started_stays_the_users() -> None:
+    run_ranks(4, _in_a_world_of_the_users)
+
+
+@pytest.mark.parametrize("getter", GETTERS)
+def test_a_getter_before_initialisation_says_what_to_call(getter: str) -> None:
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match=r"call nxdpp\.parallel_state\.initialize_model_parallel"):
+        getattr(parallel_state, getter)()
+
+
+ALONE = """
+from nxdpp import parallel_state
+parallel_state.initialize_model_parallel()
+assert parallel_state.get_data_parallel_size() == parallel_state.get_pipeline_model_parallel_size() == 1
+assert parallel_state.get_pipeline_model_parallel_group(as_list=True) == [[0]]
+input("ready")
+parallel_state.destroy_model_parallel()
+"""
+
+
+def _plain_environment(**extra: str) -> dict[str, str]:
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **extra}
+
+
+def test_plain_python_is_a_world_of_one_and_two_at_once_do_not_clash() -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE],
+            env=_plain_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        # Both wait for their line of input only once both stand.
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.read(5) == "ready", process.communicate(timeout=30)[1]
+        for process in processes:
+            _, errors = process.communicate("\n", timeout=30)
+            assert process.returncode == 0, errors
+            assert "Traceback" not in errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_launcher_that_sets_half_its_variables_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(RuntimeError, match="not MASTER_ADDR, MASTER_PORT"):
+        parallel_state.initialize_model_parallel()
+    assert not dist.is_initialized()
