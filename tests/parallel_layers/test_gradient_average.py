@@ -1,0 +1,149 @@
+"""The bucketed average is the average by hand, whatever the buckets, and None never hangs it."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.gradient_average import average_gradients
+from tests.distributed import run_ranks
+
+SHAPES = ((7,), (3, 5), (), (40, 10), (1,), (0, 4), (16, 2, 2))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _gradient(rank: int, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + index)
+    shape, dtype = SHAPES[index % len(SHAPES)], DTYPES[index % len(DTYPES)]
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros_like(_gradient(0, index))) for index in range(count)]
+
+
+def _average(
+    rank: int, missing: dict[int, list[int]], bucket_bytes: int
+) -> tuple[list[torch.Tensor | None], int]:
+    """The gradients after the average, with those in ``missing[rank]`` None before, and the all-reduces."""
+    parallel_state.initialize_model_parallel()
+    parameters = _parameters(14)
+    for index, parameter in enumerate(parameters):
+        if index not in missing.get(rank, []):
+            parameter.grad = _gradient(rank, index)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        average_gradients(parameters, parallel_state.get_data_parallel_group(), bucket_bytes)
+    return [parameter.grad for parameter in parameters], all_reduce.call_count
+
+
+def _by_hand(world_size: int, index: int, missing: dict[int, list[int]]) -> torch.Tensor:
+    present = [_gradient(rank, index) for rank in range(world_size) if index not in missing.get(rank, [])]
+    return torch.stack(present).double().sum(0) / world_size
+
+
+def _compare(results: list[Any], missing: dict[int, list[int]]) -> None:
+    world_size = len(results)
+    everywhere = set.intersection(*(set(missing.get(rank, [])) for rank in range(world_size)))
+    for averaged, _ in results:
+        for index, gradient in enumerate(averaged):
+            if index in everywhere:
+                assert gradient is None
+                continue
+            assert gradient.dtype == DTYPES[index % len(DTYPES)]
+            tolerance = 2e-2 if gradient.dtype == torch.bfloat16 else 1e-6
+            expected = _by_hand(world_size, index, missing)
+            torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "all_reduces"), [(1, 15), (2**20, 4)])
+def test_the_mean_of_several_dtypes_in_few_and_many_buckets(bucket_bytes: int, all_reduces: int) -> None:
+    results = run_ranks(3, _average, {}, bucket_bytes)
+    _compare(results, {})
+    # One for the flags, then a bucket a dtype, or a bucket a gradient.
+    assert [count for _, count in results] == [all_reduces] * 3
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 2**20])
+def test_a_missing_gradient_counts_as_zeros_and_stays_none_only_if_missing_everywhere(
+    bucket_bytes: int,
+) -> None:
+    missing = {0: [0, 3, 9], 1: [3, 4, 9, 13], 2: list(range(14))}
+    results = run_ranks(3, _average, missing, bucket_bytes)
+    _compare(results, missing)
+    assert results[2][0][3] is results[2][0][9] is None
+    assert results[2][0][5] is not None
+
+
+def _average_none(rank: int) -> list[torch.Tensor | None]:
+    parallel_state.initialize_model_parallel()
+    parameters = _parameters(3)
+    average_gradients(parameters, parallel_state.get_data_parallel_group())
+    average_gradients([], parallel_state.get_data_parallel_group())
+    return [parameter.grad for parameter in parameters]
+
+
+def test_no_gradients_at_all_and_no_parameters() -> None:
+    assert run_ranks(2, _average_none) == [[None] * 3] * 2
+
+
+def _frozen_and_transposed(rank: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    parallel_state.initialize_model_parallel()
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    transposed = nn.Parameter(torch.zeros(2, 3))
+    transposed.grad = torch.full((3, 2), float(rank)).t()
+    average_gradients([frozen, transposed], parallel_state.get_data_parallel_group())
+    return frozen.grad, transposed.grad
+
+
+def test_a_frozen_parameter_is_passed_over_and_strides_do_not_matter() -> None:
+    for frozen, transposed in run_ranks(2, _frozen_and_transposed):
+        assert frozen is None
+        assert transposed is not None
+        assert torch.equal(transposed, torch.full((2, 3), 0.5))
+
+
+def _within_data_groups(rank: int) -> float:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([float(rank)])
+    average_gradients([parameter], parallel_state.get_data_parallel_group())
+    return parameter.grad.item()
+
+
+def test_only_the_groups_own_ranks_are_averaged() -> None:
+    assert run_ranks(4, _within_data_groups) == [0.5, 0.5, 2.5, 2.5]
+
+
+def _alone(rank: int) -> tuple[torch.Tensor | None, int]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.arange(3.0) + rank
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        average_gradients([parameter], parallel_state.get_data_parallel_group())
+    return parameter.grad, all_reduce.call_count
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    for rank, (gradient, count) in enumerate(run_ranks(2, _alone)):
+        assert gradient is not None
+        assert torch.equal(gradient, torch.arange(3.0) + rank)
+        assert count == 0
+
+
+def _sparse(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    group = parallel_state.get_data_parallel_group()
+    with pytest.raises(ValueError, match=r"shape \(4, 2\).*sparse=False"):
+        average_gradients(embedding.parameters(), group)
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        average_gradients([], group, bucket_bytes=0)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    run_ranks(2, _sparse)

@@ -1,0 +1,61 @@
+"""A model arrives whole: values, ties and what was noted on its parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.parallel_layers import move_model_to_device
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.head.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def test_on_the_same_device_the_parameters_are_the_same_objects() -> None:
+    model = _Tied()
+    before = dict(model.named_parameters())
+    move_model_to_device(model, "cpu")
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name]
+
+
+def test_new_parameters_keep_attributes_and_ties() -> None:
+    model = _Tied()
+    before = model.embedding.weight
+    move_model_to_device(model, torch.device("meta"))
+    assert model.embedding.weight is not before, "torch was to make a new parameter here"
+    assert model.embedding.weight.tensor_model_parallel is True  # type: ignore[attr-defined]
+    assert model.head.weight is model.embedding.weight
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_an_attribute_on_the_model_itself_is_kept_too() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.note = "kept"  # type: ignore[attr-defined]
+    move_model_to_device(model, "meta")
+    assert model.bias.note == "kept"  # type: ignore[attr-defined]
+
+
+def test_a_model_without_values_is_refused_and_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"2 of the model's 4 .* first of them 1\.weight: .*to_empty"):
+        move_model_to_device(model, "cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_to_a_gpu_in_place() -> None:
+    model = _Tied()
+    before = model.embedding.weight
+    values = before.detach().clone()
+    move_model_to_device(model, "cuda:0")
+    assert model.embedding.weight is before
+    assert model.head.weight is before
+    assert before.tensor_model_parallel is True  # type: ignore[attr-defined]
+    assert torch.equal(before.detach().cpu(), values)
+    assert all(tensor.is_cuda for tensor in [*model.parameters(), *model.buffers()])
