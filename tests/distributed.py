@@ -77,6 +77,7 @@ class _Rank:
         self.rank = rank
         self.result = b""
         self.error = ""
+        self.ended = False
         self.was_running = False
         self.output = folder / f"rank{rank}.txt"
         self.connection, theirs = context.Pipe(duplex=False)
@@ -88,11 +89,22 @@ class _Rank:
 
     @property
     def done(self) -> bool:
-        """Whether it has returned, raised or died."""
-        return bool(self.result or self.error)
+        """Whether it has returned and come to its end, raised or died."""
+        return self.ended or bool(self.error)
+
+    @property
+    def awaited(self) -> Connection | int:
+        """What becomes ready when there is news: its outcome first, then its end."""
+        return self.process.sentinel if self.result else self.connection
 
     def receive(self) -> None:
-        """Takes in the outcome; blocks until there is one."""
+        """Takes in the outcome or, after a result, the end; blocks until it is there."""
+        if self.result:
+            self.process.join()
+            self.ended = True
+            if self.process.exitcode:
+                self.error = f"returned, then died: {_exit(self.process.exitcode)}\n"
+            return
         try:
             kind, content = self.connection.recv_bytes(), self.connection.recv_bytes()
         except EOFError:
@@ -113,9 +125,7 @@ class _Rank:
             self.process.kill()
 
     def end(self) -> None:
-        """Waits for a process that has returned, kills any other."""
-        if self.result:
-            self.process.join(GRACE_SECONDS)
+        """Leaves nothing behind."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -127,11 +137,11 @@ def _wait_for_all(ranks: list[_Rank], timeout: float) -> str:
     deadline = time.monotonic() + timeout
     failure = ""
     while waiting := [rank for rank in ranks if not rank.done]:
-        ready = wait([rank.connection for rank in waiting], max(0.0, deadline - time.monotonic()))
+        ready = wait([rank.awaited for rank in waiting], max(0.0, deadline - time.monotonic()))
         if not ready:
             return failure or f"timeout after {timeout} s: {_names(waiting)} still running"
         for rank in waiting:
-            if rank.connection in ready:
+            if rank.awaited in ready:
                 rank.receive()
                 if rank.error and not failure:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -141,7 +151,8 @@ def _wait_for_all(ranks: list[_Rank], timeout: float) -> str:
 
 def _account(rank: _Rank) -> str:
     """What became of one rank, with all that it wrote."""
-    outcome = rank.error or ("still running, killed\n" if rank.was_running else "returned\n")
+    returned = "returned, " if rank.result else ""
+    outcome = rank.error or f"{returned}{'still running, killed' if rank.was_running else 'ended'}\n"
     output = rank.output.read_text(errors="replace") if rank.output.exists() else ""
     return f"---- rank {rank.rank}: {outcome}" + (f"---- rank {rank.rank} wrote:\n{output}" if output else "")
 

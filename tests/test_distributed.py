@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_timeout_names_who_still_runs() -> None:
     with pytest.raises(AssertionError, match=r"timeout after 1\.0 s: rank 1 still running") as caught:
         run_ranks(2, _sleep_on_rank_one, timeout=1.0)
     assert time.monotonic() - start < 5
-    assert "rank 0: returned" in str(caught.value)
+    assert "rank 0: returned, ended" in str(caught.value)
 
 
 def _unpicklable(rank: int) -> object:
@@ -99,3 +100,14 @@ def _unpicklable(rank: int) -> object:
 def test_a_result_that_cannot_travel_is_an_error() -> None:
     with pytest.raises(AssertionError, match="_unpicklable"):
         run_ranks(1, _unpicklable)
+
+
+def _hang_at_the_end(rank: int) -> None:
+    if rank == 1:
+        threading.Thread(target=time.sleep, args=(60,), name="lingers").start()
+
+
+def test_a_rank_that_returns_but_does_not_end_is_told() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 still running") as caught:
+        run_ranks(2, _hang_at_the_end, timeout=1.0)
+    assert "rank 1: returned, still running" in str(caught.value)
