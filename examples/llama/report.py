@@ -1,0 +1,117 @@
+"""What a run tells its user: the stage table, the progress of each step, ``metrics.jsonl``."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from nxdpp import NxDPPModel, parallel_state
+
+_Row = tuple[int, int, str, int, int]
+
+PLAIN_LINES = 20
+"""How often a run without a terminal says where it is."""
+
+
+def print_stage_table(console: Console, model: NxDPPModel) -> None:
+    """Print which layers each rank holds and what they weigh; collective over all ranks."""
+    parameters = [parameter for _, parameter in model.local_named_parameters()]
+    rows = _gather(
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            _span(model.stage_layers),
+            sum(parameter.numel() for parameter in parameters),
+            sum(parameter.nbytes for parameter in parameters),
+        )
+    )
+    table = Table(title="Stages")
+    for heading in ("rank", "stage", "replica"):
+        table.add_column(heading, justify="right")
+    table.add_column("transformer layers")
+    table.add_column("parameters", justify="right")
+    table.add_column("bytes", justify="right")
+    for rank, (stage, replica, layers, count, size) in enumerate(rows):
+        table.add_row(str(rank), str(stage), str(replica), layers, f"{count:,}", decimal(size))
+    console.print(table)
+
+
+class TrainingReport:
+    """Shows and records each step on rank 0; on the other ranks it only contributes to what is shown.
+
+    ``metrics.jsonl`` in ``folder`` gets one line a step, written out as the step ends, with ``step``,
+    ``loss`` and ``tokens_per_second``. A context manager: the bar and the file are closed at its end.
+    """
+
+    def __init__(self, console: Console, folder: Path, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._shown = dist.get_rank() == 0
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not (self._shown and console.is_terminal),
+        )
+        self._task = self._bar.add_task("", total=steps)
+        self._metrics = (folder / "metrics.jsonl").open("w", buffering=1) if self._shown else None
+        self._last_end = time.perf_counter()
+
+    def __enter__(self) -> "TrainingReport":
+        self._bar.start()
+        self._last_end = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        if self._metrics:
+            self._metrics.close()
+
+    def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
+        """Report step ``step`` of ``tokens`` tokens over all ranks; collective over all ranks.
+
+        ``busy_share`` is the part, 0 to 1, of the step that this rank was computing.
+        """
+        shares = _stage_means(busy_share)
+        end = time.perf_counter()
+        tokens_per_second = tokens / (end - self._last_end)
+        self._last_end = end
+        if self._metrics is None:
+            return
+        record = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
+        self._metrics.write(json.dumps(record) + "\n")
+        busy = " ".join(f"{share:.0%}" for share in shares)
+        line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {busy}"
+        self._bar.update(self._task, completed=step, description=line)
+        if not self._console.is_terminal and step % max(1, self._steps // PLAIN_LINES) == 0:
+            self._console.print(f"step {step}/{self._steps}  {line}", highlight=False, soft_wrap=True)
+
+
+def _span(layers: list[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]} ({len(layers)})"
+
+
+def _stage_means(busy_share: float) -> list[float]:
+    """Each stage's busy share, in stage order: the mean over its replicas. Collective over all ranks."""
+    own = torch.tensor(busy_share, device=parallel_state.local_device())
+    shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, own)
+    by_stage = torch.stack(shares).view(parallel_state.get_pipeline_model_parallel_size(), -1)
+    means: list[float] = by_stage.mean(dim=1).tolist()
+    return means
+
+
+def _gather(own: _Row) -> list[_Row]:
+    """Every rank's row, on every rank. Collective over all ranks."""
+    rows: list[_Row] = [own] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
+    return rows

@@ -1,0 +1,231 @@
+"""The flags of train.py: what they mean, and everything that can be wrong with them.
+
+Nothing here is collective: each rank reads the same flags and comes to the same answer.
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from corpus import Corpus, read_corpus, standard_library_files
+from model_config import default_config, read_config
+from transformers import LlamaConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+SECONDS_FOR_RANK_ZERO = 20.0
+"""How long the other ranks leave rank 0 to say what is wrong; torchrun ends them as soon as it has."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be done, checked. ``batch_size`` counts sequences of a step over all ranks."""
+
+    config: LlamaConfig
+    corpus: Corpus
+    steps: int
+    batch_size: int
+    seq_length: int
+    num_microbatches: int
+    learning_rate: float
+    seed: int
+    dtype: torch.dtype
+    output: Path
+    pipeline_parallel_size: int
+
+
+def read_settings(arguments: Sequence[str]) -> Settings:
+    """The settings that ``arguments`` ask for, read alike on every rank.
+
+    Reads the config and the text. Rank 0 also makes the output folder and sees that it can write there.
+
+    Raises ``ValueError`` for the first thing that is wrong.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    flags = _parser().parse_args(arguments)
+    pipeline_parallel_size = flags.pipeline_parallel_size or world_size
+    config = read_config(flags.config) if flags.config else default_config()
+    _check_division(flags, pipeline_parallel_size, world_size)
+    _check_model(config, flags.seq_length, pipeline_parallel_size)
+    corpus = read_corpus(flags.data or standard_library_files())
+    _check_length(corpus, flags.seq_length)
+    if _rank() == 0:
+        _check_output(flags.output)
+    return Settings(
+        config=config,
+        corpus=corpus,
+        steps=flags.steps,
+        batch_size=flags.batch_size,
+        seq_length=flags.seq_length,
+        num_microbatches=flags.num_microbatches,
+        learning_rate=flags.learning_rate,
+        seed=flags.seed,
+        dtype=DTYPES[flags.dtype],
+        output=flags.output,
+        pipeline_parallel_size=pipeline_parallel_size,
+    )
+
+
+def refuse(error: ValueError) -> NoReturn:
+    """Ends this process with status 2, and lets one rank say why.
+
+    All ranks find the same thing wrong, and torchrun stops the others when the first one exits: so that
+    this is rank 0, with its sentence said, the others wait to be stopped. One that is not stopped was alone
+    in what it found, and says so itself.
+    """
+    if _rank() != 0:
+        time.sleep(SECONDS_FOR_RANK_ZERO)
+    print(f"train.py: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what ``argparse`` would print, and prints its help on rank 0 only."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists the flags)")
+
+    def print_help(self, file: object = None) -> None:
+        if _rank() == 0:
+            print(self.format_help(), end="")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train.py",
+        allow_abbrev=False,
+        description="Trains a byte-level Llama on text, on one process or, under torchrun, as a pipeline.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.json",
+        help="a Hugging Face config.json of the Llama to train; without it, one of about 5 M parameters",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="the text to train on, read as bytes; without it, the Python standard library's source files. "
+        "Held out for measuring: every twentieth file, of 2 to 19 files the last, of one its last twentieth",
+    )
+    parser.add_argument("--steps", type=_at_least(1), default=400, help="optimizer steps")
+    parser.add_argument("--batch-size", type=_at_least(1), default=8, help="sequences a step, over all ranks together")
+    parser.add_argument("--seq-length", type=_at_least(2), default=128, help="bytes a sequence")
+    parser.add_argument(
+        "--num-microbatches",
+        type=_at_least(1),
+        default=8,
+        help="pieces that each data-parallel replica cuts its part of the batch into",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=_learning_rate,
+        default=1e-3,
+        help="its peak: it rises for a tenth of the steps, then falls along a cosine to a twentieth",
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, help="of the initial weights and the batches")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the forward's arithmetic: bfloat16 runs under autocast, weights and optimizer stay float32",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/llama"),
+        metavar="DIR",
+        help="where metrics.jsonl and the checkpoint go; those of an earlier run there are replaced",
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=_at_least(1),
+        metavar="N",
+        help="stages of the pipeline, of which the other processes are replicas (default: all processes)",
+    )
+    return parser
+
+
+def _at_least(smallest: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = smallest - 1
+        if not smallest <= number < 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {smallest}")
+        return number
+
+    return whole_number
+
+
+def _learning_rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def _check_division(flags: argparse.Namespace, pipeline_parallel_size: int, world_size: int) -> None:
+    if world_size % pipeline_parallel_size:
+        raise ValueError(
+            f"{world_size} processes do not divide into pipelines of --pipeline-parallel-size "
+            f"{pipeline_parallel_size}: start a multiple of {pipeline_parallel_size} processes"
+        )
+    replicas = world_size // pipeline_parallel_size
+    if flags.batch_size % (replicas * flags.num_microbatches):
+        raise ValueError(
+            f"--batch-size {flags.batch_size} does not divide into {replicas} data-parallel replica(s) of "
+            f"--num-microbatches {flags.num_microbatches}: make it a multiple of "
+            f"{replicas * flags.num_microbatches}"
+        )
+
+
+def _check_model(config: LlamaConfig, seq_length: int, pipeline_parallel_size: int) -> None:
+    if config.num_hidden_layers < pipeline_parallel_size:
+        raise ValueError(
+            f"the model's {config.num_hidden_layers} layers are too few for {pipeline_parallel_size} "
+            f"pipeline stages: set --pipeline-parallel-size to {config.num_hidden_layers} or less, or "
+            "give a --config with more layers"
+        )
+    if seq_length > config.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length {seq_length} is longer than the model's max_position_embeddings of "
+            f"{config.max_position_embeddings}"
+        )
+
+
+def _check_length(corpus: Corpus, seq_length: int) -> None:
+    for name, text in (("to train on", corpus.train), ("held out", corpus.held_out)):
+        if len(text) < seq_length:
+            raise ValueError(
+                f"the text {name} has {len(text)} bytes, fewer than one sequence of --seq-length "
+                f"{seq_length}: give more or longer --data files, or a shorter sequence"
+            )
+
+
+def _check_output(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write to --output {folder}: {error.strerror}") from error
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,128 @@
+"""Trains a byte-level Llama on real text, on one process or as a pipeline of several.
+
+    python examples/llama/train.py
+    torchrun --nproc-per-node 4 examples/llama/train.py
+
+Both give the same losses, to rounding. The comments that start with "nxdpp" mark all that it takes to make
+a pipeline of a Hugging Face model.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import transformers
+from corpus import decode, held_out_batches, training_batches
+from report import TrainingReport, print_stage_table
+from rich.console import Console
+from rich.text import Text
+from settings import Settings, read_settings, refuse
+from trained_model import generate_sample, save_checkpoint
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from nxdpp import NxDPPModel, parallel_state
+
+HELD_OUT_SEQUENCES = 128
+SAMPLE_PROMPT_BYTES = 48
+
+
+def train(settings: Settings) -> None:
+    """Do the whole job; collective over all ranks."""
+    # nxdpp: how many of the processes make one pipeline; what is left is data parallelism.
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings.pipeline_parallel_size)
+
+    torch.manual_seed(settings.seed)
+    # nxdpp: the wrapped model, of which each rank keeps its own layers.
+    model = NxDPPModel(
+        LlamaForCausalLM(settings.config),
+        transformer_layer_cls=LlamaDecoderLayer,
+        num_microbatches=settings.num_microbatches,
+        broadcast_and_average_loss=True,
+    )
+    model.move_model_to_device()
+    weights = [parameter for _, parameter in model.local_named_parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
+
+    console = Console(quiet=dist.get_rank() != 0)
+    print_stage_table(console, model)
+    console.print(f"held-out loss before training: {held_out_loss(model, settings):.3f}", highlight=False)
+    batches = training_batches(settings.corpus.train, settings.batch_size, settings.seq_length, settings.seed)
+    with TrainingReport(console, settings.output, settings.steps) as report:
+        for step in range(1, settings.steps + 1):
+            ids = local_part(next(batches))
+            with autocast(settings):
+                # nxdpp: forward and backward of all microbatches; gradients are in .grad as always.
+                loss = model.run_train(input_ids=ids, labels=ids)
+            assert isinstance(loss, torch.Tensor)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            report.step_done(step, loss.item(), settings.batch_size * settings.seq_length, model.last_busy_share)
+    console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
+
+    save_checkpoint(model, settings.config, settings.output)
+    console.print(f"checkpoint and metrics.jsonl are in {settings.output}", highlight=False)
+    if dist.get_rank() == 0:
+        print_sample(console, settings)
+    parallel_state.destroy_model_parallel()
+
+
+def held_out_loss(model: NxDPPModel, settings: Settings) -> float:
+    """The mean loss on text that is never trained on; collective over all ranks."""
+    count = max(1, HELD_OUT_SEQUENCES // settings.batch_size)
+    losses: list[float] = []
+    model.eval()
+    for batch in held_out_batches(settings.corpus.held_out, settings.batch_size, settings.seq_length, count):
+        ids = local_part(batch)
+        with autocast(settings):
+            losses.append(model.run_eval(input_ids=ids, labels=ids).item())
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def local_part(batch: torch.Tensor) -> torch.Tensor:
+    """This data-parallel replica's sequences of ``batch``, on this rank's device."""
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    return batch.chunk(replicas)[replica].to(parallel_state.local_device())
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """What the peak learning rate is multiplied with in step ``step``, from 0, of ``steps``."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
+
+
+def autocast(settings: Settings) -> torch.autocast:
+    """bfloat16 arithmetic in forwards, if that is what ``--dtype`` asks for."""
+    return torch.autocast(parallel_state.local_device().type, torch.bfloat16, enabled=settings.dtype == torch.bfloat16)
+
+
+def print_sample(console: Console, settings: Settings) -> None:
+    """Let the checkpoint just written continue the start of the held-out text."""
+    length = min(SAMPLE_PROMPT_BYTES, settings.seq_length // 2)
+    prompt = settings.corpus.held_out[:length].long()
+    sample = generate_sample(settings.output, prompt, settings.seq_length - length, settings.seed)
+    console.rule("a sample from the checkpoint; dim: its prompt, from held-out text")
+    console.print(Text.assemble((decode(prompt.tolist()), "dim"), sample))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run with command-line ``arguments``; ends the process with status 2 if they cannot be carried out."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        settings = read_settings(arguments)
+    except ValueError as error:
+        refuse(error)
+    train(settings)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

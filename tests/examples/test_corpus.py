@@ -1,0 +1,150 @@
+"""The text of the main job: what is held out stays held out, and the same seed gives the same batches."""
+
+import os
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from corpus import (
+    decode,
+    held_out_batches,
+    read_corpus,
+    standard_library_files,
+    training_batches,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def _files(folder: Path, count: int) -> list[Path]:
+    files = [folder / f"{index:02}.txt" for index in range(count)]
+    for index, file in enumerate(files, start=1):
+        file.write_bytes(bytes([index]) * index)
+    return files
+
+
+def _values(text: torch.Tensor) -> set[int]:
+    return set(text.tolist()) - {0}
+
+
+def test_standard_library_has_enough_text_of_this_interpreter() -> None:
+    files = standard_library_files()
+    corpus = read_corpus(files)
+
+    assert Path(os.__file__) in files
+    assert files == sorted(files)
+    assert len(corpus.train) > 2_000_000
+    assert len(corpus.held_out) > 50_000
+
+
+def test_standard_library_holds_whole_files_out() -> None:
+    corpus = read_corpus(standard_library_files())
+
+    assert not set(corpus.train_files) & set(corpus.held_out_files)
+    assert sorted(corpus.train_files + corpus.held_out_files) == standard_library_files()
+    train = bytes(corpus.train.tolist())
+    for file in corpus.held_out_files:
+        assert file.read_bytes() not in train
+
+
+def test_corpus_is_the_same_each_time() -> None:
+    first, second = read_corpus(standard_library_files()), read_corpus(standard_library_files())
+
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.held_out, second.held_out)
+    assert first.train_files == second.train_files
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(2, {2}), (19, {19}), (20, {20}), (39, {20}), (41, {20, 40})])
+def test_whole_files_are_held_out(tmp_path: Path, count: int, held_out: set[int]) -> None:
+    corpus = read_corpus(_files(tmp_path, count))
+
+    assert _values(corpus.held_out) == held_out
+    assert _values(corpus.train) == set(range(1, count + 1)) - held_out
+
+
+def test_every_byte_is_in_one_text(tmp_path: Path) -> None:
+    files = _files(tmp_path, 25)
+    corpus = read_corpus(files)
+    ends_of_files = len(corpus.train_files) - 1 + len(corpus.held_out_files) - 1
+
+    assert len(corpus.train) + len(corpus.held_out) - ends_of_files == sum(f.stat().st_size for f in files)
+
+
+def test_last_twentieth_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_bytes(bytes(range(1, 201)))
+    corpus = read_corpus([file])
+
+    assert corpus.train.tolist() == list(range(1, 191))
+    assert corpus.held_out.tolist() == list(range(191, 201))
+
+
+def test_tiny_and_empty_files(tmp_path: Path) -> None:
+    empty, tiny = tmp_path / "empty", tmp_path / "tiny"
+    empty.touch()
+    tiny.write_bytes(b"ab")
+    corpus = read_corpus([empty, tiny])
+
+    assert corpus.train.tolist() == [97, 98]
+    assert len(corpus.held_out) == 0
+    assert empty not in corpus.train_files
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    empty, file = tmp_path / "empty", tmp_path / "file"
+    empty.touch()
+    file.write_text("text")
+
+    with pytest.raises(ValueError, match=r"cannot read .*missing: No such file"):
+        read_corpus([tmp_path / "missing"])
+    with pytest.raises(ValueError, match=r"cannot read .*: Is a directory"):
+        read_corpus([tmp_path])
+    with pytest.raises(ValueError, match=r"no text in .*empty"):
+        read_corpus([empty])
+    with pytest.raises(ValueError, match="file is named twice"):
+        read_corpus([file, tmp_path / "." / "file"])
+
+
+def test_training_batches_follow_the_seed() -> None:
+    text = torch.arange(251, dtype=torch.uint8).repeat(4)
+
+    def first_three(seed: int) -> torch.Tensor:
+        return torch.stack(list(islice(training_batches(text, 4, 16, seed), 3)))
+
+    batches = first_three(seed=1)
+    assert batches.shape == (3, 4, 16)
+    assert batches.dtype == torch.int64
+    assert torch.equal(batches, first_three(seed=1))
+    assert not torch.equal(batches, first_three(seed=2))
+    assert not torch.equal(batches[0], batches[1])
+
+
+@given(length=st.integers(2, 60), seq_length=st.integers(2, 60), count=st.integers(1, 4))
+def test_batches_are_pieces_of_the_text(length: int, seq_length: int, count: int) -> None:
+    seq_length = min(length, seq_length)
+    text = torch.arange(length, dtype=torch.uint8)
+
+    batches = [*islice(training_batches(text, 3, seq_length, seed=0), count)]
+    held_out = list(held_out_batches(text, 3, seq_length, count))
+
+    assert len(held_out) == count
+    for batch in batches + held_out:
+        assert batch.shape == (3, seq_length)
+        assert torch.equal(batch - batch[:, :1], torch.arange(seq_length).expand(3, -1))
+        assert batch.max() < length
+
+
+def test_held_out_batches_reach_from_the_first_byte_to_the_last() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    batches = torch.cat(list(held_out_batches(text, 2, 10, 5)))
+
+    assert batches[0, 0] == 0
+    assert batches[-1, -1] == 199
+    assert len(set(batches[:, 0].tolist())) == 10
+
+
+def test_decode_takes_any_ids() -> None:
+    assert decode(list(b"caf\xc3\xa9")) == "café"
+    assert decode([97, 255, 300, 98]) == "a\ufffdb"

@@ -1,0 +1,156 @@
+"""The flags of the main job: each thing that can be wrong is one sentence, found before any work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from settings import read_settings
+
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def _config(folder: Path, **fields: Any) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**TINY, **fields}))
+    return str(file)
+
+
+def _refusal(*arguments: str) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        read_settings(arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults() -> None:
+    settings = read_settings([])
+
+    assert settings.config.vocab_size == 256
+    assert settings.dtype == torch.float32
+    assert settings.output == Path("runs/llama")
+    assert settings.output.is_dir()
+    assert settings.pipeline_parallel_size == 1
+
+
+def test_every_flag_is_taken(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"0123456789" * 100)
+    settings = read_settings(
+        f"--config {_config(tmp_path)} --data {text} --steps 3 --batch-size 6 --seq-length 32 "
+        f"--num-microbatches 2 --learning-rate 0.5 --seed 7 --dtype bfloat16 --output {tmp_path / 'a' / 'b'} "
+        "--pipeline-parallel-size 1".split()
+    )
+
+    assert settings.config.hidden_size == 32
+    assert settings.corpus.train_files == (text,)
+    assert (settings.steps, settings.batch_size, settings.seq_length) == (3, 6, 32)
+    assert (settings.num_microbatches, settings.learning_rate, settings.seed) == (2, 0.5, 7)
+    assert settings.dtype == torch.bfloat16
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_processes_that_are_no_stages_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    assert read_settings([]).pipeline_parallel_size == 4
+    assert read_settings(["--pipeline-parallel-size", "2", "--batch-size", "16"]).pipeline_parallel_size == 2
+    assert "2 data-parallel replica(s) of --num-microbatches 8" in _refusal(
+        "--pipeline-parallel-size", "2", "--batch-size", "8"
+    )
+    assert "4 processes do not divide into pipelines of --pipeline-parallel-size 3" in _refusal(
+        "--pipeline-parallel-size", "3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("--steps ten", "argument --steps: 'ten' is not a whole number of at least 1"),
+        ("--seed -1", "argument --seed: '-1' is not a whole number of at least 0"),
+        ("--learning-rate nan", "argument --learning-rate: 'nan' is not a number above 0"),
+        ("--learning-rate 0", "argument --learning-rate: '0' is not a number above 0"),
+        ("--dtype float64", "argument --dtype: invalid choice: 'float64' (choose from"),
+        ("--batch 8", "unrecognized arguments: --batch 8"),
+        ("--batch-size 12", "--batch-size 12 does not divide into 1 data-parallel replica(s)"),
+        ("--seq-length 2000", "longer than the model's max_position_embeddings"),
+        ("--data missing.txt", "cannot read missing.txt: No such file or directory"),
+        ("--config missing.json", "cannot read missing.json: No such file or directory"),
+        ("--output /dev/null/run", "cannot write to --output /dev/null/run: Not a directory"),
+        ("--output /proc/run", "cannot write to --output /proc/run: "),
+    ],
+)
+def test_wrong_flag(arguments: str, sentence: str) -> None:
+    assert sentence in _refusal(*arguments.split())
+
+
+def test_more_stages_than_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+    assert "2 layers are too few for 3 pipeline stages" in _refusal("--config", _config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("size", "seq_length", "sentence"),
+    [
+        (100, 64, "held out has 5 bytes, fewer than one sequence of --seq-length 64"),
+        (50, 64, "to train on has 48 bytes, fewer than one sequence of --seq-length 64"),
+        (0, 64, "no text in"),
+    ],
+)
+def test_too_little_text(tmp_path: Path, size: int, seq_length: int, sentence: str) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"x" * size)
+
+    assert sentence in _refusal("--data", str(text), "--seq-length", str(seq_length))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"vocab_size": 255}, "vocab_size of 255: a token is a byte here, so it must be at least 256"),
+        ({"model_type": "gpt2"}, "is the config of a 'gpt2' model, not of a Llama"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0: it must be at least 1"),
+        ({"hidden_size": "wide"}, "no Llama runs with"),
+        ({"hidden_act": "nothing"}, "no Llama runs with"),
+        ({"num_attention_heads": 3}, "no Llama runs with"),
+        ({"num_key_value_heads": 7, "num_attention_heads": 8}, "no Llama runs with"),
+    ],
+)
+def test_wrong_config(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
+    assert sentence in _refusal("--config", _config(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("{", "is not JSON"), ("[1]", "a JSON object is needed, it holds a list"), ("\udcff", "is not JSON")],
+)
+def test_config_that_is_none(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+
+    assert sentence in _refusal("--config", str(file))
+
+
+def test_rank_zero_alone_makes_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    read_settings(["--output", "run"])
+
+    assert not (tmp_path / "run").exists()
