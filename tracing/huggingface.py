@@ -66,14 +66,15 @@ def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
     copies: dict[int, PreTrainedConfig] = {}
     with ExitStack() as stack:
         for module in spine:
-            if isinstance(getattr(module, "config", None), PreTrainedConfig):
-                stack.enter_context(_swapped(module, "config", _training_copy(module.config, copies)))
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig):
+                stack.enter_context(_swapped(module, "config", _training_copy(config, copies)))
             if getattr(module, "gradient_checkpointing", False):
                 stack.enter_context(_swapped(module, "gradient_checkpointing", False))
         for source in _sources(spine):
             functions = {n: recorded(f) for n, f in vars(source).items() if isinstance(f, FunctionType)}
             stack.enter_context(patch.dict(vars(source), functions))
-        pick_loss = PreTrainedModel.loss_function.fget
+        pick_loss = vars(PreTrainedModel)["loss_function"].fget
         loss_function = property(lambda model: recorded(pick_loss(model)))
         stack.enter_context(patch.object(PreTrainedModel, "loss_function", loss_function))
         stack.enter_context(patch.object(PreTrainedModel, "device", PropertyMock(return_value=device)))

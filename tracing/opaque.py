@@ -24,14 +24,15 @@ class OpaqueCall:
         self._leaves = [None if isinstance(leaf, fx.Proxy) else _freeze(leaf) for leaf in leaves]
 
     def __call__(self, *traced: Any) -> Any:
+        """Call the function with the static arguments in their places."""
         leaves = list(self._leaves)
         for position, value in zip(self._positions, traced, strict=True):
             leaves[position] = value
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return self.function(*args, **kwargs)
 
-    def parameter_of(self, traced: tuple[Any, ...], index: int) -> str | int | None:
-        """The keyword or the position under which ``traced[index]`` is handed to the function itself."""
+    def parameter_of(self, index: int) -> str | int | None:
+        """The keyword or the position under which traced argument ``index`` itself is handed to the function."""
         marks: list[Any] = list(self._leaves)
         for i, position in enumerate(self._positions):
             marks[position] = _Mark(i)

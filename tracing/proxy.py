@@ -73,7 +73,8 @@ class _InPlaceMethod:
 
 def input_kind(node: fx.Node) -> InputKind:
     """The kind of an input of the graph; nothing is known of any other value."""
-    return node.meta.get("kind", _UNKNOWN)
+    kind: InputKind = node.meta.get("kind", _UNKNOWN)
+    return kind
 
 
 def _length(node: fx.Node) -> int | None:

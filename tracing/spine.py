@@ -63,7 +63,7 @@ class SpineTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a module; one made inside ``forward`` (a loss, say) becomes a function of its arguments."""
-        if m not in self.submodule_paths and not any(m.parameters()):
+        if m not in (self.submodule_paths or {}) and not any(m.parameters()):
             return record_opaque_call(m, args, kwargs)
         return super().call_module(m, forward, args, kwargs)
 

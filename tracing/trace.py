@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.errors import TracingError, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
@@ -85,7 +86,11 @@ class _Entry(nn.Module):
     """Calls the module by keyword, with a placeholder for each input, and returns the values it gives."""
 
     def __init__(
-        self, module: nn.Module, inputs: Mapping[str, InputKind], constants: Mapping[str, Any], tracer: fx.Tracer
+        self,
+        module: nn.Module,
+        inputs: Mapping[str, InputKind],
+        constants: Mapping[str, Any],
+        tracer: fx.Tracer,
     ) -> None:
         super().__init__()
         self.add_module(ROOT, module)
@@ -99,6 +104,8 @@ class _Entry(nn.Module):
         proxies = {name: self._placeholder(name, kind) for name, kind in self._inputs.items()}
         with self._surroundings(module, next(iter(proxies.values()), None)):
             output = module(**proxies, **self._constants)
+        if isinstance(output, ModelOutput) and not getattr(module.config, "return_dict", True):
+            output = output.to_tuple()
         values, self.output_spec = pytree.tree_flatten(output)
         return values
 
@@ -114,7 +121,10 @@ class _Entry(nn.Module):
 
 
 def _make_tracer(module: nn.Module, options: TracingOptions) -> fx.Tracer:
-    wraps = {"autowrap_modules": (math, *options.autowrap_modules), "autowrap_functions": options.autowrap_functions}
+    wraps: dict[str, Any] = {
+        "autowrap_modules": (math, *options.autowrap_modules),
+        "autowrap_functions": options.autowrap_functions,
+    }
     chosen = options.tracer_cls
     if chosen is None or chosen == "hf":
         spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)

@@ -1,0 +1,68 @@
+"""Activation checkpointing of layers after the model has been cut (the pipeline guide's ``apply_checkpoint``)."""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from nxdpp.pipeline.model import NxDPPModel
+
+_logger = logging.getLogger(__name__)
+
+
+def apply_checkpoint(model: "NxDPPModel", layers_to_checkpoint: Sequence[str] | None = None) -> None:
+    """Recompute the forward of layers during their backward instead of keeping their activations.
+
+    Parameter names do not change, and dropout is the same in the recomputation. Not collective: each rank
+    treats its own layers, and a name of a layer of another stage is that stage's business. A layer that is
+    already checkpointed stays as it is.
+
+    Args:
+        model: the wrapped model.
+        layers_to_checkpoint: qualified names of modules; by default every transformer layer.
+
+    Raises:
+        RuntimeError: for an empty ``layers_to_checkpoint``.
+
+    Warns, through the log, of names that do not exist in the model, and where there is no layer to treat.
+    """
+    if layers_to_checkpoint is None:
+        _checkpoint_all(model)
+        return
+    if isinstance(layers_to_checkpoint, str) or len(layers_to_checkpoint) == 0:
+        raise RuntimeError(
+            f"layers_to_checkpoint={layers_to_checkpoint!r} names no layer in a list. Leave it out to checkpoint "
+            f"every transformer layer, or give a list of names such as {list(model.layers[:1])}."
+        )
+    known = {name for name, _ in model.original_module.named_modules()}
+    unknown = [name for name in layers_to_checkpoint if name not in known or not name]
+    if unknown:
+        _logger.warning(
+            "layers_to_checkpoint names %s, which do not exist in the model; its layers are %s",
+            unknown,
+            ", ".join(model.layers),
+        )
+    local = dict(model.local_named_modules())
+    for name in layers_to_checkpoint:
+        if name in local and name not in unknown:
+            _checkpoint(local[name])
+
+
+def _checkpoint_all(model: "NxDPPModel") -> None:
+    local = dict(model.local_named_modules())
+    layers = [local[name] for name in model.stage_layers]
+    if not layers:
+        _logger.warning("no transformer layer is on stage %d; nothing to checkpoint", model.stage)
+    for layer in layers:
+        _checkpoint(layer)
+
+
+def _checkpoint(module: nn.Module) -> None:
+    if isinstance(module.forward, functools.partial):
+        return
+    # The instance's own forward is replaced, not the module: a wrapper would rename its parameters.
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)

@@ -1,0 +1,114 @@
+"""Checking the constructor's arguments before anything is done with them."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from transformers import PreTrainedModel
+
+from nxdpp.tracing.proxy import InputKind
+
+_TRACERS = ("hf", "torch")
+# What inputs of these names are, unless the first step says otherwise; other inputs of a transformer are tokens.
+_KINDS = {
+    "inputs_embeds": InputKind(3, torch.float32),
+    "input_features": InputKind(3, torch.float32),
+    "input_values": InputKind(2, torch.float32),
+    "pixel_values": InputKind(4, torch.float32),
+}
+_TOKENS = InputKind(2, torch.int64)
+_UNKNOWN = InputKind(None, None)
+
+
+def check_later_features(virtual_pipeline_size: int, param_init_fn: Any, trace_file_path: Any) -> None:
+    """Raise ``NotImplementedError`` for what is not built yet, ``ValueError`` for a size that is none."""
+    if virtual_pipeline_size < 1:
+        raise ValueError(f"virtual_pipeline_size={virtual_pipeline_size} must be at least 1.")
+    if virtual_pipeline_size > 1:
+        raise NotImplementedError(
+            f"virtual_pipeline_size={virtual_pipeline_size}: the interleaved schedule is not built yet; use 1."
+        )
+    if param_init_fn is not None:
+        raise NotImplementedError("param_init_fn: materialising a model from the meta device is not built yet.")
+    if trace_file_path is not None:
+        raise NotImplementedError("trace_file_path: writing a trace of the run is not built yet.")
+
+
+def check_number_of_microbatches(microbatches: Any) -> None:
+    """Raise ``ValueError`` unless it is a positive whole number."""
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"num_microbatches={microbatches!r} must be a whole number of at least 1.")
+
+
+def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool) -> None:
+    """Raise ``ValueError`` where both ways to return the loss are asked for."""
+    if return_mb_loss and broadcast_and_average_loss:
+        raise ValueError(
+            "return_mb_loss=True and broadcast_and_average_loss=True exclude each other: the losses of the "
+            "microbatches stay on the last pipeline rank, the mean goes to all. Set one of them to False."
+        )
+
+
+def check_tracer(tracer_cls: Any) -> None:
+    """Raise ``ValueError`` unless it is the name of a tracer, a tracer class or ``None``."""
+    is_class = isinstance(tracer_cls, type) and issubclass(tracer_cls, fx.Tracer)
+    if tracer_cls is not None and tracer_cls not in _TRACERS and not is_class:
+        raise ValueError(f"tracer_cls={tracer_cls!r} must be 'hf', 'torch', or a subclass of torch.fx.Tracer.")
+
+
+def check_wraps(functions: Sequence[Any], modules: Sequence[Any]) -> None:
+    """Raise ``TypeError`` unless they are plain Python functions and Python modules."""
+    for function in functions:
+        if not callable(function) or isinstance(function, type | nn.Module):
+            raise TypeError(f"autowrap_functions takes Python functions, not {function!r}.")
+    for module in modules:
+        if not inspect.ismodule(module):
+            raise TypeError(f"autowrap_modules takes Python modules (import math; [math]), not {module!r}.")
+
+
+def check_names(module: nn.Module, names: Sequence[str], argument: str) -> None:
+    """Raise ``ValueError`` where ``module.forward`` takes no input of one of these names."""
+    parameters = inspect.signature(module.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    unknown = [name for name in names if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"{argument}: {type(module).__name__}.forward takes no {unknown}; it takes {list(parameters)}."
+        )
+
+
+def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless ``given`` are just the ``input_names`` of the constructor."""
+    missing = sorted(set(expected) - set(given))
+    extra = sorted(set(given) - set(expected))
+    if missing or extra:
+        raise ValueError(
+            f"the model was wrapped with input_names={list(expected)}; missing: {missing or 'none'}, "
+            f"extra: {extra or 'none'}. Give exactly those, or leave input_names out to allow any."
+        )
+
+
+def first_inputs(module: nn.Module, input_names: Sequence[str] | None) -> Mapping[str, InputKind]:
+    """The inputs with which a model is traced at construction, to learn which stage uses which parameter.
+
+    Without ``input_names``: a Hugging Face model's main input and its labels; the inputs that any other
+    module's ``forward`` cannot do without.
+    """
+    hugging_face = isinstance(module, PreTrainedModel)
+    parameters = inspect.signature(module.forward).parameters
+    if input_names is not None:
+        names = list(input_names)
+    elif hugging_face:
+        names = [name for name in (str(module.main_input_name), "labels") if name in parameters]
+    else:
+        names = [
+            parameter.name
+            for parameter in parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        ]
+    unnamed = _TOKENS if hugging_face else _UNKNOWN
+    return {name: _KINDS.get(name, unnamed) if hugging_face else unnamed for name in names}

@@ -1,0 +1,75 @@
+"""Which of a model's outputs is the loss (the guide's ``output_loss_value_spec``)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LossSpec = Mapping[str, Any] | tuple[Any, ...] | list[Any] | bool | None
+
+
+def check_loss_spec(spec: LossSpec) -> None:
+    """Raise ``ValueError`` unless ``spec`` marks exactly one value, ``TypeError`` where it is no spec."""
+    if spec is None:
+        return
+    marked = _count(spec)
+    if marked != 1:
+        raise ValueError(
+            f"output_loss_value_spec={spec!r} marks {marked} values as the loss; exactly one must be True."
+        )
+
+
+def pick_loss(output: Any, spec: LossSpec) -> Any:
+    """The loss in ``output``.
+
+    Without a spec it is the ``loss`` of a dict or ``ModelOutput``, or a lone value. A dict spec looks values up
+    by name, a tuple spec by position (in a ``ModelOutput``: by the position in its ``to_tuple()``), a bool
+    stands for the output itself.
+
+    Raises ``ValueError`` where the output has no such value.
+    """
+    if spec is not None:
+        return _follow(output, spec, spec)
+    if isinstance(output, Mapping):
+        if output.get("loss") is not None:
+            return output["loss"]
+        raise ValueError(
+            f"the model's output has no loss, only {sorted(output)}. Pass the inputs from which the model computes "
+            f"one (labels=...), or say which output it is with output_loss_value_spec."
+        )
+    if isinstance(output, tuple | list):
+        if len(output) == 1:
+            return output[0]
+        raise ValueError(
+            f"the model returns {len(output)} values; which one is the loss? Say so with output_loss_value_spec, "
+            f"{(True, *[False] * (len(output) - 1))} for the first."
+        )
+    return output
+
+
+def _count(spec: Any) -> int:
+    if isinstance(spec, bool):
+        return int(spec)
+    if isinstance(spec, Mapping):
+        return sum(_count(part) for part in spec.values())
+    if isinstance(spec, tuple | list):
+        return sum(_count(part) for part in spec)
+    raise TypeError(f"output_loss_value_spec takes booleans in dicts and tuples, not {spec!r}.")
+
+
+def _follow(output: Any, spec: Any, whole: Any) -> Any:
+    if isinstance(spec, bool):
+        return output
+    if isinstance(spec, Mapping):
+        key = next(key for key, part in spec.items() if _count(part))
+        if not isinstance(output, Mapping) or output.get(key) is None:
+            has = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+            raise ValueError(f"output_loss_value_spec={whole!r} asks for {key!r}; the model's output has: {has}.")
+        return _follow(output[key], spec[key], whole)
+    position = next(i for i, part in enumerate(spec) if _count(part))
+    values = list(output.values()) if isinstance(output, Mapping) else output
+    if not isinstance(values, tuple | list) or position >= len(values):
+        has = f"{len(values)} values" if isinstance(values, tuple | list) else f"one {type(output).__name__}"
+        raise ValueError(
+            f"output_loss_value_spec={whole!r} asks for value {position}; the model returns {has}. "
+            f"Were the inputs for the loss (labels=...) given?"
+        )
+    return _follow(values[position], spec[position], whole)

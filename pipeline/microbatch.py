@@ -1,0 +1,69 @@
+"""Splitting the inputs of a step into microbatches, and putting outputs together again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_ACCEPTED = (torch.Tensor, int, float, str, type(None))
+
+
+def check_inputs(inputs: Mapping[str, Any], microbatches: int, device: torch.device) -> None:
+    """Raise ``ValueError`` (``TypeError`` for a value of another kind) unless the inputs can be split.
+
+    Tensors must be on ``device`` and agree on dimension 0, which ``microbatches`` must divide. A first dimension
+    of 1 beside a larger one is shared by all microbatches, like anything that is no tensor.
+    """
+    for name, value in inputs.items():
+        if not isinstance(value, _ACCEPTED):
+            raise TypeError(
+                f"input {name} is a {type(value).__name__}; a pipeline takes tensors, None, numbers, strings and "
+                f"booleans. Pass its tensors as inputs of their own."
+            )
+        if isinstance(value, torch.Tensor) and value.device != device:
+            raise ValueError(
+                f"input {name} is on {value.device}, but this rank's stage is on {device}. Move the input with "
+                f".to({str(device)!r}), or the stage with move_model_to_device()."
+            )
+    sizes = {name: value.size(0) for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+    batches = {name: size for name, size in sizes.items() if size != 1} or sizes
+    if len(set(batches.values())) > 1:
+        raise ValueError(
+            f"the inputs disagree on dimension 0, the batch: {batches}. Give all the same batch size; only a first "
+            f"dimension of 1 is shared by all microbatches."
+        )
+    batch = next(iter(batches.values()), None)
+    if batch is not None and (batch == 0 or batch % microbatches):
+        raise ValueError(
+            f"a batch of {batch} ({', '.join(batches)}) does not divide into num_microbatches={microbatches}. Use a "
+            f"batch size that is a multiple of {microbatches}."
+        )
+
+
+def split_inputs(inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
+    """The inputs of each microbatch: equal slices along dimension 0, everything shared passed whole."""
+    batch = max((v.size(0) for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim), default=1)
+
+    def parts(value: Any) -> list[Any]:
+        whole = not isinstance(value, torch.Tensor) or value.ndim == 0 or value.size(0) != batch
+        return [value] * microbatches if whole or microbatches == 1 else list(value.chunk(microbatches))
+
+    columns = {name: parts(value) for name, value in inputs.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(microbatches)]
+
+
+def join_outputs(outputs: list[Any]) -> Any:
+    """Concatenate the outputs of the microbatches along dimension 0; scalars are stacked.
+
+    What is no tensor is taken from the first microbatch.
+    """
+    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
+    leaves = [_join(list(column)) for column in columns]
+    return pytree.tree_unflatten(leaves, pytree.tree_structure(outputs[0]))
+
+
+def _join(parts: list[Any]) -> Any:
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0]
+    return torch.cat(parts) if parts[0].ndim else torch.stack(parts)

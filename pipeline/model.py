@@ -1,0 +1,361 @@
+"""NxDPPModel: a model cut into stages, of which this rank holds and trains its own."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from nxdpp.parallel_layers import move_model_to_device, parallel_state
+from nxdpp.parallel_layers.gradient_average import average_gradients
+from nxdpp.pipeline import arguments
+from nxdpp.pipeline.engine import Engine
+from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, tied_names, write_back
+from nxdpp.pipeline.loss import LossSpec, check_loss_spec
+from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
+from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
+from nxdpp.pipeline.placement import parameter_owners
+from nxdpp.pipeline.program import StageProgram
+from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
+from nxdpp.pipeline.step_timer import StepTimer
+from nxdpp.pipeline.tied_weights import TiedGradients, TiedWeight
+from nxdpp.pipeline.transport import Direction, Transport
+from nxdpp.schedules.forward_only import forward_only
+from nxdpp.schedules.lowering import lower
+from nxdpp.schedules.one_forward_one_backward import one_forward_one_backward
+from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
+from nxdpp.tracing.trace import TracingOptions
+
+
+class NxDPPModel(nn.Module):
+    """A model that is trained by a pipeline of ranks, each holding some of its layers.
+
+    The arguments and their meaning are those of NeuronX Distributed's ``NxDPPModel``. Construction traces the
+    model, cuts it after transformer layers, and frees what other stages hold, in ``module`` itself. It is
+    not collective, but every rank must do it, with the same model and arguments, after
+    ``parallel_state.initialize_model_parallel``.
+
+    Args:
+        module: the model, with the same weights on every rank.
+        transformer_layer_cls: class, or name of a class, of the layers after which can be cut; by default what
+            a Hugging Face model declares in ``_no_split_modules``.
+        num_microbatches: into how many microbatches a batch is split.
+        virtual_pipeline_size: 1; more is not built yet.
+        output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss; by default the
+            ``loss`` of a dict or ``ModelOutput``, or a lone value.
+        return_mb_loss: return a list with the loss of each microbatch in place of their mean.
+        broadcast_and_average_loss: return the mean loss, over data-parallel ranks too, on every rank.
+        pipeline_cuts: names of the layers after which to cut, one fewer than there are stages; by default the
+            layers are split evenly, more of them on the later stages.
+        input_names: names of the inputs; ``run_train`` then takes exactly those. By default any.
+        leaf_module_cls: classes, or names of classes, of modules that are not traced through.
+        autowrap_functions: Python functions that are not traced through.
+        autowrap_modules: Python modules, none of whose functions is traced through.
+        tracer_cls: ``"hf"``, which traces only what stands above layers; ``"torch"``, plain ``torch.fx``; or
+            a ``torch.fx.Tracer`` class. By default ``"hf"``.
+        param_init_fn: ``None``; materialising a model from the meta device is not built yet.
+        trace_file_path: ``None``; writing a trace of the run is not built yet.
+        use_zero1_optimizer: leave averaging gradients over data-parallel ranks to the optimizer.
+        auto_partition: split the layers evenly, said explicitly; excludes ``pipeline_cuts``.
+        deallocate_pipeline_outputs: free an activation once it is sent; only its place in the autograd graph
+            is kept for the backward.
+
+    Raises:
+        ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
+        NotImplementedError: for arguments whose work is not built yet.
+        TracingError: for a model that cannot be traced.
+        RuntimeError: where ``initialize_model_parallel`` has not been called.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        transformer_layer_cls: Any | None = None,
+        num_microbatches: int = 1,
+        virtual_pipeline_size: int = 1,
+        output_loss_value_spec: LossSpec = None,
+        return_mb_loss: bool = False,
+        broadcast_and_average_loss: bool = False,
+        pipeline_cuts: Sequence[str] | None = None,
+        input_names: Sequence[str] | None = None,
+        leaf_module_cls: Sequence[Any] | None = None,
+        autowrap_functions: Sequence[Callable[..., Any]] | None = None,
+        autowrap_modules: Sequence[ModuleType] | None = None,
+        tracer_cls: str | type[fx.Tracer] | None = None,
+        param_init_fn: Any | None = None,
+        trace_file_path: str | None = None,
+        use_zero1_optimizer: bool = False,
+        auto_partition: bool | None = False,
+        deallocate_pipeline_outputs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.stages = parallel_state.get_pipeline_model_parallel_size()
+        arguments.check_later_features(virtual_pipeline_size, param_init_fn, trace_file_path)
+        arguments.check_number_of_microbatches(num_microbatches)
+        arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
+        arguments.check_tracer(tracer_cls)
+        arguments.check_wraps(autowrap_functions or (), autowrap_modules or ())
+        check_loss_spec(output_loss_value_spec)
+        if input_names is not None:
+            arguments.check_names(module, input_names, "input_names")
+        if auto_partition and pipeline_cuts is not None:
+            raise ValueError("auto_partition=True and pipeline_cuts exclude each other: give one of them.")
+
+        options = TracingOptions(
+            layer_classes=find_layer_classes(module, transformer_layer_cls),
+            leaf_classes=resolve_classes(module, leaf_module_cls or (), "leaf_module_cls"),
+            autowrap_functions=tuple(autowrap_functions or ()),
+            autowrap_modules=tuple(autowrap_modules or ()),
+            tracer_cls=tracer_cls,
+        )
+        self.layers = layer_names(module, options.layer_classes)
+        if pipeline_cuts is None:
+            self.pipeline_cuts = even_cuts(self.layers, self.stages)
+        else:
+            self.pipeline_cuts = check_cuts(pipeline_cuts, self.layers, self.stages)
+        layer_stages = stages_of_layers(self.pipeline_cuts, self.layers)
+        self.stage_layers = [layer for layer, stage in layer_stages.items() if stage == self.stage]
+        self.num_microbatches = num_microbatches
+        self.return_mb_loss = return_mb_loss
+        self.broadcast_and_average_loss = broadcast_and_average_loss
+        self.input_names = None if input_names is None else list(input_names)
+        self.use_zero1_optimizer = use_zero1_optimizer
+        self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
+        self.last_busy_share = 0.0
+        self._programs = ProgramCache(module, layer_stages, options, output_loss_value_spec, self.stage)
+        self._transport: Transport | None = None
+        # The whole model, for tracing; not a submodule, because most of it is not here.
+        self.__dict__["original_module"] = module
+        self._take_own_part(module)
+        self.train(module.training)
+
+    original_module: nn.Module
+    local_module: nn.Module
+
+    def _take_own_part(self, module: nn.Module) -> None:
+        kinds = arguments.first_inputs(module, self.input_names)
+        first = self._programs.trace(Variant(tuple(sorted(kinds.items())), (), module.training))
+        owners = parameter_owners(first.placed, module)
+        self._programs.fix_owners(owners)
+        local = local_names(owners, self.stage)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        tied = [(names, stages) for names, stages in tied_names(module, owners) if self.stage in stages]
+        weights = [TiedWeight(next(n for n in names if n in local), tuple(stages)) for names, stages in tied]
+        assert all(weight.name in parameters for weight in weights)
+        free_others(module, local)
+        self.local_module = build_local_module(module, local, self.layers)
+        self._tied = TiedGradients(self.local_module, weights, self.stage)
+
+    def run_train(self, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
+        """Forward and backward of all microbatches, with the 1F1B schedule; collective over all ranks.
+
+        Args:
+            inputs: the model's inputs, the same on all ranks of a pipeline. Tensors are split along dimension 0;
+                those of first dimension 1 beside larger ones, numbers, strings, booleans and ``None`` go whole
+                to every microbatch.
+
+        Returns:
+            On the last pipeline rank the detached mean of the microbatches' losses (a list of them with
+            ``return_mb_loss``), ``None`` on others; with ``broadcast_and_average_loss`` the mean on every rank.
+            Gradients of the mean are added to ``.grad``.
+
+        Raises:
+            ValueError, TypeError: for inputs that cannot be used, before anything is sent.
+            TracingError: for inputs with which the model cannot be traced.
+        """
+        variant = self._variant(inputs)
+        program = self._programs.loss_program(variant)
+        self._tied.set_aside()
+        results = self._run(program, inputs, train=True)
+        self._tied.add_up(self._get_transport())
+        if not self.use_zero1_optimizer:
+            average_gradients(self.local_parameters(), parallel_state.get_data_parallel_group())
+        return self._return_loss([result[0] for result in results if result])
+
+    def run_eval(self, **inputs: Any) -> Any:
+        """Forward of all microbatches, without gradients; collective over all ranks.
+
+        Takes inputs as ``run_train`` does. Returns the loss as that does where the output has one; otherwise,
+        on the last pipeline rank, the model's output with the microbatches concatenated along dimension 0.
+        """
+        variant = self._variant(inputs)
+        has_loss = self._programs.has_named_loss(variant)
+        make = self._programs.loss_program if has_loss else self._programs.output_program
+        program = make(variant)
+        with torch.no_grad():
+            results = self._run(program, inputs, train=False)
+        if has_loss:
+            return self._return_loss([result[0] for result in results if result])
+        return self._return_output(variant, program, results)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not how a pipeline runs: raises ``RuntimeError``."""
+        raise RuntimeError(
+            "a pipelined model is not called: use run_train(**inputs) for forward and backward, run_eval(**inputs) "
+            "for forward alone."
+        )
+
+    def move_model_to_device(self, device: torch.device | str | None = None) -> None:
+        """Move this rank's stage, by default to its own CUDA device under NCCL and to the CPU under gloo.
+
+        Call it before making the optimizer. Attributes of parameters survive. Raises ``ValueError`` for
+        parameters on the meta device.
+        """
+        move_model_to_device(self.local_module, parallel_state.local_device() if device is None else device)
+        self._after_move()
+
+    def refresh(self) -> None:
+        """Forget what the stages have agreed about the values between them; the next step agrees anew.
+
+        To be called by every rank after ``requires_grad`` of parameters has changed.
+        """
+        self._programs.forget_agreements()
+
+    def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under their original names; takes what ``named_parameters`` takes."""
+        return self.local_module.named_parameters(**kwargs)
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return self.local_module.parameters()
+
+    def local_named_buffers(self, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's buffers under their original names; takes what ``named_buffers`` takes."""
+        return self.local_module.named_buffers(**kwargs)
+
+    def local_named_modules(self, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """This rank's modules under their original names; takes what ``named_modules`` takes.
+
+        What stands above the layers is in its place as an empty ``nn.Module``.
+        """
+        yield from self.local_module.named_modules(**kwargs)
+
+    def local_state_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """This rank's part of the model's state dict, under its original names."""
+        return self.local_module.state_dict(**kwargs)
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load this rank's part of a state dict; with ``strict`` the names must be just the local ones."""
+        return self.local_module.load_state_dict(state_dict, strict=strict)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The same as ``local_named_modules``; parameters and buffers of this module follow from it."""
+        yield from self.local_module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as ``local_state_dict``."""
+        return self.local_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The same as ``load_local_state_dict``."""
+        return self.local_module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, which also decides how the model is traced."""
+        self.original_module.train(mode)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._after_move()
+        return self
+
+    def _after_move(self) -> None:
+        write_back(self.local_module, self.original_module)
+        self._programs.forget_modules()
+
+    def _device(self) -> torch.device:
+        parameter = next(self.local_parameters(), None)
+        return parallel_state.local_device() if parameter is None else parameter.device
+
+    def _get_transport(self) -> Transport:
+        if self._transport is None:
+            groups = {
+                Direction.ACTIVATION: parallel_state.get_pipeline_model_parallel_group(),
+                Direction.GRADIENT: parallel_state.get_pipeline_gradient_group(),
+            }
+            control = parallel_state.get_pipeline_control_group()
+            self._transport = Transport(groups, control, self._device())
+        return self._transport
+
+    def _variant(self, inputs: Mapping[str, Any]) -> TracedVariant:
+        if self.input_names is not None:
+            arguments.check_exact_names(list(inputs), self.input_names)
+        else:
+            arguments.check_names(self.original_module, list(inputs), "inputs")
+        self._check_materialised()
+        check_inputs(inputs, self.num_microbatches, self._device())
+        return self._programs.for_inputs(inputs, self.original_module.training)
+
+    def _check_materialised(self) -> None:
+        on_meta = [name for name, parameter in self.local_named_parameters() if parameter.is_meta]
+        if on_meta:
+            raise NotImplementedError(
+                f"{len(on_meta)} parameters of stage {self.stage} are on the meta device ({on_meta[0]} is the first): "
+                f"materialising a model built there is not built yet. Build it on the CPU."
+            )
+
+    def _run(self, program: StageProgram, inputs: Mapping[str, Any], train: bool) -> list[list[Any]]:
+        microbatches = split_inputs(inputs, self.num_microbatches)
+        device = self._device()
+        signature = (_signature(microbatches[0]), _autocast(device.type), train)
+        timer = StepTimer(device)
+        engine = Engine(
+            program,
+            program.agreements.get(signature),
+            self._get_transport(),
+            microbatches,
+            device,
+            train,
+            not self.deallocate_pipeline_outputs,
+            timer,
+        )
+        schedule = one_forward_one_backward if train else forward_only
+        compute = schedule(self.stages, self.num_microbatches)[self.stage]
+        engine.run(lower([compute], program.edges)[0])
+        timer.stop()
+        self.last_busy_share = timer.busy_share
+        if engine.agreement is not None:
+            program.agreements[signature] = engine.agreement
+        return engine.results
+
+    def _is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def _return_loss(self, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
+        if self.broadcast_and_average_loss:
+            return self._loss_everywhere(losses)
+        if not self._is_last():
+            return None
+        return losses if self.return_mb_loss else torch.stack(losses).mean()
+
+    def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        if self._is_last():
+            loss = torch.stack(losses).mean()
+            dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+            loss /= parallel_state.get_data_parallel_size()
+        else:
+            loss = torch.empty((), device=self._device())
+        dist.broadcast(loss, group=pipeline, group_src=self.stages - 1)
+        return loss
+
+    def _return_output(self, variant: TracedVariant, program: StageProgram, results: list[list[Any]]) -> Any:
+        if not self._is_last():
+            return None
+        named = [dict(zip(program.plan.results, values, strict=True)) for values in results]
+        return join_outputs([fill_output(variant.output, values) for values in named])
+
+
+def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def kind(value: Any) -> Any:
+        return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+    return tuple((name, kind(value)) for name, value in sorted(inputs.items()))
+
+
+def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)

@@ -1,0 +1,130 @@
+"""On which stage each node of a traced graph runs.
+
+::
+
+    embed   layers.0   layers.1 | layers.2   layers.3   norm   lm_head   loss       cut after layers.1
+    └──────── stage 0 ─────────┘ └──────────────── stage 1 ─────────────────┘
+    mask, positions, rotary_emb, shapes: on every stage that needs them
+
+A node that depends on parameters or on chance runs on one stage, given by its place in the order of
+execution. Every other one follows from the inputs alone, which all ranks are given: it belongs to no stage.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import fx, nn
+
+from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
+
+# For each parameter name, the stages that hold it.
+Owners = dict[str, set[int]]
+
+
+def check_layers_ran(traced: TracedModel, layers: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless the graph runs each of ``layers`` once, in this order."""
+    if traced.layers == tuple(layers):
+        return
+    missing = [layer for layer in layers if layer not in traced.layers]
+    repeated = sorted({layer for layer in traced.layers if traced.layers.count(layer) > 1})
+    raise ValueError(
+        "a pipeline needs every transformer layer to run once, in the order of the model. "
+        + (f"Not run with the inputs {list(traced.inputs)}: {missing}. " if missing else "")
+        + (f"Run several times: {repeated}. " if repeated else "")
+        + f"The order of execution is {list(traced.layers)}. Name another transformer_layer_cls, one whose "
+        f"instances follow each other."
+    )
+
+
+def place_nodes(
+    traced: TracedModel, root: nn.Module, layer_stages: Mapping[str, int], owners: Owners | None = None
+) -> dict[fx.Node, int]:
+    """The stage of each node that has one.
+
+    ``owners`` tells where parameters already are; a module then runs where its parameters are. Without it the
+    order of execution alone decides.
+    """
+    stages: dict[fx.Node, int] = {}
+    last = max(layer_stages.values())
+    ends = {stage: layer for layer, stage in layer_stages.items()}
+    current = 0
+    for node in traced.graph.nodes:
+        if node.op in ("placeholder", "output") or not _belongs_to_a_stage(node, root, stages):
+            continue
+        stages[node] = _stage_of(node, root, stages, current, owners)
+        if node.op == "call_module" and node.target in layer_stages:
+            stage = layer_stages[node.target]
+            current = stage + 1 if ends[stage] == node.target and stage < last else stage
+    return {node: stage for node, stage in stages.items() if not is_parameter(node, root)}
+
+
+def parameter_owners(nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
+    """For each parameter of ``root``, the stages that use it.
+
+    One that no node uses goes with the parameter before it: a pooler that this trace does without stays
+    beside the last layer.
+    """
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    owners: Owners = {name: set() for name in parameters}
+    by_identity: dict[int, set[int]] = {id(parameter): set() for parameter in parameters.values()}
+    for node, stage in nodes.items():
+        for name in parameters_used(node, root):
+            owners[name].add(stage)
+            by_identity[id(parameters[name])].add(stage)
+    previous = {0}
+    for name, stages in owners.items():
+        # A second name of a parameter that is used under another one goes where that is.
+        previous = stages or by_identity[id(parameters[name])] or {max(previous)}
+        owners[name] = set(previous)
+    return owners
+
+
+def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
+    """Names of the parameters that running ``node`` needs: its module's, and those it takes as arguments."""
+    names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        names += [f"{node.target}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+    return names
+
+
+def is_parameter(node: fx.Node, root: nn.Module) -> bool:
+    """Whether ``node`` reads a parameter of ``root``."""
+    if node.op != "get_attr":
+        return False
+    owner, _, name = str(node.target).rpartition(".")
+    return name in root.get_submodule(owner)._parameters
+
+
+def _belongs_to_a_stage(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int]) -> bool:
+    if is_parameter(node, root) or draws_random_numbers(node, root):
+        return True
+    if node.op == "call_module" and any(True for _ in root.get_submodule(str(node.target)).parameters()):
+        return True
+    only_metadata = metadata_arguments(node, root)
+    return any(argument in stages and argument not in only_metadata for argument in node.all_input_nodes)
+
+
+def _stage_of(
+    node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int], current: int, owners: Owners | None
+) -> int:
+    argument = node.args[0] if node.args else None
+    if _takes_an_item(node) and isinstance(argument, fx.Node) and argument in stages:
+        return stages[argument]
+    if owners is None:
+        return current
+    possible = _common(owners[name] for name in parameters_used(node, root))
+    if possible is None or current in possible:
+        return current
+    if not possible:
+        raise ValueError(f"{node.target} needs parameters that are on different stages; it cannot run on one.")
+    return max([stage for stage in possible if stage <= current] or possible)
+
+
+def _takes_an_item(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def _common(sets: Iterable[set[int]]) -> set[int] | None:
+    stages = list(sets)
+    return set.intersection(*stages) if stages else None

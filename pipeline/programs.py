@@ -1,0 +1,149 @@
+"""One program of a stage for each set of inputs that the model is given, traced once and kept."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from nxdpp.pipeline.loss import LossSpec, pick_loss
+from nxdpp.pipeline.placement import Owners, check_layers_ran, place_nodes
+from nxdpp.pipeline.program import StageProgram
+from nxdpp.pipeline.split import build_stage, plan_stages
+from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.proxy import InputKind
+from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+
+_NUMBER = InputKind(None, None)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The inputs that a graph is traced for: traced ones by kind, the others by value."""
+
+    traced: tuple[tuple[str, InputKind], ...]
+    constants: tuple[tuple[str, Any], ...]
+    training: bool
+
+    def with_numbers_fixed(self, numbers: Mapping[str, float]) -> "Variant":
+        """The variant in which numbers are part of the graph."""
+        traced = tuple(item for item in self.traced if item[0] not in numbers)
+        return Variant(traced, (*self.constants, *sorted(numbers.items())), self.training)
+
+
+@dataclass
+class TracedVariant:
+    """A graph with the stage of each of its nodes; ``output`` is the model's output made of nodes."""
+
+    traced: TracedModel
+    placed: dict[fx.Node, int]
+    output: Any
+    programs: dict[str, StageProgram] = field(default_factory=dict)
+
+
+class ProgramCache:
+    """Makes the programs of one stage.
+
+    Args:
+        module: the model; parameters of other stages may be on the meta device.
+        layer_stages: the stage of each transformer layer, in order.
+        options: how to trace.
+        loss_spec: which output is the loss.
+        stage: this rank's stage.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer_stages: Mapping[str, int],
+        options: TracingOptions,
+        loss_spec: LossSpec,
+        stage: int,
+    ) -> None:
+        self._module = module
+        self._layer_stages = layer_stages
+        self._options = options
+        self._loss_spec = loss_spec
+        self._stage = stage
+        self._owners: Owners | None = None
+        self._variants: dict[Variant, TracedVariant] = {}
+        self._fixed: set[Variant] = set()
+
+    def trace(self, variant: Variant) -> TracedVariant:
+        """The graph for ``variant``, traced now or earlier."""
+        if variant not in self._variants:
+            traced = trace(self._module, dict(variant.traced), dict(variant.constants), self._options)
+            check_layers_ran(traced, list(self._layer_stages))
+            placed = place_nodes(traced, self._module, self._layer_stages, self._owners)
+            (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
+            output = pytree.tree_unflatten(list(values), traced.output_spec)
+            self._variants[variant] = TracedVariant(traced, placed, output)
+        return self._variants[variant]
+
+    def fix_owners(self, owners: Owners) -> None:
+        """From now on modules run where their parameters are."""
+        self._owners = owners
+
+    def forget_modules(self) -> None:
+        """Build the programs anew: buffers that they hold have been replaced."""
+        for variant in self._variants.values():
+            variant.programs.clear()
+
+    def forget_agreements(self) -> None:
+        """Have the neighbours describe to each other anew what crosses."""
+        for variant in self._variants.values():
+            for program in variant.programs.values():
+                program.agreements.clear()
+
+    def for_inputs(self, inputs: Mapping[str, Any], training: bool) -> TracedVariant:
+        """The graph for inputs like these; numbers are traced, unless the model needs to know them."""
+        tensors = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+        numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
+        traced = tensors | dict.fromkeys(numbers, _NUMBER)
+        variant = Variant(tuple(sorted(traced.items())), tuple(sorted(constants.items())), training)
+        if numbers and variant not in self._fixed:
+            try:
+                return self.trace(variant)
+            except TracingError:
+                self._fixed.add(variant)
+        return self.trace(variant.with_numbers_fixed(numbers) if numbers else variant)
+
+    def loss_program(self, variant: TracedVariant) -> StageProgram:
+        """The program that ends with the loss. Raises ``ValueError`` where the output has none."""
+        if "loss" not in variant.programs:
+            loss = pick_loss(variant.output, self._loss_spec)
+            if not isinstance(loss, fx.Node):
+                raise ValueError(f"the model's loss is the constant {loss!r}; there is nothing to train.")
+            variant.programs["loss"] = self._build(variant, [loss])
+        return variant.programs["loss"]
+
+    def has_named_loss(self, variant: TracedVariant) -> bool:
+        """Whether the output names a loss; a lone value may be one, which only its shape tells."""
+        if self._loss_spec is None and not isinstance(variant.output, Mapping):
+            return False
+        try:
+            return isinstance(pick_loss(variant.output, self._loss_spec), fx.Node)
+        except ValueError:
+            return False
+
+    def output_program(self, variant: TracedVariant) -> StageProgram:
+        """The program that ends with all values of the output."""
+        if "output" not in variant.programs:
+            values = [leaf for leaf in pytree.tree_leaves(variant.output) if isinstance(leaf, fx.Node)]
+            variant.programs["output"] = self._build(variant, list(dict.fromkeys(values)))
+        return variant.programs["output"]
+
+    def _build(self, variant: TracedVariant, results: list[fx.Node]) -> StageProgram:
+        stages = max(self._layer_stages.values()) + 1
+        plans = plan_stages(variant.traced, self._module, variant.placed, results, stages)
+        module = build_stage(plans[self._stage], variant.traced, self._module, variant.placed)
+        edges = frozenset((maker, plan.stage) for plan in plans for maker in plan.received.values())
+        return StageProgram(plans[self._stage], module, edges)
+
+
+def fill_output(output: Any, values: Mapping[str, Any]) -> Any:
+    """``output`` with each node replaced by the value of its name."""
+    return pytree.tree_map(lambda leaf: values[leaf.name] if isinstance(leaf, fx.Node) else leaf, output)

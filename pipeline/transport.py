@@ -1,0 +1,109 @@
+"""Moving tensors between the ranks of a pipeline, over torch.distributed.
+
+Activations and gradients travel apart: on gloo each message has its tag, on NCCL, which has none, each
+direction has its communicator. What rules out deadlock there: a communicator between two ranks carries one
+direction only, its sends and receives are issued in the same order on both sides, and a rank blocks on a
+receive only for a value whose sender needs nothing that this rank has not already posted.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.pipeline.layout import TensorLayout
+
+# The memory of a send is given back at the latest when this many more went to the same rank the same way.
+_SENDS_IN_FLIGHT = 2
+
+
+class Direction(IntEnum):
+    """Which way a value travels."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Any:
+        """Block until it is over, or until the current stream is made to wait for it."""
+
+
+class Transport:
+    """Sends and receives of one rank of a pipeline; peers are ranks of ``groups``.
+
+    Args:
+        groups: the process group of each direction, over the ranks of the pipeline.
+        control: a group over the same ranks that takes CPU tensors, for descriptions.
+        device: where the tensors are.
+
+    With gloo and a device other than the CPU, tensors pass through host memory: gloo given such a tensor may
+    return unchanged data without an error.
+    """
+
+    def __init__(
+        self, groups: dict[Direction, dist.ProcessGroup], control: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._groups = groups
+        self._control = control
+        self._device = device
+        on_host = dist.get_backend(groups[Direction.ACTIVATION]) == "gloo"
+        self._wire_device = torch.device("cpu") if on_host else device
+        self._sends: dict[tuple[int, Direction], deque[tuple[Work, torch.Tensor]]] = {}
+        self._descriptions: deque[tuple[Work, torch.Tensor]] = deque()
+
+    def post_receive(
+        self, layout: TensorLayout, source: int, direction: Direction, tag: int
+    ) -> Callable[[], torch.Tensor]:
+        """Start to receive a tensor; the returned function waits for it and gives it."""
+        buffer = layout.allocate(self._wire_device)
+        work = self._groups[direction].recv([_flat(buffer)], source, tag)
+
+        def arrived() -> torch.Tensor:
+            work.wait()
+            return buffer.to(self._device)
+
+        return arrived
+
+    def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int) -> None:
+        """Start to send a dense tensor; it is kept until it has left."""
+        tensor = tensor.detach().to(self._wire_device)
+        work = self._groups[direction].send([_flat(tensor)], destination, tag)
+        sends = self._sends.setdefault((destination, direction), deque())
+        sends.append((work, tensor))
+        if len(sends) > _SENDS_IN_FLIGHT:
+            sends.popleft()[0].wait()
+
+    def finish_sends(self) -> None:
+        """Wait until everything has left."""
+        for sends in (*self._sends.values(), self._descriptions):
+            while sends:
+                sends.popleft()[0].wait()
+
+    def send_object(self, value: Any, destination: int, tag: int) -> None:
+        """Start to send any picklable value, its length first."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()], dtype=torch.int64)
+        for message in (length, payload):
+            self._descriptions.append((self._control.send([message], destination, tag), message))
+
+    def receive_object(self, source: int, tag: int) -> Any:
+        """Receive what ``send_object`` sent."""
+        length = torch.empty(1, dtype=torch.int64)
+        self._control.recv([length], source, tag).wait()
+        payload = torch.empty(int(length), dtype=torch.uint8)
+        self._control.recv([payload], source, tag).wait()
+        return pickle.loads(payload.numpy().tobytes())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous view of a dense tensor's memory, whatever its strides."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,0 +1,1 @@
+"""Who runs what when: schedules as data, with no torch in them."""

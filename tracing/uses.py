@@ -1,0 +1,73 @@
+"""What a node of the graph really uses of its arguments: their data, or only shape, dtype and device."""
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nxdpp.tracing.opaque import OpaqueCall
+
+_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda"})
+# Methods that use nothing but the metadata of the tensor they belong to.
+_OF_SELF = frozenset(
+    {"size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "element_size", "get_device",
+     "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
+)  # fmt: skip
+# Methods that use nothing but the metadata of the tensors they are given.
+_OF_OTHERS = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
+_LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
+_MASK_MODULE = "transformers.masking_utils"
+_MASK_REFERENCES = frozenset({"inputs_embeds", "input_embeds", 1})
+_RANDOM = frozenset(
+    {torch.nn.functional.dropout, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli,
+     torch.nn.functional.gumbel_softmax}
+)  # fmt: skip
+
+
+def metadata_arguments(node: fx.Node, root: nn.Module) -> set[fx.Node]:
+    """Arguments of which ``node`` uses shape, dtype and device alone.
+
+    A value that is used so can be stood in for by an empty tensor of the same metadata. Wrong knowledge
+    here ends in an error, not in a wrong number: the stand-in raises when its data is asked for.
+    """
+    references = set(_references(node, root))
+    others = [argument for argument in node.all_input_nodes if argument not in references]
+    return references - set(others)
+
+
+def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
+    """Whether running ``node`` twice gives two results."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return any(isinstance(child, nn.modules.dropout._DropoutNd) for child in module.modules())
+    return node.op == "call_function" and node.target in _RANDOM
+
+
+def _references(node: fx.Node, root: nn.Module) -> list[fx.Node]:
+    nodes = [argument for argument in node.args if isinstance(argument, fx.Node)]
+    if node.op == "call_function":
+        return _references_of_function(node, nodes)
+    if node.op == "call_method":
+        if node.target in _OF_SELF:
+            return nodes[:1]
+        return nodes[1:] if node.target in _OF_OTHERS else []
+    if node.op == "call_module" and "RotaryEmbedding" in type(root.get_submodule(str(node.target))).__name__:
+        # cos and sin take their dtype and device from the hidden states, and nothing else.
+        return _first_argument(node)
+    return []
+
+
+def _references_of_function(node: fx.Node, nodes: list[fx.Node]) -> list[fx.Node]:
+    target: Any = node.target
+    if target is getattr:
+        return nodes[:1] if node.args[1] in _ATTRIBUTES else []
+    if target in _LIKE:
+        return nodes[:1]
+    if isinstance(target, OpaqueCall) and getattr(target.function, "__module__", "") == _MASK_MODULE:
+        return [n for i, n in enumerate(nodes) if target.parameter_of(i) in _MASK_REFERENCES]
+    return []
+
+
+def _first_argument(node: fx.Node) -> list[fx.Node]:
+    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    return [first] if isinstance(first, fx.Node) else []
