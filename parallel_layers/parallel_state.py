@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxdpp.parallel_layers import launch
+from nxdpp.parallel_layers import failure_watch, launch
 
 _DIMENSIONS = ("pipeline", "data", "tensor")
 
@@ -37,14 +37,13 @@ class _State:
 _state: _State | None = None
 
 
-def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1
-) -> None:
+def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1) -> None:
     """Divides the world into tensor, data and pipeline groups; collective over all ranks.
 
     Starts ``torch.distributed`` if nobody has: NCCL where each local rank has a CUDA device, else gloo,
     from torchrun's variables, or as a world of one where there are none. The data-parallel size is what
-    is left, ``world / (tensor * pipeline)``. A repeated call with the same sizes changes nothing.
+    is left, ``world / (tensor * pipeline)``. From here on a rank that fails ends all ranks, see
+    ``failure_watch``. A repeated call with the same sizes changes nothing.
 
     Raises ``ValueError`` for a size below 1 or a world that does not divide, ``RuntimeError`` if it was
     called before with other sizes or torchrun's variables are incomplete, before anything is changed.
@@ -58,6 +57,8 @@ def initialize_model_parallel(
     started_world = not dist.is_initialized()
     if started_world:
         launch.start_world()
+    if world_size > 1:
+        failure_watch.start()
     _build(tensor, pipeline, world_size, started_world)
 
 
@@ -74,6 +75,7 @@ def destroy_model_parallel() -> None:
     global _state
     state, stands = _state, model_parallel_is_initialized()
     _state = None
+    failure_watch.stop()
     if state is None or not stands:
         return
     if state.started_world:

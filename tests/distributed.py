@@ -41,9 +41,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     context = _fork_server()
     # The store is the caller's, as torchrun's is its agent's: no port is free now and taken later.
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="nxdpp-ranks-") as folder:
         ranks = []

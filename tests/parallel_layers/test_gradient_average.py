@@ -26,9 +26,7 @@ def _parameters(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros_like(_gradient(0, index))) for index in range(count)]
 
 
-def _average(
-    rank: int, missing: dict[int, list[int]], bucket_bytes: int
-) -> tuple[list[torch.Tensor | None], int]:
+def _average(rank: int, missing: dict[int, list[int]], bucket_bytes: int) -> tuple[list[torch.Tensor | None], int]:
     """The gradients after the average, with those in ``missing[rank]`` None before, and the all-reduces."""
     parallel_state.initialize_model_parallel()
     parameters = _parameters(14)

@@ -1,0 +1,169 @@
+"""One failure ends all ranks within 10 s and is printed last; good ends, however far apart, stay good."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxdpp.parallel_layers import failure_watch, parallel_state
+from tests.distributed import run_ranks
+
+PROGRAM = str(Path(__file__).with_name("watched_program.py"))
+RANKS = 3
+BOUND_SECONDS = 10.0
+
+
+class _Ended(NamedTuple):
+    codes: list[int]
+    output: str
+    seconds: float
+
+    @property
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1]
+
+
+def _environment(**extra: str) -> dict[str, str]:
+    launchers = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in launchers}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **extra}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _launch(tmp_path: Path, case: str, rank: int) -> _Ended:
+    """Plain processes, the store in rank 0, all writing to one file; times count from the failure."""
+    port = str(_free_port())
+    path = tmp_path / "output.txt"
+    with path.open("w") as output:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, PROGRAM, case, str(rank)],
+                env=_environment(RANK=str(number), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+                stdout=output,
+                stderr=output,
+            )
+            for number in range(RANKS)
+        ]
+        try:
+            deadline = time.monotonic() + 60
+            while any(process.poll() is None for process in processes):
+                if time.monotonic() > deadline:
+                    pytest.fail(f"still running after 60 s:\n{path.read_text()}")
+                time.sleep(0.02)
+            ended = time.time()
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    text = path.read_text()
+    began = re.search(r"(?:fails at|rank \d ends well at) (\S+)", text)
+    assert began, text
+    return _Ended([process.returncode for process in processes], text, ended - float(began[1]))
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [
+        ("raise_in_one", 0),
+        ("raise_in_one", 2),
+        ("raise_from_all_reduce", 2),
+        ("report_then_unwind_slowly", 1),
+    ],
+)
+def test_an_error_ends_all_ranks_and_is_printed_last(tmp_path: Path, case: str, rank: int) -> None:
+    ended = _launch(tmp_path, case, rank)
+    assert ended.codes == [1] * RANKS, ended.output
+    assert ended.seconds < BOUND_SECONDS
+    expected = "stage 1, 1F3" if case == "raise_in_one" else "ValueError: the first error"
+    assert ended.last_line.endswith(expected), ended.output
+    assert "Traceback" in ended.output
+    assert ended.output.count("ValueError: the first error") == 1
+    others = re.findall(rf"^rank (\d) stops because rank {rank} failed.*; its error follows$", ended.output, re.M)
+    assert sorted(map(int, others)) == [other for other in range(RANKS) if other != rank], ended.output
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_ends_all_ranks(tmp_path: Path, rank: int) -> None:
+    ended = _launch(tmp_path, "be_killed", rank)
+    assert ended.codes == [-9 if number == rank else 1 for number in range(RANKS)], ended.output
+    assert ended.seconds < BOUND_SECONDS
+    if rank:
+        assert "Connection closed by peer" in ended.last_line, ended.output
+    else:
+        # The ranks find its store gone, or their connection to it: whichever comes first.
+        assert re.search("lost contact with rank 0's store|Connection closed by peer", ended.output)
+
+
+def test_ranks_that_end_well_seconds_apart_all_exit_0(tmp_path: Path) -> None:
+    ended = _launch(tmp_path, "end_apart", 0)
+    assert ended.codes == [0] * RANKS, ended.output
+    assert ended.seconds > 2.0, "the ends were to be apart"
+    assert ended.output.count("ends well") == RANKS
+    assert "stops" not in ended.output
+    assert "Warning" not in ended.output
+    assert "c10d" not in ended.output
+
+
+def test_under_torchrun_the_first_error_is_the_last_of_the_ranks_and_named_as_root_cause() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", PROGRAM, "raise_in_one", "2"]
+    ended = subprocess.run(
+        command,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert ended.returncode == 1, ended.stdout
+    first_error = ended.stdout.index("stage 1, 1F3")
+    for other in (0, 1, 3):
+        assert ended.stdout.index(f"rank {other} stops because rank 2 failed") < first_error
+    after = ended.stdout[first_error:].splitlines()[1:]
+    assert "torch/distributed/elastic" in after[0], ended.stdout
+    root_cause = ended.stdout[ended.stdout.index("Root Cause") :]
+    assert re.search(r"rank\s*:\s*2 ", root_cause), root_cause
+
+
+def _fail_in_a_multiprocessing_child(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    if rank == 1:
+        error = ValueError("reported")
+        failure_watch.report(error)
+        raise error
+    dist.recv(torch.empty(1), src=1)
+
+
+def test_run_ranks_shows_both_the_error_and_who_stopped_for_it() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, _fail_in_a_multiprocessing_child)
+    assert "ValueError: reported" in str(caught.value)
+
+
+def _report_unwatched(rank: int) -> str:
+    hook = sys.excepthook
+    failure_watch.report(ValueError("nobody watches"))
+    parallel_state.initialize_model_parallel()
+    parallel_state.destroy_model_parallel()
+    failure_watch.report(ValueError("nobody watches any more"))
+    failure_watch.stop()
+    return hook.__class__.__name__
+
+
+def test_a_report_without_a_watch_does_nothing() -> None:
+    assert len(run_ranks(2, _report_unwatched)) == 2
+    assert len(run_ranks(1, _report_unwatched)) == 1
