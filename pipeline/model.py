@@ -266,6 +266,7 @@ class NxDPPModel(nn.Module):
     def _after_move(self) -> None:
         write_back(self.local_module, self.original_module)
         self._programs.forget_modules()
+        self._transport = None
 
     def _device(self) -> torch.device:
         parameter = next(self.local_parameters(), None)
@@ -314,8 +315,10 @@ class NxDPPModel(nn.Module):
             timer,
         )
         schedule = one_forward_one_backward if train else forward_only
-        compute = schedule(self.stages, self.num_microbatches)[self.stage]
-        engine.run(lower([compute], program.edges)[0])
+        if train not in program.actions:
+            compute = schedule(self.stages, self.num_microbatches)[self.stage]
+            (program.actions[train],) = lower([compute], program.edges)
+        engine.run(program.actions[train])
         timer.stop()
         self.last_busy_share = timer.busy_share
         if engine.agreement is not None:
@@ -335,7 +338,7 @@ class NxDPPModel(nn.Module):
     def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         if self._is_last():
-            loss = torch.stack(losses).mean()
+            loss = torch.stack(losses).mean().float()
             dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
             loss /= parallel_state.get_data_parallel_size()
         else:

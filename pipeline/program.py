@@ -8,6 +8,7 @@ from torch import fx
 
 from nxdpp.pipeline.layout import TensorLayout, ValueLayout
 from nxdpp.pipeline.split import StagePlan
+from nxdpp.schedules.actions import Action
 from nxdpp.schedules.lowering import StageEdge
 
 
@@ -52,12 +53,14 @@ class Agreement:
 class StageProgram:
     """A stage ready to run: ``module`` maps inputs, received values and stand-ins to ``plan.made``.
 
-    ``edges`` are the pairs of stages of the whole pipeline between which values travel.
+    ``edges`` are the pairs of stages of the whole pipeline between which values travel; ``actions`` what this
+    rank does to train (``True``) and to evaluate (``False``).
     """
 
     plan: StagePlan
     module: fx.GraphModule
     edges: frozenset[StageEdge]
+    actions: dict[bool, list[Action]] = field(default_factory=dict)
     agreements: dict[Any, Agreement] = field(default_factory=dict)
 
     def arguments(self, inputs: dict[str, Any], received: dict[str, Any], stand_ins: dict[str, Any]) -> list[Any]:

@@ -13,10 +13,9 @@ functions beside the spine's classes   one node each where given a traced value 
 
 import copy
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -24,7 +23,8 @@ from torch import fx, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nxdpp.tracing.opaque import recorded
-from nxdpp.tracing.spine import SpineTracer
+from nxdpp.tracing.spine import SpineTracer, sources
+from nxdpp.tracing.swap import swapped
 
 _CAPTURES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -44,8 +44,14 @@ class HuggingFaceTracer(SpineTracer):
             yield
 
 
-def refuse_untraceable(model: PreTrainedModel) -> None:
+def refuse_untraceable(model: PreTrainedModel, constants: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for what a trace would turn into silently wrong numbers."""
+    for flag in (*_CAPTURES, "use_cache"):
+        if constants.get(flag):
+            raise ValueError(
+                f"{flag}={constants[flag]!r}: a pipeline returns no {flag.removeprefix('output_').replace('use_', '')}; "
+                f"what layers collect beside their output does not cross stages. Leave {flag} out."
+            )
     for name, config in _configurations(model).items():
         for flag in _CAPTURES:
             if getattr(config, flag, False):
@@ -68,27 +74,17 @@ def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
         for module in spine:
             config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig):
-                stack.enter_context(_swapped(module, "config", _training_copy(config, copies)))
+                stack.enter_context(swapped(vars(module), {"config": _training_copy(config, copies)}))
             if getattr(module, "gradient_checkpointing", False):
-                stack.enter_context(_swapped(module, "gradient_checkpointing", False))
-        for source in _sources(spine):
+                stack.enter_context(swapped(vars(module), {"gradient_checkpointing": False}))
+        for source in sources(spine, _FRAMEWORKS):
             functions = {n: recorded(f) for n, f in vars(source).items() if isinstance(f, FunctionType)}
-            stack.enter_context(patch.dict(vars(source), functions))
+            stack.enter_context(swapped(vars(source), functions))
         pick_loss = vars(PreTrainedModel)["loss_function"].fget
         loss_function = property(lambda model: recorded(pick_loss(model)))
         stack.enter_context(patch.object(PreTrainedModel, "loss_function", loss_function))
         stack.enter_context(patch.object(PreTrainedModel, "device", PropertyMock(return_value=device)))
         yield
-
-
-@contextmanager
-def _swapped(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
-    original = module.__dict__[attribute]
-    module.__dict__[attribute] = value
-    try:
-        yield
-    finally:
-        module.__dict__[attribute] = original
 
 
 def _training_copy(config: PreTrainedConfig, copies: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
@@ -111,9 +107,3 @@ def _configurations(model: PreTrainedModel) -> dict[str, PreTrainedConfig]:
         if isinstance(value, PreTrainedConfig):
             found[f"config.{name}"] = value
     return found
-
-
-def _sources(spine: list[nn.Module]) -> list[ModuleType]:
-    classes = {cls for module in spine for cls in type(module).__mro__}
-    names = {cls.__module__ for cls in classes if not _FRAMEWORKS.match(cls.__module__)}
-    return [sys.modules[name] for name in sorted(names) if name in sys.modules]

@@ -1,17 +1,22 @@
 """The spine of a model: the modules whose ``forward`` is traced, every other one being a single node."""
 
+import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import fx, nn
 
 from nxdpp.tracing.constructors import recorded_constructors
-from nxdpp.tracing.opaque import record_opaque_call
+from nxdpp.tracing.opaque import record_opaque_call, recorded
 from nxdpp.tracing.proxy import RecordingProxy
+from nxdpp.tracing.swap import swapped
 
 # The name under which a module is called; graphs name what is in it without this prefix.
 ROOT = "model"
+_TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
 
 
 def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[nn.Module], ...]) -> set[str]:
@@ -49,8 +54,13 @@ class SpineTracer(fx.Tracer):
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
-        """What holds while ``model`` is called: tensors it makes are recorded."""
-        with recorded_constructors(self):
+        """What holds while ``model`` is called: tensors it makes and wrapped functions are recorded."""
+        with ExitStack() as stack:
+            stack.enter_context(recorded_constructors(self))
+            # fx itself looks for wrapped functions behind a module's forward, which a decorator hides.
+            for source in sources(self.spine_modules(model), _TORCH):
+                functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
+                stack.enter_context(swapped(vars(source), functions))
             yield
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:
@@ -70,3 +80,10 @@ class SpineTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node, with what models ask of a tensor beyond fx's own."""
         return RecordingProxy(node, self)
+
+
+def sources(modules: list[nn.Module], frameworks: re.Pattern[str]) -> list[ModuleType]:
+    """The Python modules in which the classes of ``modules`` are written, without those of ``frameworks``."""
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    names = {cls.__module__ for cls in classes if not frameworks.match(cls.__module__)}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]

@@ -68,7 +68,7 @@ def trace(
     Raises:
         TracingError: with the line of the model that cannot be traced, and what to do about it.
     """
-    tracer = _make_tracer(module, options)
+    tracer = _make_tracer(module, constants, options)
     entry = _Entry(module, inputs, constants, tracer)
     try:
         graph = tracer.trace(entry)
@@ -120,7 +120,7 @@ class _Entry(nn.Module):
         return nullcontext()
 
 
-def _make_tracer(module: nn.Module, options: TracingOptions) -> fx.Tracer:
+def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: TracingOptions) -> fx.Tracer:
     wraps: dict[str, Any] = {
         "autowrap_modules": (math, *options.autowrap_modules),
         "autowrap_functions": options.autowrap_functions,
@@ -129,7 +129,7 @@ def _make_tracer(module: nn.Module, options: TracingOptions) -> fx.Tracer:
     if chosen is None or chosen == "hf":
         spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
         if isinstance(module, PreTrainedModel):
-            refuse_untraceable(module)
+            refuse_untraceable(module, constants)
             return HuggingFaceTracer(spine, **wraps)
         return SpineTracer(spine, **wraps)
     base = fx.Tracer if chosen == "torch" else chosen
