@@ -8,14 +8,7 @@ import pytest
 import torch
 from settings import read_settings
 
-TINY = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+from tests.examples.tiny import TINY_LLAMA
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +20,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _config(folder: Path, **fields: Any) -> str:
     file = folder / "config.json"
-    file.write_text(json.dumps({**TINY, **fields}))
+    file.write_text(json.dumps({**TINY_LLAMA, **fields}))
     return str(file)
 
 

@@ -1,0 +1,150 @@
+"""The main job at tiny size, end to end: the same training on any number of processes, and what it leaves."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.distributed import run_ranks
+from tests.examples.tiny import TINY_LLAMA
+
+TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
+STEPS, BATCH, LENGTH, MICROBATCHES, RATE, SEED = 6, 8, 32, 2, 3e-3, 5
+FLAGS = (
+    f"--steps {STEPS} --batch-size {BATCH} --seq-length {LENGTH} --num-microbatches {MICROBATCHES} "
+    f"--learning-rate {RATE} --seed {SEED}"
+).split()
+
+
+def _train(rank: int, arguments: list[str]) -> str:
+    """What one rank prints."""
+    import train
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.main(arguments)
+    return printed.getvalue()
+
+
+def _job(folder: Path, world_size: int, *flags: str, **fields: Any) -> list[str]:
+    """Run the job over ``world_size`` processes into ``folder``; what each rank prints."""
+    folder.mkdir()
+    config = folder.with_suffix(".json")
+    config.write_text(json.dumps({**TINY_LLAMA, **fields}))
+    arguments = [*FLAGS, "--config", str(config), "--output", str(folder), *flags]
+    printed: list[str] = run_ranks(world_size, _train, arguments)
+    return printed
+
+
+def _losses(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert all(record.keys() == {"step", "loss", "tokens_per_second"} for record in records)
+    assert all(record["tokens_per_second"] > 0 for record in records)
+    return [record["loss"] for record in records]
+
+
+def _unwrapped_training() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the same training without nxdpp: a plain model accumulating microbatches."""
+    from corpus import read_corpus, standard_library_files, training_batches
+    from train import learning_rate_factor
+
+    text = read_corpus(standard_library_files()).train
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
+    losses = []
+    for step, batch in enumerate(islice(training_batches(text, BATCH, LENGTH, SEED), STEPS)):
+        optimizer.param_groups[0]["lr"] = RATE * learning_rate_factor(step, STEPS)
+        parts = [model(input_ids=ids, labels=ids).loss for ids in batch.chunk(MICROBATCHES)]
+        for part in parts:
+            (part / MICROBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.stack(parts).mean().item())
+    return losses, dict(model.state_dict())
+
+
+def _held_out_loss(folder: Path) -> float:
+    """The loss of the checkpoint in ``folder`` on 128 sequences of held-out text."""
+    from corpus import held_out_batches, read_corpus, standard_library_files
+
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    (ids,) = held_out_batches(read_corpus(standard_library_files()).held_out, 128, LENGTH, 1)
+    with torch.no_grad():
+        loss: float = model(input_ids=ids, labels=ids).loss.item()
+    return loss
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_pipeline_trains_exactly_like_the_unwrapped_model(tmp_path: Path, stages: int) -> None:
+    losses, weights = _unwrapped_training()
+    printed = _job(tmp_path / "run", stages)
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "run").state_dict()
+
+    assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-6)
+    assert losses[-1] < losses[0]
+    assert saved.keys() == weights.keys()
+    assert [name for name in weights if not torch.equal(saved[name], weights[name])] == []
+    assert all(text == "" for text in printed[1:])
+    for layer in range(2):
+        assert f"model.layers.{layer}" in printed[0]
+    before, after = (float(number) for number in re.findall(r"held-out loss .* training: ([0-9.]+)", printed[0]))
+    assert after == pytest.approx(_held_out_loss(tmp_path / "run"), abs=1e-3)
+    assert after < before == pytest.approx(5.55, abs=0.1)
+    assert "a sample from the checkpoint" in printed[0]
+
+
+def test_replicas_train_like_one_process(tmp_path: Path) -> None:
+    losses, weights = _unwrapped_training()
+    _job(tmp_path / "run", 2, "--pipeline-parallel-size", "1")
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+
+    assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_tied_weight_is_saved_once(tmp_path: Path) -> None:
+    _job(tmp_path / "one", 1, tie_word_embeddings=True)
+    _job(tmp_path / "two", 2, tie_word_embeddings=True)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+
+    assert "lm_head.weight" not in two
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "two")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_bfloat16_is_the_arithmetic_not_the_weights(tmp_path: Path) -> None:
+    _job(tmp_path / "whole", 1)
+    _job(tmp_path / "half", 2, "--dtype", "bfloat16")
+    saved = load_file(tmp_path / "half" / "model.safetensors")
+
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+    assert _losses(tmp_path / "half") != _losses(tmp_path / "whole")
+    assert _losses(tmp_path / "half") == pytest.approx(_losses(tmp_path / "whole"), rel=2e-2)
+
+
+def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [sys.executable, *command, str(TRAIN), "--dtype", "float64", "--output", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+    assert finished.returncode != 0
+    assert finished.stderr.count("train.py: argument --dtype: invalid choice: 'float64'") == 1
+    assert not (tmp_path / "run").exists()
