@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from itertools import count
 from types import TracebackType
@@ -255,16 +256,16 @@ class _ExceptHook:
         self._watch = watch
         self._previous = previous
 
-    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._watch is not _active():
-            self._previous(kind, error, traceback)
+            self._previous(kind, error, trace)
             return
         self._watch.report(error)
         if not self._watch.owns_failure:
-            self._previous(kind, error, traceback)
+            self._previous(kind, error, trace)
             return
         self._watch.wait_for_answers()
-        self._previous(kind, error, traceback)
+        self._previous(kind, error, trace)
         self._watch.let_others_exit()
         # The interpreter's own way out may wait for messages that nobody sends any more.
         _exit()
@@ -285,14 +286,21 @@ def _at_exit() -> None:
     watch = _active()
     if watch is None:
         return
-    error = sys.exception() or getattr(sys, "last_value", None)
+    passing = sys.exception()
+    error = passing or getattr(sys, "last_value", None)
     if error is None or (isinstance(error, SystemExit) and not error.code):
         watch.leave()
         return
     watch.report(error)
-    if watch.owns_failure:
-        watch.wait_for_answers()
-        watch.let_others_exit()
+    if not watch.owns_failure:
+        return
+    watch.wait_for_answers()
+    if passing is not None:
+        # torch.multiprocessing ends a child by SystemExit, from within the handling of its error.
+        is_wrapped = isinstance(passing, SystemExit) and passing.__context__ is not None
+        traceback.print_exception(passing.__context__ if is_wrapped else passing)
+    watch.let_others_exit()
+    _exit()
 
 
 def _is_connection_error(error: BaseException) -> bool:

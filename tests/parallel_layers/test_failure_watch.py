@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from tests.distributed import run_ranks
@@ -152,6 +153,23 @@ def test_run_ranks_shows_both_the_error_and_who_stopped_for_it() -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(2, _fail_in_a_multiprocessing_child)
     assert "ValueError: reported" in str(caught.value)
+
+
+def _raise_in_a_spawned_child(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    if rank == 1:
+        raise ValueError("the first error")
+    dist.recv(torch.empty(1), src=(rank + 1) % 3)
+
+
+def test_torch_multiprocessing_names_the_first_error() -> None:
+    run_ranks(1, abs)  # the fork server is up
+    start = time.monotonic()
+    with pytest.raises(ProcessRaisedException, match="the first error") as caught:
+        start_processes(_raise_in_a_spawned_child, (_free_port(),), nprocs=3, start_method="forkserver")
+    assert caught.value.error_index == 1
+    assert time.monotonic() - start < BOUND_SECONDS
 
 
 def _report_unwatched(rank: int) -> str:
