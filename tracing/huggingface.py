@@ -49,8 +49,8 @@ def refuse_untraceable(model: PreTrainedModel, constants: Mapping[str, Any]) -> 
     for flag in (*_CAPTURES, "use_cache"):
         if constants.get(flag):
             raise ValueError(
-                f"{flag}={constants[flag]!r}: a pipeline returns no {flag.removeprefix('output_').replace('use_', '')}; "
-                f"what layers collect beside their output does not cross stages. Leave {flag} out."
+                f"{flag}={constants[flag]!r}: what layers collect beside their output does not cross pipeline stages. "
+                f"Leave {flag} out."
             )
     for name, config in _configurations(model).items():
         for flag in _CAPTURES:

@@ -1,7 +1,7 @@
 """Tiny models, a padded batch, and what one process makes of them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 VOCABULARY = 61
-_SHARED = {
+_SHARED: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -40,7 +40,7 @@ def tied_llama(layers: int = 4) -> LlamaForCausalLM:
 
 
 def gpt2(layers: int = 4, dropout: float = 0.0) -> GPT2LMHeadModel:
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=layers, bos_token_id=1, eos_token_id=2, **rates)
     )
@@ -57,11 +57,11 @@ def mixtral(layers: int = 4) -> MixtralForCausalLM:
 
 
 def bert(layers: int = 4, dropout: float = 0.0) -> BertForMaskedLM:
-    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    rates: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     return BertForMaskedLM(BertConfig(**{**_SHARED, **rates}, num_hidden_layers=layers))
 
 
-MODELS = {
+MODELS: dict[str, Callable[..., Any]] = {
     "llama": llama,
     "tied_llama": tied_llama,
     "gpt2": gpt2,
@@ -105,7 +105,8 @@ def train_in_one_process(model: nn.Module, inputs: Mapping[str, Any], count: int
 def reference(model: Any) -> Any:
     """A copy that stays whole, with the key-value cache off as a training loop would have it."""
     twin = copy.deepcopy(model)
-    twin.config.use_cache = False
+    if hasattr(twin, "config"):
+        twin.config.use_cache = False
     return twin
 
 

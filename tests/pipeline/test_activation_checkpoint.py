@@ -1,0 +1,100 @@
+"""apply_checkpoint: the same numbers with fewer activations kept."""
+
+import logging
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
+from tests.distributed import run_ranks
+from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+
+
+class Counter:
+    """Counts how often each layer of a wrapped model runs."""
+
+    def __init__(self, wrapped: NxDPPModel) -> None:
+        self.calls = dict.fromkeys(wrapped.stage_layers, 0)
+        modules = dict(wrapped.local_named_modules())
+        for name in wrapped.stage_layers:
+            attention = next(child for key, child in modules[name].named_children() if "attn" in key)
+            attention.register_forward_hook(self._counting(name))
+
+    def _counting(self, name: str):  # type: ignore[no-untyped-def]
+        def count(*_: object) -> None:
+            self.calls[name] += 1
+
+        return count
+
+
+def checkpoint_layers(rank: int, layers: list[str] | None) -> dict[str, int]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama")
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=4)
+    names = [name for name, _ in wrapped.local_named_parameters()]
+    modules = [name for name, _ in wrapped.local_named_modules()]
+    for _ in range(2):
+        apply_checkpoint(wrapped, layers)
+    assert [name for name, _ in wrapped.local_named_parameters()] == names
+    assert [name for name, _ in wrapped.local_named_modules()] == modules
+    assert list(wrapped.local_state_dict()) == names
+    counter = Counter(wrapped)
+    batch = padded_batch(8)
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, 4)
+    assert gradient_differences(wrapped, whole) == {}
+    return counter.calls
+
+
+def test_every_layer_runs_twice_and_no_number_changes() -> None:
+    first, second = run_ranks(2, checkpoint_layers, None)
+    assert first == {"model.layers.0": 8, "model.layers.1": 8}
+    assert second == {"model.layers.2": 8, "model.layers.3": 8}
+
+
+def test_only_the_named_layers_run_twice() -> None:
+    first, second = run_ranks(2, checkpoint_layers, ["model.layers.1", "model.layers.2"])
+    assert first == {"model.layers.0": 4, "model.layers.1": 8}
+    assert second == {"model.layers.2": 8, "model.layers.3": 4}
+
+
+def drop_the_same(rank: int) -> list[dict[str, torch.Tensor]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    gradients = []
+    for checkpointed in (False, True):
+        wrapped = NxDPPModel(make("gpt2", dropout=0.3), num_microbatches=4)
+        if checkpointed:
+            apply_checkpoint(wrapped)
+        torch.manual_seed(3)
+        wrapped.run_train(**padded_batch(8))
+        gradients.append({n: p.grad for n, p in wrapped.local_named_parameters() if p.grad is not None})
+    return gradients
+
+
+def test_dropout_is_the_same_in_the_recomputation() -> None:
+    for plain, checkpointed in run_ranks(2, drop_the_same):
+        assert plain.keys() == checkpointed.keys()
+        assert all(torch.equal(gradient, checkpointed[name]) for name, gradient in plain.items())
+
+
+def say_what_is_wrong(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(make("llama"))
+    with pytest.raises(RuntimeError, match="layers_to_checkpoint"):
+        apply_checkpoint(wrapped, [])
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp").addHandler(handler)
+    apply_checkpoint(wrapped, ["model.layers.3"])
+    assert messages == [], "a layer of another stage is no mistake"
+    apply_checkpoint(wrapped, ["model.layers.7"])
+    return messages
+
+
+def test_unknown_names_are_said() -> None:
+    for messages in run_ranks(2, say_what_is_wrong):
+        assert len(messages) == 1
+        assert "model.layers.7" in messages[0]
+        assert "do not exist" in messages[0]

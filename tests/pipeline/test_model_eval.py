@@ -1,0 +1,93 @@
+"""run_eval: the loss where there is one, the model's outputs otherwise."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.distributed import run_ranks
+from tests.pipeline.models import make, microbatches, padded_batch, reference
+
+
+def evaluate(rank: int, name: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    model = make(name)
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=4)
+    wrapped.move_model_to_device()
+    for module in (wrapped, whole):
+        module.eval()
+    for size, length in ((8, 10), (4, 6), (8, 10)):
+        batch = padded_batch(size, length)
+        tokens = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            losses = [whole(**part).loss for part in microbatches(batch, 4)]
+            logits = torch.cat([whole(**part).logits for part in microbatches(tokens, 4)])
+        loss, output = wrapped.run_eval(**batch), wrapped.run_eval(**tokens)
+        if rank < 2:
+            assert loss is None
+            assert output is None
+            continue
+        assert torch.equal(loss, torch.stack(losses).mean())
+        assert torch.equal(output.logits, logits)
+        assert not loss.requires_grad
+        assert not output.logits.requires_grad
+        if name == "llama":
+            assert isinstance(output, CausalLMOutputWithPast)
+    assert all(parameter.grad is None for parameter in wrapped.local_parameters())
+
+
+def test_loss_and_outputs_are_those_of_one_process() -> None:
+    for name in ("llama", "mixtral", "bert"):
+        run_ranks(3, evaluate, name)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> Any:
+        first = self.blocks[0](x)
+        return {"early": first, "late": (self.blocks[1](first) * scale, "name"), "sum": first.sum()}
+
+
+def evaluate_plain(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    model = TwoOutputs()
+    whole = reference(model)
+    wrapped = NxDPPModel(model, transformer_layer_cls=nn.Linear, num_microbatches=2)
+    x = torch.randn(6, 4)
+    output = wrapped.run_eval(x=x, scale=3.0)
+    parts = [whole(part, 3.0) for part in x.chunk(2)]
+    if rank == 0:
+        assert output is None
+        return
+    assert torch.equal(output["early"], torch.cat([part["early"] for part in parts]))
+    assert torch.equal(output["late"][0], torch.cat([part["late"][0] for part in parts]))
+    assert output["late"][1] == "name"
+    assert torch.equal(output["sum"], torch.stack([part["sum"] for part in parts]))
+
+
+def test_outputs_keep_their_structure_wherever_they_were_made() -> None:
+    run_ranks(2, evaluate_plain)
+
+
+def evaluate_everywhere(rank: int) -> torch.Tensor:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2, broadcast_and_average_loss=True)
+    loss: torch.Tensor = wrapped.run_eval(**padded_batch(4, seed=parallel_state.get_data_parallel_rank()))
+    return loss
+
+
+def test_the_mean_loss_reaches_every_rank() -> None:
+    losses = run_ranks(4, evaluate_everywhere)
+    with torch.no_grad():
+        whole = reference(make("llama"))
+        parts = [part for seed in (0, 1) for part in microbatches(padded_batch(4, seed=seed), 2)]
+        expected = torch.stack([whole(**part).loss for part in parts]).mean()
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    torch.testing.assert_close(losses[0], expected)

@@ -1,0 +1,383 @@
+"""What run_train promises besides the numbers of one plain step."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.transport import Transport
+from tests.distributed import run_ranks
+from tests.pipeline.models import (
+    gradient_differences,
+    llama,
+    make,
+    microbatches,
+    padded_batch,
+    reference,
+    train_in_one_process,
+)
+
+STAGES = 3
+
+
+def start(stages: int = STAGES) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+
+
+def wrap(model: nn.Module, **arguments: Any) -> NxDPPModel:
+    wrapped = NxDPPModel(model, **{"num_microbatches": 4, **arguments})
+    wrapped.move_model_to_device()
+    return wrapped
+
+
+def only_tied_and_close(differences: dict[str, float | None]) -> bool:
+    tied = {"model.embed_tokens.weight", "lm_head.weight"}
+    return all(name in tied and distance is not None and distance < 1e-6 for name, distance in differences.items())
+
+
+def accumulate(rank: int) -> None:
+    start()
+    for name in ("llama", "tied_llama"):
+        model = make(name)
+        whole = reference(model)
+        wrapped = wrap(model)
+        # Other batch sizes, sequence lengths and sets of inputs from call to call, and no zero_grad between.
+        for size, length, names in ((8, 10, 3), (4, 7, 3), (8, 10, 2), (12, 10, 3)):
+            batch = dict(list(padded_batch(size, length, seed=size).items())[-names:])
+            if names == 2:
+                batch = {"input_ids": padded_batch(size, length)["input_ids"], "labels": batch["labels"]}
+            wrapped.run_train(**batch)
+            train_in_one_process(whole, batch, 4)
+        differences = gradient_differences(wrapped, whole)
+        assert only_tied_and_close(differences) if name == "tied_llama" else not differences, differences
+        wrapped.zero_grad()
+        assert all(parameter.grad is None for parameter in wrapped.local_parameters())
+
+
+def test_gradients_accumulate_over_calls_with_other_shapes_and_inputs() -> None:
+    run_ranks(STAGES, accumulate)
+
+
+def return_losses(rank: int) -> list[Any]:
+    start()
+    batch = padded_batch(8)
+    whole = reference(make("llama"))
+    expected = train_in_one_process(whole, batch, 4)
+    listed = wrap(make("llama"), return_mb_loss=True).run_train(**batch)
+    everywhere = wrap(make("llama"), broadcast_and_average_loss=True).run_train(**batch)
+    assert isinstance(everywhere, torch.Tensor)
+    assert torch.equal(everywhere, torch.stack(expected).mean())
+    if rank < STAGES - 1:
+        assert listed is None
+    else:
+        assert isinstance(listed, list)
+        assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(listed, expected, strict=True))
+    return []
+
+
+def test_losses_are_returned_as_asked() -> None:
+    run_ranks(STAGES, return_losses)
+
+
+def pass_whole(rank: int) -> None:
+    start()
+    batch = padded_batch(8)
+    whole = reference(make("llama"))
+    wrapped = wrap(make("llama"))
+    positions = torch.arange(3, 13).unsqueeze(0)
+    shared: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 0, "inputs_embeds": None}
+    wrapped.run_train(**batch, **shared, num_items_in_batch=17)
+    for microbatch in microbatches(batch, 4):
+        (whole(**microbatch, **shared, num_items_in_batch=17).loss / 4).backward()
+    assert gradient_differences(wrapped, whole) == {}
+    # A number that the model's control flow needs to know becomes part of the graph.
+    wrapped.run_train(**batch, **shared, num_items_in_batch=torch.tensor(5))
+
+
+def test_what_is_no_batch_goes_whole_to_every_microbatch() -> None:
+    run_ranks(STAGES, pass_whole)
+
+
+def embeddings_in_place_of_tokens(rank: int) -> None:
+    start()
+    model = make("llama")
+    whole = reference(model)
+    batch = padded_batch(8)
+    embeddings = torch.randn(8, 10, 32, generator=torch.Generator().manual_seed(5))
+    inputs = {"inputs_embeds": embeddings, "labels": batch["labels"], "attention_mask": batch["attention_mask"]}
+    wrapped = wrap(model)
+    wrapped.run_train(**inputs)
+    train_in_one_process(whole, inputs, 4)
+    assert gradient_differences(wrapped, whole) == {}
+    assert "model.embed_tokens.weight" in dict(wrapped.local_named_parameters()) or rank > 0
+
+
+def test_embeddings_can_be_given_in_place_of_tokens() -> None:
+    run_ranks(STAGES, embeddings_in_place_of_tokens)
+
+
+def freeze_first_stage(rank: int) -> list[str]:
+    start()
+    model = make("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("model.embed_tokens", "model.layers.0")))
+    whole = reference(model)
+    batch = padded_batch(8)
+    wrapped = wrap(model)
+    sent: list[str] = []
+    original = Transport.send
+
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, tag: int) -> None:
+        sent.append(direction.name)
+        original(self, tensor, destination, direction, tag)
+
+    Transport.send = send  # type: ignore[method-assign]
+    for _ in range(2):
+        wrapped.run_train(**batch)
+        train_in_one_process(whole, batch, 4)
+    assert gradient_differences(wrapped, whole) == {}
+    # Unfrozen later, the gradient has to come back from now on.
+    for module in (model, whole):
+        for parameter in module.parameters():
+            parameter.requires_grad_(True)
+    wrapped.refresh()
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, 4)
+    assert gradient_differences(wrapped, whole) == {}
+    return sent
+
+
+def test_no_gradient_is_sent_to_a_frozen_first_stage() -> None:
+    _, second, _ = run_ranks(STAGES, freeze_first_stage)
+    assert second.count("ACTIVATION") == 3 * 4
+    assert second.count("GRADIENT") == 4, "only after the first stage was unfrozen"
+
+
+def drop(rank: int) -> list[Any]:
+    start()
+    losses = []
+    for seed in (1, 1, 2):
+        wrapped = wrap(make("gpt2", dropout=0.3), broadcast_and_average_loss=True)
+        torch.manual_seed(seed)
+        losses.append(wrapped.run_train(**padded_batch(8)))
+    wrapped.eval()
+    losses += [wrapped.run_train(**padded_batch(8)) for _ in range(2)]
+    return losses
+
+
+def test_dropout_follows_the_seed_and_the_mode() -> None:
+    first, again, other, evaluated, evaluated_again = run_ranks(STAGES, drop)[-1]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(evaluated, evaluated_again)
+
+
+def drop_in_one_stage(rank: int) -> None:
+    start(1)
+    model = make("gpt2", dropout=0.3)
+    whole = reference(model)
+    wrapped = wrap(model)
+    torch.manual_seed(7)
+    wrapped.run_train(**padded_batch(8))
+    torch.manual_seed(7)
+    train_in_one_process(whole, padded_batch(8), 4)
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_dropout_on_one_stage_is_that_of_the_plain_model() -> None:
+    run_ranks(1, drop_in_one_stage)
+
+
+def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
+    start()
+    model = llama_of_bfloat16_layers()
+    whole = reference(model)
+    wrapped = wrap(model)
+    sent: list[tuple[str, torch.dtype]] = []
+    original = Transport.send
+
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, tag: int) -> None:
+        sent.append((direction.name, tensor.dtype))
+        original(self, tensor, destination, direction, tag)
+
+    Transport.send = send  # type: ignore[method-assign]
+    batch = padded_batch(8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wrapped.run_train(**batch)
+        train_in_one_process(whole, batch, 4)
+    assert gradient_differences(wrapped, whole) == {}
+    # The same shapes without autocast have other dtypes between stages.
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, 4)
+    assert gradient_differences(wrapped, whole) == {}
+    return sent
+
+
+class DownProjection(nn.Linear):
+    """Under autocast a linear layer gives bfloat16, whatever it is given."""
+
+
+def llama_of_bfloat16_layers() -> Any:
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: module.closing(output))
+        layer.closing = DownProjection(32, 32)
+    return model
+
+
+def test_autocast_sends_the_dtype_that_the_stage_made() -> None:
+    first, second, _ = run_ranks(STAGES, autocast)
+    assert first == [("ACTIVATION", torch.bfloat16)] * 4 + [("ACTIVATION", torch.float32)] * 4
+    assert [dtype for kind, dtype in second if kind == "GRADIENT"] == [torch.bfloat16] * 4 + [torch.float32] * 4
+
+
+def data_parallel(rank: int) -> float:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    replica = parallel_state.get_data_parallel_rank()
+    distances = []
+    for name in ("llama", "tied_llama"):
+        model = make(name)
+        whole = reference(model)
+        wrapped = wrap(model, broadcast_and_average_loss=True, num_microbatches=2)
+        ours = torch.optim.SGD(wrapped.local_parameters(), lr=0.5, momentum=0.9)
+        theirs = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
+        for step in range(3):
+            batch = padded_batch(8, seed=step)
+            part = {key: value.chunk(2)[replica] for key, value in batch.items()}
+            loss = wrapped.run_train(**part)
+            losses = train_in_one_process(whole, batch, 4)
+            assert isinstance(loss, torch.Tensor)
+            distances.append((loss - torch.stack(losses).mean()).abs().item())
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        expected = whole.state_dict()
+        distances += [(v - expected[n]).abs().max().item() for n, v in wrapped.local_state_dict().items()]
+    return max(distances)
+
+
+def test_two_stages_and_two_replicas_train_as_one_process() -> None:
+    assert max(run_ranks(4, data_parallel)) < 1e-6
+
+
+def leave_averaging_to_the_optimizer(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    replica = parallel_state.get_data_parallel_rank()
+    model = make("llama")
+    whole = reference(model)
+    wrapped = wrap(model, use_zero1_optimizer=True)
+    batch = padded_batch(8, seed=replica)
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, 4)
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_zero1_leaves_each_replica_its_own_gradients() -> None:
+    run_ranks(4, leave_averaging_to_the_optimizer)
+
+
+def count_crossings(rank: int) -> list[tuple[str, tuple[int, ...]]]:
+    start()
+    sent: list[tuple[str, tuple[int, ...]]] = []
+    original = Transport.send
+
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, tag: int) -> None:
+        sent.append((direction.name, tuple(tensor.shape)))
+        original(self, tensor, destination, direction, tag)
+
+    def describe(self: Transport, value: Any, destination: int, tag: int) -> None:
+        sent.append(("description", ()))
+        original_description(self, value, destination, tag)
+
+    original_description = Transport.send_object
+    wrapped = wrap(make("llama"))
+    wrapped.run_train(**padded_batch(8))
+    Transport.send = send  # type: ignore[method-assign]
+    Transport.send_object = describe  # type: ignore[method-assign]
+    wrapped.run_train(**padded_batch(8, seed=1))
+    return sent
+
+
+def test_one_tensor_crosses_each_boundary_and_nothing_else() -> None:
+    hidden = (2, 10, 32)
+    first, second, third = run_ranks(STAGES, count_crossings)
+    assert first == [("ACTIVATION", hidden)] * 4
+    assert sorted(second) == [("ACTIVATION", hidden)] * 4 + [("GRADIENT", hidden)] * 4
+    assert third == [("GRADIENT", hidden)] * 4
+
+
+class Skipping(nn.Module):
+    """A value of the first layer that the third and the last use, too; the loss is a lone scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(self.blocks[0](x))
+        second = self.blocks[1](first)
+        third = self.blocks[2](second * first)
+        return nn.functional.mse_loss(third * self.scale + first, target)
+
+
+def skip(rank: int) -> None:
+    start()
+    torch.manual_seed(0)
+    model = Skipping()
+    whole = reference(model)
+    wrapped = wrap(model, transformer_layer_cls=nn.Linear, output_loss_value_spec=True)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    loss = wrapped.run_train(x=x, target=target)
+    losses = []
+    for part in microbatches({"x": x, "target": target}, 4):
+        value = whole(**part)
+        (value / 4).backward()
+        losses.append(value.detach())
+    assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(losses).mean()))
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_a_value_that_skips_stages_gets_all_its_gradients() -> None:
+    run_ranks(STAGES, skip)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_the_guides_form_works(return_dict: bool) -> None:
+    run_ranks(2, train_as_the_guide_does, return_dict)
+
+
+def train_as_the_guide_does(rank: int, return_dict: bool) -> None:
+    start(2)
+    torch.manual_seed(1234)
+    model = llama(use_cache=True, return_dict=return_dict)
+    before = model.config.to_dict()
+    whole = reference(model)
+    whole.config.return_dict = True
+    wrapped = NxDPPModel(
+        model,
+        transformer_layer_cls=LlamaDecoderLayer,
+        num_microbatches=4,
+        virtual_pipeline_size=1,
+        output_loss_value_spec=(True, False),
+        input_names=["input_ids", "attention_mask", "labels"],
+        pipeline_cuts=["model.layers.0"],
+        trace_file_path=None,
+        leaf_module_cls=[LlamaRMSNorm.__name__],
+        autowrap_modules=[torch.nn.functional],
+        use_zero1_optimizer=False,
+        deallocate_pipeline_outputs=False,
+    )
+    wrapped.move_model_to_device()
+    assert wrapped.stage_layers == [["model.layers.0"], [f"model.layers.{i}" for i in (1, 2, 3)]][rank]
+    batch = padded_batch(8)
+    loss = wrapped.run_train(**batch)
+    losses = train_in_one_process(whole, batch, 4)
+    assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(losses).mean()))
+    assert gradient_differences(wrapped, whole) == {}
+    assert model.config.to_dict() == before
+    with pytest.raises(ValueError, match=r"missing: \['attention_mask'\], extra: \['position_ids'\]"):
+        wrapped.run_train(input_ids=batch["input_ids"], labels=batch["labels"], position_ids=batch["input_ids"])

@@ -1,0 +1,201 @@
+"""What wrapping does: names, what is kept, what is freed, and what is refused before anything is changed."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.distributed import run_ranks
+from tests.pipeline.models import llama, make, padded_batch, reference
+
+
+def start(stages: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+
+
+def collect_names(rank: int) -> dict[str, list[str]]:
+    start(3)
+    wrapped = NxDPPModel(make("tied_llama"), num_microbatches=2)
+    return {
+        "parameters": [name for name, _ in wrapped.local_named_parameters()],
+        "own parameters": [name for name, _ in wrapped.named_parameters()],
+        "buffers": [name for name, _ in wrapped.local_named_buffers()],
+        "modules": [name for name, _ in wrapped.local_named_modules()],
+        "state": list(wrapped.local_state_dict()),
+        "own state": list(wrapped.state_dict()),
+        "layers": wrapped.stage_layers,
+    }
+
+
+def test_names_are_those_of_the_model() -> None:
+    model = make("tied_llama")
+    ranks = run_ranks(3, collect_names)
+    layers = [["model.layers.0"], ["model.layers.1"], ["model.layers.2", "model.layers.3"]]
+    assert [rank["layers"] for rank in ranks] == layers
+    known = {name for name, _ in model.named_modules()}
+    for rank in ranks:
+        assert rank["own parameters"] == rank["parameters"]
+        assert rank["own state"] == rank["state"] == rank["parameters"]
+        assert set(rank["modules"]) <= known
+        assert rank["buffers"] == [name for name, _ in model.named_buffers()]
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    of_layers = [[n for n in model.state_dict() if n.startswith(tuple(f"{layer}." for layer in own))] for own in layers]
+    assert ranks[0]["parameters"] == [embedding, *of_layers[0]]
+    assert ranks[1]["parameters"] == of_layers[1]
+    assert sorted(ranks[2]["parameters"]) == sorted([*of_layers[2], "model.norm.weight", head])
+    assert "model.layers.0.self_attn.q_proj" in ranks[0]["modules"]
+
+
+def free(rank: int) -> None:
+    start(2)
+    model = make("tied_llama")
+    references = {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    tied = references["model.embed_tokens.weight"]
+    wrapped = NxDPPModel(model)
+    gc.collect()
+    local = {name for name, _ in wrapped.local_named_parameters()}
+    alive = {name for name, reference in references.items() if reference() is not None}
+    assert alive == {name for name, reference in references.items() if name in local or reference is tied}
+    assert all(parameter.is_meta for name, parameter in model.named_parameters() if name not in local)
+    assert not any(parameter.is_meta for parameter in wrapped.parameters())
+
+
+def test_what_other_stages_hold_is_freed() -> None:
+    run_ranks(2, free)
+
+
+def load_and_save(rank: int) -> None:
+    start(2)
+    source, target = make("llama"), llama()
+    expected = {name: value.clone() for name, value in source.state_dict().items()}
+    wrapped = NxDPPModel(target)
+    part = {name: value for name, value in expected.items() if name in wrapped.local_state_dict()}
+    wrapped.load_local_state_dict(part)
+    assert all(torch.equal(value, expected[name]) for name, value in wrapped.local_state_dict().items())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        wrapped.load_local_state_dict({})
+    wrapped.load_local_state_dict(expected, strict=False)
+    wrapped.to(torch.float64)
+    assert {p.dtype for p in wrapped.parameters()} == {torch.float64}
+    wrapped.eval()
+    assert not any(module.training for module in wrapped.modules())
+    wrapped.train()
+    assert all(module.training for module in wrapped.modules())
+
+
+def test_state_is_loaded_and_saved_under_original_names() -> None:
+    run_ranks(2, load_and_save)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_microbatches": 0}, ValueError, r"num_microbatches=0"),
+    ({"virtual_pipeline_size": 2}, NotImplementedError, "virtual_pipeline_size=2"),
+    ({"virtual_pipeline_size": 0}, ValueError, "virtual_pipeline_size=0"),
+    ({"param_init_fn": print}, NotImplementedError, "param_init_fn"),
+    ({"trace_file_path": "trace.json"}, NotImplementedError, "trace_file_path"),
+    ({"return_mb_loss": True, "broadcast_and_average_loss": True}, ValueError, "exclude each other"),
+    ({"auto_partition": True, "pipeline_cuts": ["model.layers.0"]}, ValueError, "exclude each other"),
+    ({"pipeline_cuts": ["model.layers.9"]}, ValueError, r"\['model.layers.9'\].*model.layers.0, model.layers.1"),
+    ({"pipeline_cuts": ["model.layers.0", "model.layers.0"]}, ValueError, "more than once"),
+    ({"pipeline_cuts": ["model.layers.0", "model.layers.1"]}, ValueError, "2 names, but 2 stages need 1 cuts"),
+    ({"pipeline_cuts": ["model.layers.3"]}, ValueError, "the last transformer layer"),
+    ({"pipeline_cuts": []}, ValueError, "0 names, but 2 stages need 1 cuts"),
+    ({"transformer_layer_cls": "NoSuchLayer"}, ValueError, "NoSuchLayer"),
+    ({"transformer_layer_cls": nn.Conv2d}, ValueError, "has no module of that class"),
+    ({"leaf_module_cls": ["NoSuchModule"]}, ValueError, "NoSuchModule"),
+    ({"leaf_module_cls": ["LlamaModel"]}, ValueError, "holds\\s+transformer layers"),
+    ({"tracer_cls": "dynamo"}, ValueError, "'hf', 'torch'"),
+    ({"autowrap_functions": [nn.Linear]}, TypeError, "autowrap_functions"),
+    ({"autowrap_modules": ["math"]}, TypeError, "autowrap_modules"),
+    ({"output_loss_value_spec": (False, False)}, ValueError, "exactly one must be True"),
+]
+
+
+def refuse(rank: int) -> None:
+    start(2)
+    model = make("llama")
+    before = dict(model.named_parameters())
+    for arguments, kind, message in REFUSED:
+        with pytest.raises(kind, match=message):
+            NxDPPModel(model, **arguments)
+    two_layers = llama(layers=1)
+    with pytest.raises(ValueError, match="1 transformer layers cannot be split over 2 pipeline stages"):
+        NxDPPModel(two_layers)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states"):
+        NxDPPModel(model)
+    model.config.output_hidden_states = False
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_bad_arguments_are_refused_before_anything_is_changed() -> None:
+    run_ranks(2, refuse)
+
+
+def refuse_inputs(rank: int) -> None:
+    start(2)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=4)
+    wrapped.move_model_to_device()
+    batch = padded_batch(8)
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        (padded_batch(6), ValueError, r"a batch of 6 .* num_microbatches=4"),
+        ({**batch, "labels": batch["labels"][:4]}, ValueError, "'labels': 4"),
+        ({**batch, "labels": batch["labels"].to("meta")}, ValueError, "labels is on meta"),
+        ({**batch, "past_key_values": [1]}, TypeError, "past_key_values is a list"),
+        ({**batch, "use_cache": True}, ValueError, "use_cache=True"),
+        ({**batch, "output_attentions": True}, ValueError, "output_attentions=True"),
+        ({"input_ids": batch["input_ids"]}, ValueError, "no loss"),
+    ]
+    for inputs, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            wrapped.run_train(**inputs)
+    with pytest.raises(RuntimeError, match="run_train"):
+        wrapped(**batch)
+    assert wrapped.run_train(**batch) is None or rank == 1
+
+
+def test_bad_inputs_are_refused_before_anything_is_sent() -> None:
+    run_ranks(2, refuse_inputs)
+
+
+def wrap_on_meta(rank: int) -> None:
+    start(2)
+    with torch.device("meta"):
+        model = make("llama")
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    assert len(list(wrapped.local_parameters())) in (19, 20)
+    with pytest.raises(ValueError, match="meta"):
+        wrapped.move_model_to_device()
+    with pytest.raises(NotImplementedError, match="meta device"):
+        wrapped.run_train(**padded_batch(4))
+
+
+def test_a_model_on_the_meta_device_is_cut_and_says_that_it_has_no_values() -> None:
+    run_ranks(2, wrap_on_meta)
+
+
+def test_it_needs_the_world_to_be_divided_first() -> None:
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        NxDPPModel(make("llama"))
+
+
+def keep_attributes(rank: int) -> None:
+    start(2)
+    model = make("llama")
+    for parameter in model.parameters():
+        parameter.tensor_model_parallel = True
+    whole = reference(model)
+    wrapped = NxDPPModel(model)
+    for _ in range(2):
+        wrapped.move_model_to_device(torch.device("cpu"))
+    assert all(getattr(parameter, "tensor_model_parallel", False) for parameter in wrapped.local_parameters())
+    expected = dict(whole.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in wrapped.local_named_parameters())
+
+
+def test_moving_keeps_values_and_attributes() -> None:
+    run_ranks(2, keep_attributes)

@@ -1,0 +1,99 @@
+"""Tensors arrive as they were sent, whatever their strides, dtype and size."""
+
+import torch
+
+from nxdpp import parallel_state
+from nxdpp.pipeline.layout import layout_of
+from nxdpp.pipeline.transport import Direction, Transport
+from tests.distributed import run_ranks
+
+TENSORS = [
+    torch.arange(24.0).view(2, 3, 4),
+    torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+    torch.arange(6, dtype=torch.int64),
+    torch.tensor([True, False]),
+    torch.arange(5.0).to(torch.bfloat16),
+    torch.tensor(3.5),
+    torch.empty(0, 3),
+    torch.arange(4.0).to(torch.complex64),
+]
+
+
+def make_transport() -> Transport:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    groups = {Direction.ACTIVATION: group, Direction.GRADIENT: parallel_state.get_pipeline_gradient_group()}
+    return Transport(groups, parallel_state.get_pipeline_control_group(), torch.device("cpu"))
+
+
+def exchange(rank: int) -> None:
+    transport = make_transport()
+    for direction in Direction:
+        if rank == direction:
+            for tag, tensor in enumerate(TENSORS):
+                transport.send(tensor, 1 - rank, direction, tag)
+            transport.finish_sends()
+            continue
+        # Posted in another order than sent: tags tell messages apart.
+        layouts = [layout_of(tensor).tensors[0] for tensor in TENSORS]
+        waits = {
+            tag: transport.post_receive(layouts[tag], 1 - rank, direction, tag) for tag in reversed(range(len(TENSORS)))
+        }
+        for tag, tensor in enumerate(TENSORS):
+            received = waits[tag]()
+            assert torch.equal(received, tensor)
+            assert received.stride() == layouts[tag].stride
+            assert received.dtype == tensor.dtype
+
+
+def test_tensors_arrive_as_they_were() -> None:
+    run_ranks(2, exchange)
+
+
+def describe(rank: int) -> None:
+    transport = make_transport()
+    description = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
+    if rank == 0:
+        transport.send_object(description, 1, 0)
+        transport.finish_sends()
+    else:
+        received = transport.receive_object(0, 0)
+        assert received == description
+        built = received["hidden"].build([TENSORS[1], TENSORS[3]])
+        assert built[1] is None
+        assert built[2]["mask"] is TENSORS[3]
+
+
+def test_descriptions_arrive_as_they_were() -> None:
+    run_ranks(2, describe)
+
+
+def send_from_another_device(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    seen: list[torch.device] = []
+
+    class Recording:
+        """Stands for the process group and sees what would reach the wire."""
+
+        def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> object:
+            seen.extend(tensor.device for tensor in tensors)
+            return group.send(tensors, destination, tag)
+
+        def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> object:
+            seen.extend(tensor.device for tensor in tensors)
+            return group.recv(tensors, source, tag)
+
+    transport = Transport(dict.fromkeys(Direction, group), group, torch.device("meta"))
+    transport._groups = dict.fromkeys(Direction, Recording())  # type: ignore[arg-type]
+    layout = layout_of(TENSORS[0]).tensors[0]
+    if rank == 0:
+        transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
+        transport.finish_sends()
+    else:
+        assert transport.post_receive(layout, 0, Direction.ACTIVATION, 0)().device.type == "meta"
+    assert seen == [torch.device("cpu")]
+
+
+def test_gloo_is_only_ever_given_host_memory() -> None:
+    run_ranks(2, send_from_another_device)
