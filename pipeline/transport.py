@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from nxdpp.pipeline.layout import TensorLayout
 
-# The memory of a send is given back at the latest when this many more went to the same rank the same way.
+# The memory of a send is given back at the latest when this many more went to the same rank the same way, or as
+# many as there are stages on the way: a rank far ahead posts its receives late, and both would wait for each other.
 _SENDS_IN_FLIGHT = 2
 
 
@@ -53,6 +54,7 @@ class Transport:
         self._groups = groups
         self._control = control
         self._device = device
+        self._rank = dist.get_rank(groups[Direction.ACTIVATION])
         on_host = dist.get_backend(groups[Direction.ACTIVATION]) == "gloo"
         self._wire_device = torch.device("cpu") if on_host else device
         self._sends: dict[tuple[int, Direction], deque[tuple[Work, torch.Tensor]]] = {}
@@ -77,7 +79,7 @@ class Transport:
         work = self._groups[direction].send([_flat(tensor)], destination, tag)
         sends = self._sends.setdefault((destination, direction), deque())
         sends.append((work, tensor))
-        if len(sends) > _SENDS_IN_FLIGHT:
+        if len(sends) > max(_SENDS_IN_FLIGHT, abs(destination - self._rank)):
             sends.popleft()[0].wait()
 
     def finish_sends(self) -> None:
