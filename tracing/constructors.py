@@ -1,13 +1,15 @@
 """Tensor constructors that are recorded while tracing, also where torch could not take a traced size."""
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from nxdpp.tracing.swap import swapped
 
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",
@@ -23,14 +25,23 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
 
     A random number drawn outside the layers would be drawn once, at tracing: that is refused.
     """
-    with ExitStack() as stack:
-        for name in _CONSTRUCTORS:
-            stack.enter_context(patch.object(torch, name, _recorder(tracer, getattr(torch, name))))
-        for name in _RANDOM:
-            stack.enter_context(patch.object(torch, name, _refusal(name)))
-        for name in _TYPE_LIMITS:
-            stack.enter_context(patch.object(torch, name, _limits_recorder(tracer, getattr(torch, name))))
+    replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
+    replacements |= {name: _refusal(name) for name in _RANDOM}
+    replacements |= {name: _limits_recorder(tracer, getattr(torch, name)) for name in _TYPE_LIMITS}
+    own = {name: _in_this_thread(new, getattr(torch, name)) for name, new in replacements.items()}
+    with swapped(vars(torch), own):
         yield
+
+
+def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    # A data loader's thread goes on making tensors meanwhile.
+    tracing_thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        here = threading.get_ident() == tracing_thread
+        return (replacement if here else original)(*args, **kwargs)
+
+    return call
 
 
 def _recorder(tracer: fx.Tracer, constructor: Callable[..., Any]) -> Callable[..., Any]:
