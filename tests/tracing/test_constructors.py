@@ -1,0 +1,80 @@
+"""Tensors made outside the layers are made anew in each step; random ones are refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.tracing.errors import TracingError
+from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
+
+
+class Prepared(PlainModel):
+    """A model with a function in front of its layers."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.__dict__["function"] = function
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.__dict__["function"](hidden)
+        return result
+
+
+CONSTRUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "arange": lambda h: h + torch.arange(h.shape[0], device=h.device).unsqueeze(1),
+    "zeros": lambda h: h + torch.zeros(h.size(0), 4, dtype=h.dtype),
+    "ones": lambda h: h + torch.ones(h.shape[0], 1),
+    "full": lambda h: h + torch.full((h.shape[0], 4), 3.0),
+    "tensor": lambda h: h + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "eye": lambda h: h @ torch.eye(h.shape[-1]),
+    "linspace": lambda h: h + torch.linspace(0, 1, h.shape[-1]),
+    "finfo": lambda h: h.clamp(min=torch.finfo(h.dtype).min, max=torch.finfo(h.dtype).eps),
+    "finfo of a known type": lambda h: h.clamp(max=torch.finfo(torch.float32).eps),
+    "tril of ones": lambda h: torch.tril(torch.ones(h.shape[0], h.shape[0])) @ h,
+    "zeros_like": lambda h: h + torch.ones_like(h) - torch.zeros_like(h),
+    "new_zeros": lambda h: h + h.new_ones(h.shape[0], 4),
+}
+
+
+def _trace(model: nn.Module):  # type: ignore[no-untyped-def]
+    return trace_with(model, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer))
+
+
+@pytest.mark.parametrize("function", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS.keys())
+def test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model = Prepared(function)
+    traced = _trace(model)
+
+    for rows in (2, 7):
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+        assert torch.equal(run_graph(model, traced, {"x": x}), model(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h + torch.rand(4),
+        lambda h: h + torch.randn(h.shape[0], 4),
+        lambda h: h + torch.rand_like(h),
+        lambda h: h[torch.randperm(3)],
+        lambda h: h * torch.bernoulli(h),
+    ],
+    ids=["rand", "randn", "rand_like", "randperm", "bernoulli"],
+)
+def test_a_random_number_in_the_spine_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(TracingError, match=r"torch\.(rand|bern)\w* is called outside the transformer layers"):
+        _trace(Prepared(function))
+
+
+def test_constructors_are_torchs_own_afterwards() -> None:
+    before = dict(vars(torch))
+
+    _trace(Prepared(CONSTRUCTIONS["arange"]))
+    with pytest.raises(TracingError):
+        _trace(Prepared(lambda h: h + torch.rand(4)))
+
+    assert {name for name in before if vars(torch)[name] is not before[name]} == set()

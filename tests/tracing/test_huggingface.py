@@ -1,0 +1,218 @@
+"""Hugging Face models trace as they are, and are as before afterwards."""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from transformers import PreTrainedModel
+
+from nxdpp.tracing.errors import TracingError
+from tests.tracing.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
+
+LAYER_PREFIX = {
+    "llama": "model.layers",
+    "qwen3": "model.layers",
+    "mixtral": "model.layers",
+    "gpt2": "transformer.h",
+    "bert": "bert.encoder.layer",
+    "bert_classifier": "bert.encoder.layer",
+}
+VARIANTS = {
+    "ids": ("input_ids",),
+    "ids, mask": ("input_ids", "attention_mask"),
+    "ids, labels": ("input_ids", "labels"),
+    "all": ("input_ids", "attention_mask", "labels", "position_ids"),
+    "embeddings": ("inputs_embeds", "attention_mask", "labels"),
+}
+
+
+def _inputs(architecture: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    inputs = make_inputs(architecture)
+    inputs["position_ids"] = torch.arange(1, 1 + inputs["input_ids"].size(1)).unsqueeze(0)
+    inputs["inputs_embeds"] = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(2))
+    return {name: inputs[name] for name in names}
+
+
+@pytest.mark.parametrize("names", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_graph_computes_what_the_model_computes(architecture: str, names: tuple[str, ...]) -> None:
+    model = make_model(architecture)
+    inputs = _inputs(architecture, names)
+
+    traced = trace_with(model, inputs)
+    output = run_graph(model, traced, inputs)
+
+    assert traced.layers == tuple(f"{LAYER_PREFIX[architecture]}.{index}" for index in range(4))
+    assert traced.inputs == names
+    expected = model(**inputs)
+    assert type(output) is type(expected)
+    assert torch.equal(output.logits, expected.logits)
+    if "labels" in names:
+        assert torch.equal(output.loss, expected.loss)
+    else:
+        assert output.loss is None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_on_the_meta_device_gives_the_same_graph(architecture: str) -> None:
+    inputs = make_inputs(architecture)
+    with torch.device("meta"):
+        on_meta = make_model(architecture)
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+
+    graph = trace_with(on_meta, inputs).graph
+    expected = trace_with(make_model(architecture), inputs).graph
+
+    assert _text(graph) == _text(expected)
+
+
+def _text(graph: fx.Graph) -> list[str]:
+    return [f"{node.op} {node.name} {node.args} {node.kwargs}" for node in graph.nodes]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_only_the_spine_is_traced_through(architecture: str) -> None:
+    model = make_model(architecture)
+
+    called = [n.target for n in trace_with(model, make_inputs(architecture)).graph.nodes if n.op == "call_module"]
+
+    assert len(called) == len(set(called))
+    for name in called:
+        inside = [other for other, _ in model.named_modules() if other.startswith(f"{name}.")]
+        assert not set(inside) & set(called)
+
+
+def test_a_graph_serves_any_batch_size_and_length() -> None:
+    model = make_model("llama")
+    traced = trace_with(model, make_inputs("llama"))
+
+    for batch, length in ((1, 3), (5, 17)):
+        tokens = torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(batch))
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        assert torch.equal(run_graph(model, traced, inputs).loss, model(**inputs).loss)
+
+
+@contextmanager
+def _unchanged(model: PreTrainedModel) -> Iterator[None]:
+    """Fail unless the model, its configuration and what tracing replaces are the same objects afterwards."""
+
+    def state() -> dict[str, Any]:
+        source = sys.modules[type(model).__module__]
+        seen = {f"{name}.{key}": value for name, module in model.named_modules() for key, value in vars(module).items()}
+        seen |= {f"global {key}": value for key, value in vars(source).items()}
+        seen |= {f"torch.{key}": value for key, value in vars(torch).items()}
+        seen |= {f"PreTrainedModel.{key}": value for key, value in vars(PreTrainedModel).items()}
+        return seen
+
+    before = state()
+    parts = ("._modules", "._parameters", "._buffers")
+    contents = {name: dict(value) for name, value in before.items() if name.endswith(parts)}
+    configuration = copy.deepcopy(vars(model.config))
+    try:
+        yield
+    finally:
+        after = state()
+        assert before.keys() == after.keys()
+        assert [name for name in before if before[name] is not after[name]] == []
+        for name, content in contents.items():
+            assert after[name].keys() == content.keys(), name
+            assert [key for key in content if after[name][key] is not content[key]] == [], name
+        assert vars(model.config) == configuration
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_is_changed_by_a_trace(architecture: str) -> None:
+    model = make_model(architecture)
+
+    with _unchanged(model):
+        trace_with(model, make_inputs(architecture))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_is_changed_by_a_trace_that_fails(architecture: str) -> None:
+    model = make_model(architecture)
+    original: Any = type(model)
+
+    def forward(self: PreTrainedModel, **inputs: Any) -> None:
+        original.forward(self, **inputs)
+        raise OverflowError("at the very end")
+
+    model.__class__ = type("Failing", (original,), {"forward": forward, "__module__": original.__module__})
+
+    with _unchanged(model), pytest.raises(TracingError, match="OverflowError: at the very end"):
+        trace_with(model, make_inputs(architecture))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_a_cache_and_tuples_in_the_configuration_do_not_matter(architecture: str) -> None:
+    model = make_model(architecture, layers=2)
+    inputs = make_inputs(architecture)
+    expected = model(**inputs)
+    model.config.use_cache = True
+    model.config.return_dict = False
+
+    with _unchanged(model):
+        output = run_graph(model, trace_with(model, inputs), inputs)
+
+    assert isinstance(output, tuple)
+    assert torch.equal(output[0], expected.loss)
+    assert torch.equal(output[1], expected.logits)
+    assert model.config.use_cache is True
+    assert model.config.return_dict is False
+
+
+def test_return_dict_as_an_input_is_followed() -> None:
+    model = make_model("gpt2")
+    inputs = {**make_inputs("gpt2"), "return_dict": False}
+
+    output = run_graph(model, trace_with(model, inputs), inputs)
+
+    assert isinstance(output, tuple)
+    assert torch.equal(output[0], model(**inputs)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_a_layers_own_checkpointing_is_no_part_of_the_graph() -> None:
+    model = make_model("llama")
+    model.gradient_checkpointing_enable()
+    model.train()
+    inputs = make_inputs("llama")
+
+    with _unchanged(model):
+        traced = trace_with(model, inputs)
+
+    assert traced.layers == tuple(f"model.layers.{index}" for index in range(4))
+    assert torch.equal(run_graph(model, traced, inputs).loss, model(**inputs, use_cache=False).loss)
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions", "output_router_logits"])
+def test_collected_outputs_are_refused_in_the_configuration(flag: str) -> None:
+    model = make_model("mixtral", layers=2)
+    model.set_attn_implementation("eager")  # the only one with which attentions can be asked for
+    setattr(model.config, flag, True)
+
+    with pytest.raises(ValueError, match=rf"config\.{flag} is on.*Set {flag}=False"):
+        trace_with(model, make_inputs("mixtral"))
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions", "output_router_logits", "use_cache"])
+def test_collected_outputs_are_refused_as_inputs(flag: str) -> None:
+    with pytest.raises(ValueError, match=rf"{flag}=True.*Leave {flag} out"):
+        trace_with(make_model("mixtral", layers=2), {**make_inputs("mixtral"), flag: True})
+
+
+@pytest.mark.parametrize("rate", ["layerdrop", "encoder_layerdrop"])
+def test_layers_dropped_at_random_are_refused(rate: str) -> None:
+    model = make_model("llama", layers=2)
+    setattr(model.config, rate, 0.1)
+
+    with pytest.raises(ValueError, match=rf"config\.{rate}=0\.1.*Set {rate}=0\.0"):
+        trace_with(model, make_inputs("llama"))
+
+    setattr(model.config, rate, 0.0)
+    assert len(trace_with(model, make_inputs("llama")).layers) == 2

@@ -1,0 +1,119 @@
+"""Which modules are the transformer layers: what the model declares, or what the user says."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
+from tests.tracing.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_model
+
+DECLARED = {
+    "llama": "LlamaDecoderLayer",
+    "gpt2": "GPT2Block",
+    "qwen3": "Qwen3DecoderLayer",
+    "mixtral": "MixtralDecoderLayer",
+    "bert": "BertLayer",
+    "bert_classifier": "BertLayer",
+}
+
+
+class OtherLayer(PlainLayer):
+    """A class that no model here holds."""
+
+
+class Nested(nn.Module):
+    """Layers inside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(PlainLayer(), nn.Sequential(PlainLayer())) for _ in range(11))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_hugging_face_model_declares_its_layers(architecture: str) -> None:
+    model = make_model(architecture, layers=2) if architecture != "bert_classifier" else make_model(architecture)
+
+    classes = find_layer_classes(model, None)
+
+    assert [cls.__name__ for cls in classes] == [DECLARED[architecture]]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        LlamaDecoderLayer,
+        "LlamaDecoderLayer",
+        [LlamaDecoderLayer],
+        ("LlamaDecoderLayer",),
+        ["LlamaDecoderLayer", LlamaDecoderLayer],
+        [GPT2Block, "LlamaDecoderLayer"],
+    ],
+)
+def test_layers_by_class_name_and_list(wanted: Any) -> None:
+    model = make_model("llama", layers=3)
+
+    assert layer_names(model, find_layer_classes(model, wanted)) == [
+        "model.layers.0",
+        "model.layers.1",
+        "model.layers.2",
+    ]
+
+
+def test_names_are_in_the_order_of_the_model_not_of_the_alphabet() -> None:
+    names = layer_names(make_model("llama", layers=12), (LlamaDecoderLayer,))
+
+    assert names == [f"model.layers.{index}" for index in range(12)]
+
+
+def test_only_the_outermost_layers_count() -> None:
+    model = Nested()
+
+    assert layer_names(model, (nn.Sequential,)) == [f"blocks.{index}" for index in range(11)]
+    assert layer_names(model, (PlainLayer,))[:3] == ["blocks.0.0", "blocks.0.1.0", "blocks.1.0"]
+
+
+def test_a_plain_model_must_be_told() -> None:
+    with pytest.raises(ValueError, match=r"PlainModel does not declare.*Pass transformer_layer_cls.*PlainLayer"):
+        find_layer_classes(PlainModel(), None)
+
+
+def test_declared_layers_that_stand_in_no_list() -> None:
+    model = make_model("llama", layers=2)
+    model._no_split_modules = {"LlamaRotaryEmbedding"}
+
+    with pytest.raises(ValueError, match=r"_no_split_modules=\['LlamaRotaryEmbedding'\].*hold: LlamaDecoderLayer"):
+        find_layer_classes(model, None)
+
+
+def test_a_declared_embedding_is_no_layer() -> None:
+    model = make_model("bert", layers=2)
+    model._no_split_modules = ["BertEmbeddings", "BertLayer"]
+
+    assert [cls.__name__ for cls in find_layer_classes(model, None)] == ["BertLayer"]
+
+
+def test_an_unknown_class_name_says_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"transformer_layer_cls: no module of PlainModel.*'LamaLayer'.*PlainLayer"):
+        find_layer_classes(PlainModel(), "LamaLayer")
+
+
+def test_a_class_without_instances_says_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"transformer_layer_cls=OtherLayer: PlainModel has no.*hold: PlainLayer"):
+        find_layer_classes(PlainModel(), OtherLayer)
+
+
+@pytest.mark.parametrize("wanted", [3, [3], PlainModel(), object, [int]])
+def test_what_is_no_class_is_refused(wanted: Any) -> None:
+    with pytest.raises(TypeError, match="leaf_module_cls takes module classes and class names"):
+        resolve_classes(PlainModel(), wanted if isinstance(wanted, list) else [wanted], "leaf_module_cls")
+
+
+def test_classes_from_classes_and_names_are_each_there_once() -> None:
+    assert resolve_classes(PlainModel(), ["Linear", PlainLayer, nn.Linear], "leaf_module_cls") == (
+        nn.Linear,
+        PlainLayer,
+    )
+    assert resolve_classes(PlainModel(), (), "leaf_module_cls") == ()
