@@ -15,11 +15,13 @@ def default_config() -> LlamaConfig:
     """A byte-level Llama of about 5 million parameters."""
     return LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
-        hidden_size=384,
-        intermediate_size=640,
-        num_hidden_layers=4,
-        num_attention_heads=6,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=4,
         max_position_embeddings=1024,
+        # Near 1/sqrt(hidden_size): a model this narrow learns much faster from it than from Llama's 0.02.
+        initializer_range=0.04,
         bos_token_id=END_OF_FILE,
         eos_token_id=END_OF_FILE,
     )

@@ -97,7 +97,8 @@ class TrainingReport:
 
 
 def _span(layers: list[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]} ({len(layers)})"
+    """``model.layers.2-3`` for the neighbours ``model.layers.2`` and ``model.layers.3``."""
+    return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1].rpartition('.')[2]}"
 
 
 def _stage_means(busy_share: float) -> list[float]:

@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the text to train on, read as bytes; without it, the Python standard library's source files. "
         "Held out for measuring: every twentieth file, of 2 to 19 files the last, of one its last twentieth",
     )
-    parser.add_argument("--steps", type=_at_least(1), default=400, help="optimizer steps")
+    parser.add_argument("--steps", type=_at_least(1), default=300, help="optimizer steps")
     parser.add_argument("--batch-size", type=_at_least(1), default=8, help="sequences a step, over all ranks together")
     parser.add_argument("--seq-length", type=_at_least(2), default=128, help="bytes a sequence")
     parser.add_argument(
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--learning-rate",
         type=_learning_rate,
-        default=1e-3,
+        default=1.5e-3,
         help="its peak: it rises for a tenth of the steps, then falls along a cosine to a twentieth",
     )
     parser.add_argument("--seed", type=_at_least(0), default=0, help="of the initial weights and the batches")

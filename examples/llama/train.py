@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from nxdpp import NxDPPModel, parallel_state
 
 HELD_OUT_SEQUENCES = 128
-SAMPLE_PROMPT_BYTES = 48
+PROMPT_BYTES, SAMPLE_BYTES = 48, 240
 
 
 def train(settings: Settings) -> None:
@@ -58,6 +58,8 @@ def train(settings: Settings) -> None:
                 # nxdpp: forward and backward of all microbatches; gradients are in .grad as always.
                 loss = model.run_train(input_ids=ids, labels=ids)
             assert isinstance(loss, torch.Tensor)
+            if not loss.isfinite():
+                raise RuntimeError(f"the loss of step {step} is {loss.item()}: try a smaller --learning-rate")
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -106,10 +108,11 @@ def autocast(settings: Settings) -> torch.autocast:
 
 def print_sample(console: Console, settings: Settings) -> None:
     """Let the checkpoint just written continue the start of the held-out text."""
-    length = min(SAMPLE_PROMPT_BYTES, settings.seq_length // 2)
+    length = min(PROMPT_BYTES, settings.seq_length // 2)
+    new_bytes = min(SAMPLE_BYTES, settings.config.max_position_embeddings - length)
     prompt = settings.corpus.held_out[:length].long()
-    sample = generate_sample(settings.output, prompt, settings.seq_length - length, settings.seed)
-    console.rule("a sample from the checkpoint; dim: its prompt, from held-out text")
+    sample = generate_sample(settings.output, prompt, new_bytes, settings.seed)
+    console.rule("a sample from the checkpoint, after a prompt from held-out text")
     console.print(Text.assemble((decode(prompt.tolist()), "dim"), sample))
 
 

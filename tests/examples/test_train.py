@@ -97,8 +97,8 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(tmp_path: Path, stages
     assert saved.keys() == weights.keys()
     assert [name for name in weights if not torch.equal(saved[name], weights[name])] == []
     assert all(text == "" for text in printed[1:])
-    for layer in range(2):
-        assert f"model.layers.{layer}" in printed[0]
+    for rank, layers in enumerate(["model.layers.0-1"] if stages == 1 else ["model.layers.0 ", "model.layers.1 "]):
+        assert re.search(rf"{rank} │ +{rank} │ +0 │ {layers}", printed[0])
     before, after = (float(number) for number in re.findall(r"held-out loss .* training: ([0-9.]+)", printed[0]))
     assert after == pytest.approx(_held_out_loss(tmp_path / "run"), abs=1e-3)
     assert after < before == pytest.approx(5.55, abs=0.1)
@@ -148,3 +148,8 @@ def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
     assert finished.returncode != 0
     assert finished.stderr.count("train.py: argument --dtype: invalid choice: 'float64'") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_training_that_diverges_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"the loss of step \d is nan: try a smaller --learning-rate"):
+        _job(tmp_path / "run", 1, "--learning-rate", "1e30")
