@@ -1,0 +1,141 @@
+"""Which inputs are split and which are shared, and how outputs are put together again."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutput
+
+from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
+
+CPU = torch.device("cpu")
+
+
+def _split(inputs: dict[str, Any], microbatches: int) -> list[dict[str, Any]]:
+    check_inputs(inputs, microbatches, CPU)
+    return split_inputs(inputs, microbatches)
+
+
+def _refusal(inputs: dict[str, Any], microbatches: int, kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as caught:
+        check_inputs(inputs, microbatches, CPU)
+    return str(caught.value)
+
+
+def test_tensors_are_split_along_dimension_0_in_order() -> None:
+    ids = torch.arange(24).view(6, 4)
+    labels = torch.arange(6)
+
+    parts = _split({"input_ids": ids, "labels": labels}, 3)
+
+    assert len(parts) == 3
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), ids)
+    assert [part["labels"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_everything_shared_goes_whole_to_every_microbatch() -> None:
+    shared = {
+        "position_ids": torch.arange(4).unsqueeze(0),
+        "mask": None,
+        "scale": 0.5,
+        "count": 3,
+        "mode": "sum",
+        "flag": True,
+        "weight": torch.tensor(2.0),
+    }
+
+    parts = _split({"input_ids": torch.zeros(4, 4), **shared}, 2)
+
+    assert [part["input_ids"].shape[0] for part in parts] == [2, 2]
+    for part in parts:
+        assert all(part[name] is value for name, value in shared.items())
+
+
+def test_one_microbatch_is_the_batch() -> None:
+    inputs = {"input_ids": torch.zeros(1, 4), "position_ids": torch.zeros(1, 4)}
+
+    (part,) = _split(inputs, 1)
+
+    assert part.keys() == inputs.keys()
+    assert all(part[name] is inputs[name] for name in inputs)
+
+
+def test_without_a_batch_all_microbatches_are_alike() -> None:
+    assert _split({"scale": 2, "weight": torch.tensor(1)}, 2) == [{"scale": 2, "weight": torch.tensor(1)}] * 2
+    assert _split({}, 3) == [{}, {}, {}]
+
+
+def test_a_batch_of_one_cannot_be_split() -> None:
+    message = _refusal({"input_ids": torch.zeros(1, 4), "scale": 2}, 2)
+
+    assert "a batch of 1 (input_ids) does not divide into num_microbatches=2" in message
+
+
+@pytest.mark.parametrize(("batch", "microbatches"), [(6, 4), (3, 4), (0, 2), (0, 1)])
+def test_a_batch_that_does_not_divide(batch: int, microbatches: int) -> None:
+    message = _refusal({"input_ids": torch.zeros(batch, 4), "labels": torch.zeros(batch)}, microbatches)
+
+    assert f"a batch of {batch} (input_ids, labels)" in message
+    assert f"num_microbatches={microbatches}" in message
+    assert f"a multiple of {microbatches}" in message
+
+
+def test_tensors_that_disagree() -> None:
+    inputs = {"input_ids": torch.zeros(4, 4), "labels": torch.zeros(6, 4), "position_ids": torch.zeros(1, 4)}
+
+    message = _refusal(inputs, 2)
+
+    assert "{'input_ids': 4, 'labels': 6}" in message
+    assert "position_ids" not in message
+
+
+def test_an_empty_batch_beside_a_full_one() -> None:
+    assert "{'input_ids': 4, 'labels': 0}" in _refusal({"input_ids": torch.zeros(4), "labels": torch.zeros(0)}, 2)
+
+
+def test_a_tensor_on_another_device() -> None:
+    message = _refusal({"input_ids": torch.zeros(4, device="meta")}, 2)
+
+    assert "input input_ids is on meta, but this rank's stage is on cpu" in message
+    assert ".to('cpu')" in message
+
+
+@pytest.mark.parametrize("value", [[torch.zeros(2)], {"a": torch.zeros(2)}, (1, 2), object()])
+def test_what_is_neither_tensor_nor_number(value: Any) -> None:
+    message = _refusal({"past": value}, 1, TypeError)
+
+    assert f"input past is a {type(value).__name__}" in message
+
+
+def test_outputs_are_concatenated_and_scalars_stacked() -> None:
+    outputs = [
+        {"logits": torch.full((2, 3), float(i)), "loss": torch.tensor(float(i)), "rest": (None, torch.ones(1, 2), "a")}
+        for i in range(3)
+    ]
+
+    joined = join_outputs(outputs)
+
+    assert joined["logits"].tolist() == [[i] * 3 for i in (0, 0, 1, 1, 2, 2)]
+    assert joined["loss"].tolist() == [0, 1, 2]
+    assert joined["rest"][0] is None
+    assert torch.equal(joined["rest"][1], torch.ones(3, 2))
+    assert joined["rest"][2] == "a"
+
+
+def test_a_model_output_stays_one() -> None:
+    outputs = [CausalLMOutput(logits=torch.full((1, 2), float(i))) for i in range(2)]
+
+    joined = join_outputs(outputs)
+
+    assert type(joined) is CausalLMOutput
+    assert joined.logits is not None
+    assert joined.logits.tolist() == [[0, 0], [1, 1]]
+    assert joined.loss is None
+
+
+def test_splitting_and_joining_is_the_whole() -> None:
+    whole = {"a": torch.randn(6, 2), "b": torch.randn(6)}
+
+    joined = join_outputs(_split(whole, 3))
+
+    assert all(torch.equal(joined[name], whole[name]) for name in whole)

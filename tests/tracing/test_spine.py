@@ -1,0 +1,46 @@
+"""The spine: what stands above layers, and nothing else."""
+
+import re
+
+import pytest
+from torch import nn
+
+from nxdpp.tracing.spine import SpineTracer, sources, spine_names
+from tests.tracing.traced_models import PlainModel, make_model
+
+
+def test_the_ancestors_of_the_layers() -> None:
+    model = make_model("bert", layers=2)
+
+    assert spine_names(model, ["bert.encoder.layer.0", "bert.encoder.layer.1"], ()) == {
+        "",
+        "bert",
+        "bert.encoder",
+        "bert.encoder.layer",
+    }
+
+
+def test_a_leaf_above_layers_is_refused() -> None:
+    model = make_model("bert", layers=2)
+
+    with pytest.raises(ValueError, match=r"BertEncoder, but bert\.encoder of that class holds"):
+        spine_names(model, ["bert.encoder.layer.0"], (type(model.get_submodule("bert.encoder")),))
+
+
+def test_everything_else_is_a_leaf() -> None:
+    model = PlainModel()
+    tracer = SpineTracer({"", "layers"})
+
+    leaves = {name for name, module in model.named_modules() if tracer.is_leaf_module(module, name)}
+
+    assert leaves == {name for name, _ in model.named_modules()} - {"", "layers"}
+    assert tracer.spine_modules(model) == [model, model.layers]
+
+
+def test_the_python_modules_of_a_spine() -> None:
+    model = make_model("llama", layers=2)
+
+    found = [source.__name__ for source in sources([model, nn.ModuleList()], re.compile(r"(torch|builtins)\b"))]
+
+    assert "transformers.models.llama.modeling_llama" in found
+    assert not [name for name in found if name.startswith("torch")]
