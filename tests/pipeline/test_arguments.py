@@ -1,0 +1,133 @@
+"""Arguments of the constructor and of a step: honoured or refused, with the reason."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from nxdpp.pipeline import arguments
+from nxdpp.tracing.proxy import InputKind
+from tests.tracing.traced_models import PlainModel, make_model
+
+TOKENS = InputKind(2, torch.int64)
+
+
+class Tracer(fx.Tracer):
+    """A user's own."""
+
+
+class TakesMore(PlainModel):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *rest: Any, mode: str = "a") -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((2, None, None), "virtual_pipeline_size=2: the interleaved schedule is not built yet; use 1."),
+        ((1, nn.init.zeros_, None), "param_init_fn: .* not built yet"),
+        ((1, None, "trace.json"), "trace_file_path: .* not built yet"),
+    ],
+)
+def test_what_comes_later_says_so_in_one_sentence(given: tuple[Any, Any, Any], words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words) as caught:
+        arguments.check_later_features(*given)
+
+    assert str(caught.value).endswith(".")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_virtual_size_that_is_none(size: int) -> None:
+    with pytest.raises(ValueError, match=f"virtual_pipeline_size={size} must be at least 1"):
+        arguments.check_later_features(size, None, None)
+
+
+def test_nothing_later_is_fine() -> None:
+    arguments.check_later_features(1, None, None)
+
+
+@pytest.mark.parametrize("count", [0, -2, 1.0, "2", None, True])
+def test_a_number_of_microbatches_that_is_none(count: Any) -> None:
+    with pytest.raises(ValueError, match=rf"num_microbatches={count!r} must be a whole number of at least 1"):
+        arguments.check_number_of_microbatches(count)
+
+
+def test_both_ways_to_return_the_loss() -> None:
+    with pytest.raises(ValueError, match="return_mb_loss=True and broadcast_and_average_loss=True exclude each other"):
+        arguments.check_loss_returns(True, True)
+    for either in ((True, False), (False, True), (False, False)):
+        arguments.check_loss_returns(*either)
+
+
+@pytest.mark.parametrize("tracer", [None, "hf", "torch", fx.Tracer, Tracer])
+def test_tracers(tracer: Any) -> None:
+    arguments.check_tracer(tracer)
+
+
+@pytest.mark.parametrize("tracer", ["huggingface", "", 3, Tracer(), nn.Module])
+def test_what_is_no_tracer(tracer: Any) -> None:
+    with pytest.raises(ValueError, match=r"tracer_cls=.* must be 'hf', 'torch', or a subclass of torch\.fx\.Tracer"):
+        arguments.check_tracer(tracer)
+
+
+@pytest.mark.parametrize("function", [3, "sqrt", nn.Linear, nn.Linear(1, 1), math])
+def test_what_is_no_function(function: Any) -> None:
+    with pytest.raises(TypeError, match="autowrap_functions takes Python functions, not"):
+        arguments.check_wraps([math.sqrt, function], ())
+
+
+@pytest.mark.parametrize("module", [math.sqrt, "math", nn.Linear(1, 1)])
+def test_what_is_no_python_module(module: Any) -> None:
+    with pytest.raises(TypeError, match=r"autowrap_modules takes Python modules \(import math; \[math\]\), not"):
+        arguments.check_wraps((), [math, module])
+
+
+def test_functions_and_modules() -> None:
+    arguments.check_wraps([math.sqrt, torch.relu, lambda x: x], [math, torch])
+
+
+def test_unknown_names_of_inputs() -> None:
+    with pytest.raises(ValueError, match=r"input_names: PlainModel.forward takes no \['y', 'z'\]; it takes \['x'\]"):
+        arguments.check_names(PlainModel(), ["y", "x", "z"], "input_names")
+    arguments.check_names(PlainModel(), ["x"], "input_names")
+
+
+def test_a_forward_that_takes_anything_is_not_asked() -> None:
+    arguments.check_names(make_model("llama", layers=2), ["input_ids", "num_items_in_batch"], "inputs")
+
+
+def test_exact_names() -> None:
+    expected = ["input_ids", "labels"]
+
+    arguments.check_exact_names(["labels", "input_ids"], expected)
+    with pytest.raises(ValueError, match=r"missing: \['labels'\], extra: \['a', 'b'\]") as caught:
+        arguments.check_exact_names(["b", "input_ids", "a"], expected)
+    assert "input_names=['input_ids', 'labels']" in str(caught.value)
+    with pytest.raises(ValueError, match=r"missing: \['labels'\], extra: none"):
+        arguments.check_exact_names(["input_ids"], expected)
+    with pytest.raises(ValueError, match=r"missing: none, extra: \['position_ids'\]"):
+        arguments.check_exact_names([*expected, "position_ids"], expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "kinds"),
+    [
+        (lambda: make_model("llama", layers=2), None, {"input_ids": TOKENS, "labels": TOKENS}),
+        (
+            lambda: make_model("llama", layers=2),
+            ["inputs_embeds", "attention_mask"],
+            {"inputs_embeds": InputKind(3, torch.float32), "attention_mask": TOKENS},
+        ),
+        (PlainModel, None, {"x": InputKind(None, None)}),
+        (TakesMore, None, {"x": InputKind(None, None)}),
+        (TakesMore, ["mask", "x"], {"mask": InputKind(None, None), "x": InputKind(None, None)}),
+    ],
+)
+def test_the_inputs_of_the_first_trace(
+    make: Callable[[], nn.Module], names: list[str] | None, kinds: dict[str, InputKind]
+) -> None:
+    assert dict(arguments.first_inputs(make(), names)) == kinds
