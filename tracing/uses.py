@@ -22,6 +22,10 @@ _RANDOM = frozenset(
     {torch.nn.functional.dropout, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli,
      torch.nn.functional.gumbel_softmax}
 )  # fmt: skip
+_RANDOM_METHODS = frozenset(
+    {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal_",
+     "random_", "uniform_"}
+)  # fmt: skip
 
 
 def metadata_arguments(node: fx.Node, root: nn.Module) -> set[fx.Node]:
@@ -40,6 +44,8 @@ def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return any(isinstance(child, nn.modules.dropout._DropoutNd) for child in module.modules())
+    if node.op == "call_method":
+        return node.target in _RANDOM_METHODS
     return node.op == "call_function" and node.target in _RANDOM
 
 

@@ -259,6 +259,30 @@ def test_what_depends_on_chance_is_drawn_once() -> None:
     assert torch.equal(output, expected)
 
 
+class MakesNoise(PlainModel):
+    """Noise that follows from no parameter, needed by every layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = x.new_empty(4).uniform_()
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden + noise)
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_noise_made_in_place_is_drawn_once() -> None:
+    model = MakesNoise()
+    x = torch.randn(3, 4)
+
+    chain = _chain(model, 2, x)
+    torch.manual_seed(1)
+    output = chain.run({"x": x})
+    torch.manual_seed(1)
+
+    assert torch.equal(output, model(x))
+
+
 def test_a_value_of_a_later_stage_is_refused() -> None:
     model = PlainModel()
     chain = _chain(model, 2, torch.ones(3, 4))

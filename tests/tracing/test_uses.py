@@ -87,3 +87,9 @@ def test_a_module_that_drops_draws_random_numbers(name: str, draws: bool) -> Non
 )
 def test_a_function_that_draws_random_numbers(function: Any, draws: bool) -> None:
     assert draws_random_numbers(_node(lambda x, y: function(x)), Root()) is draws
+
+
+def test_a_method_that_draws_random_numbers() -> None:
+    assert draws_random_numbers(_node(lambda x, y: x.new_empty(3).uniform_()), Root())
+    assert draws_random_numbers(_node(lambda x, y: x.bernoulli()), Root())
+    assert not draws_random_numbers(_node(lambda x, y: x.zero_()), Root())
