@@ -19,8 +19,10 @@ _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.emp
 _MASK_MODULE = "transformers.masking_utils"
 _MASK_REFERENCES = frozenset({"inputs_embeds", "input_embeds", 1})
 _RANDOM = frozenset(
-    {torch.nn.functional.dropout, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli,
-     torch.nn.functional.gumbel_softmax}
+    {nn.functional.alpha_dropout, nn.functional.dropout, nn.functional.dropout1d, nn.functional.dropout2d,
+     nn.functional.dropout3d, nn.functional.feature_alpha_dropout, nn.functional.gumbel_softmax, torch.bernoulli,
+     torch.dropout, torch.multinomial, torch.normal, torch.poisson, torch.rand_like, torch.randint_like,
+     torch.randn_like}
 )  # fmt: skip
 _RANDOM_METHODS = frozenset(
     {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal_",

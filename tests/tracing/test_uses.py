@@ -83,7 +83,14 @@ def test_a_module_that_drops_draws_random_numbers(name: str, draws: bool) -> Non
 
 @pytest.mark.parametrize(
     ("function", "draws"),
-    [(nn.functional.dropout, True), (torch.rand_like, True), (nn.functional.gelu, False)],
+    [
+        (nn.functional.dropout, True),
+        (nn.functional.dropout1d, True),
+        (nn.functional.alpha_dropout, True),
+        (torch.rand_like, True),
+        (torch.poisson, True),
+        (nn.functional.gelu, False),
+    ],
 )
 def test_a_function_that_draws_random_numbers(function: Any, draws: bool) -> None:
     assert draws_random_numbers(_node(lambda x, y: function(x)), Root()) is draws
