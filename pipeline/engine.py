@@ -240,7 +240,7 @@ class Engine:
 
     def _send(self, crossing: Crossing, tensor: torch.Tensor, direction: Direction, microbatch: int) -> None:
         tensor = crossing.layout.arrange(tensor.detach())
-        self._transport.send(tensor, crossing.peer, direction, self._tag(crossing, microbatch))
+        self._transport.send(tensor, crossing.peer, direction, self._tag(crossing, microbatch), crossing.number)
 
     def _tag(self, crossing: Crossing, microbatch: int) -> int:
         return 1 + _DESCRIPTION_TAG + crossing.number * len(self._inputs) + microbatch

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from nxdpp.pipeline.loss import LossSpec, pick_loss
 from nxdpp.pipeline.placement import Owners, check_layers_ran, place_nodes
 from nxdpp.pipeline.program import StageProgram
-from nxdpp.pipeline.split import build_stage, plan_stages
+from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.proxy import InputKind
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
@@ -35,11 +35,15 @@ class Variant:
 
 @dataclass
 class TracedVariant:
-    """A graph with the stage of each of its nodes; ``output`` is the model's output made of nodes."""
+    """A graph with the stage of each of its nodes; ``output`` is the model's output made of nodes.
+
+    ``plans`` are those of all stages, ``programs`` this stage's, by what they end with.
+    """
 
     traced: TracedModel
     placed: dict[fx.Node, int]
     output: Any
+    plans: dict[str, list[StagePlan]] = field(default_factory=dict)
     programs: dict[str, StageProgram] = field(default_factory=dict)
 
 
@@ -117,7 +121,7 @@ class ProgramCache:
             loss = pick_loss(variant.output, self._loss_spec)
             if not isinstance(loss, fx.Node):
                 raise ValueError(f"the model's loss is the constant {loss!r}; there is nothing to train.")
-            variant.programs["loss"] = self._build(variant, [loss])
+            variant.programs["loss"] = self._build(variant, "loss", [loss])
         return variant.programs["loss"]
 
     def has_named_loss(self, variant: TracedVariant) -> bool:
@@ -133,12 +137,14 @@ class ProgramCache:
         """The program that ends with all values of the output."""
         if "output" not in variant.programs:
             values = [leaf for leaf in pytree.tree_leaves(variant.output) if isinstance(leaf, fx.Node)]
-            variant.programs["output"] = self._build(variant, list(dict.fromkeys(values)))
+            variant.programs["output"] = self._build(variant, "output", list(dict.fromkeys(values)))
         return variant.programs["output"]
 
-    def _build(self, variant: TracedVariant, results: list[fx.Node]) -> StageProgram:
-        stages = max(self._layer_stages.values()) + 1
-        plans = plan_stages(variant.traced, self._module, variant.placed, results, stages)
+    def _build(self, variant: TracedVariant, ends_with: str, results: list[fx.Node]) -> StageProgram:
+        if ends_with not in variant.plans:
+            stages = max(self._layer_stages.values()) + 1
+            variant.plans[ends_with] = plan_stages(variant.traced, self._module, variant.placed, results, stages)
+        plans = variant.plans[ends_with]
         module = build_stage(plans[self._stage], variant.traced, self._module, variant.placed)
         edges = frozenset((maker, plan.stage) for plan in plans for maker in plan.received.values())
         return StageProgram(plans[self._stage], module, edges)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from nxdpp.pipeline.layout import TensorLayout
 
-# The memory of a send is given back at the latest when this many more went to the same rank the same way, or as
-# many as there are stages on the way: a rank far ahead posts its receives late, and both would wait for each other.
+# The memory of a send is given back at the latest when this many more microbatches went to the same rank the same
+# way, or as many as there are stages on the way: a rank far ahead posts its receives late, and with fewer under way
+# both would wait for each other.
 _SENDS_IN_FLIGHT = 2
 
 
@@ -57,7 +58,7 @@ class Transport:
         self._rank = dist.get_rank(groups[Direction.ACTIVATION])
         on_host = dist.get_backend(groups[Direction.ACTIVATION]) == "gloo"
         self._wire_device = torch.device("cpu") if on_host else device
-        self._sends: dict[tuple[int, Direction], deque[tuple[Work, torch.Tensor]]] = {}
+        self._sends: dict[tuple[int, Direction, int], deque[tuple[Work, torch.Tensor]]] = {}
         self._descriptions: deque[tuple[Work, torch.Tensor]] = deque()
 
     def post_receive(
@@ -73,11 +74,15 @@ class Transport:
 
         return arrived
 
-    def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int) -> None:
-        """Start to send a dense tensor; it is kept until it has left."""
+    def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int, queue: int = 0) -> None:
+        """Start to send a dense tensor; it is kept until it has left.
+
+        How many may be under way to a destination is counted for each ``queue`` apart: one for each tensor that a
+        microbatch sends there, so that the count is of microbatches.
+        """
         tensor = tensor.detach().to(self._wire_device)
         work = self._groups[direction].send([_flat(tensor)], destination, tag)
-        sends = self._sends.setdefault((destination, direction), deque())
+        sends = self._sends.setdefault((destination, direction, queue), deque())
         sends.append((work, tensor))
         if len(sends) > max(_SENDS_IN_FLIGHT, abs(destination - self._rank)):
             sends.popleft()[0].wait()

@@ -130,11 +130,11 @@ def freeze_first_stage(rank: int) -> list[str]:
     sent: list[str] = []
     original = Transport.send
 
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, tag: int) -> None:
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> None:
         sent.append(direction.name)
-        original(self, tensor, destination, direction, tag)
+        original(self, tensor, destination, direction, *rest)
 
-    Transport.send = send  # type: ignore[method-assign]
+    Transport.send = send  # type: ignore[method-assign, assignment]
     for _ in range(2):
         wrapped.run_train(**batch)
         train_in_one_process(whole, batch, 4)
@@ -199,11 +199,11 @@ def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
     sent: list[tuple[str, torch.dtype]] = []
     original = Transport.send
 
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, tag: int) -> None:
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> None:
         sent.append((direction.name, tensor.dtype))
-        original(self, tensor, destination, direction, tag)
+        original(self, tensor, destination, direction, *rest)
 
-    Transport.send = send  # type: ignore[method-assign]
+    Transport.send = send  # type: ignore[method-assign, assignment]
     batch = padded_batch(8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         wrapped.run_train(**batch)
@@ -284,9 +284,9 @@ def count_crossings(rank: int) -> list[tuple[str, tuple[int, ...]]]:
     sent: list[tuple[str, tuple[int, ...]]] = []
     original = Transport.send
 
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, tag: int) -> None:
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> None:
         sent.append((direction.name, tuple(tensor.shape)))
-        original(self, tensor, destination, direction, tag)
+        original(self, tensor, destination, direction, *rest)
 
     def describe(self: Transport, value: Any, destination: int, tag: int) -> None:
         sent.append(("description", ()))
@@ -295,7 +295,7 @@ def count_crossings(rank: int) -> list[tuple[str, tuple[int, ...]]]:
     original_description = Transport.send_object
     wrapped = wrap(make("llama"))
     wrapped.run_train(**padded_batch(8))
-    Transport.send = send  # type: ignore[method-assign]
+    Transport.send = send  # type: ignore[method-assign, assignment]
     Transport.send_object = describe  # type: ignore[method-assign]
     wrapped.run_train(**padded_batch(8, seed=1))
     return sent
@@ -381,3 +381,36 @@ def train_as_the_guide_does(rank: int, return_dict: bool) -> None:
     assert model.config.to_dict() == before
     with pytest.raises(ValueError, match=r"missing: \['attention_mask'\], extra: \['position_ids'\]"):
         wrapped.run_train(input_ids=batch["input_ids"], labels=batch["labels"], position_ids=batch["input_ids"])
+
+
+class FarReaching(nn.Module):
+    """Two values of the first layer go to every later one, among them to the last, four stages on."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks[0](x)
+        early, square = hidden.sin(), hidden * hidden
+        for block in self.blocks[1:]:
+            hidden = block(hidden) + early * square
+        loss: torch.Tensor = hidden.square().mean()
+        return loss
+
+
+def reach_far(rank: int) -> None:
+    start(5)
+    torch.manual_seed(0)
+    model = FarReaching(5)
+    whole = reference(model)
+    wrapped = wrap(model, transformer_layer_cls=nn.Linear, num_microbatches=12)
+    x = torch.randn(24, 4)
+    wrapped.run_train(x=x)
+    for part in x.chunk(12):
+        (whole(part) / 12).backward()
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_values_that_reach_far_do_not_lock_the_pipeline() -> None:
+    run_ranks(5, reach_far, timeout=60)
