@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the text to train on, read as bytes; without it, the Python standard library's source files. "
         "Held out for measuring: every twentieth file, of 2 to 19 files the last, of one its last twentieth",
     )
-    parser.add_argument("--steps", type=_at_least(1), default=300, help="optimizer steps")
+    parser.add_argument("--steps", type=_at_least(1), default=240, help="optimizer steps")
     parser.add_argument("--batch-size", type=_at_least(1), default=8, help="sequences a step, over all ranks together")
     parser.add_argument("--seq-length", type=_at_least(2), default=128, help="bytes a sequence")
     parser.add_argument(
