@@ -1,0 +1,123 @@
+"""Build every type, train it on every shape, and say what works.
+
+python -m benchmarks.zoo_models [TASK] [--type TYPE] [--jobs 2] [--traceback]
+"""
+
+import argparse
+import math
+import multiprocessing
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import transformers.models.auto.modeling_auto  # noqa: F401  imported once, before the processes are forked
+from transformers import logging
+
+from benchmarks.zoo_models import SHAPES, TASKS, build, inputs, types
+
+TIME_LIMIT = 40.0  # seconds a type
+
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Print one line a type and the totals of each task."""
+    arguments = _arguments()
+    for task in [arguments.task] if arguments.task else list(TASKS):
+        chosen = [arguments.type] if arguments.type else types(task)
+        results = _run_all(task, chosen, arguments.jobs, arguments.traceback)
+        built = sum(result["parameters"] is not None for result in results)
+        run = sum(result["failure"] is None for result in results)
+        print(f"{task}: {len(chosen)} types, {built} build, {run} run\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo_models", description=__doc__)
+    parser.add_argument("task", nargs="?", choices=sorted(TASKS))
+    parser.add_argument("--type", help="this model type only")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--traceback", action="store_true", help="print where a type fails")
+    return parser.parse_args()
+
+
+def _run_all(task: str, chosen: list[str], jobs: int, with_traceback: bool) -> list[Result]:
+    waiting, running, results = chosen[::-1], {}, []
+    fork = multiprocessing.get_context("fork")
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            model_type = waiting.pop()
+            reader, writer = fork.Pipe(duplex=False)
+            process = fork.Process(target=_try_type, args=(task, model_type, writer))
+            process.start()
+            writer.close()
+            running[reader] = (model_type, process, time.monotonic())
+        wait(list(running), timeout=0.5)
+        for reader, (model_type, process, started) in list(running.items()):
+            late = time.monotonic() - started > TIME_LIMIT
+            if not reader.poll() and not late:
+                continue
+            results.append(_received(reader, late))
+            process.kill()
+            process.join()
+            del running[reader]
+            _show(model_type, results[-1], with_traceback)
+    return results
+
+
+def _received(reader: Connection, late: bool) -> Result:
+    if not reader.poll() and late:
+        return _failed(f"not done after {TIME_LIMIT:.0f} s")
+    try:
+        received: Result = reader.recv()
+    except EOFError:
+        return _failed("the process ended without a result")
+    return received
+
+
+def _failed(failure: str) -> Result:
+    return {"parameters": None, "losses": [], "seconds": TIME_LIMIT, "failure": failure, "traceback": ""}
+
+
+def _try_type(task: str, model_type: str, writer: Connection) -> None:
+    """Build the type and train it on each shape; send what came of it. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    started = time.monotonic()
+    result = _failed("") | {"failure": None}
+    try:
+        model = build(task, model_type)
+        result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        for shape_index in range(len(SHAPES)):
+            result["losses"].append(_train(task, model, shape_index))
+    except Exception as error:
+        result["failure"] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+        result["traceback"] = traceback.format_exc()
+    result["seconds"] = time.monotonic() - started
+    writer.send(result)
+
+
+def _train(task: str, model: torch.nn.Module, shape_index: int) -> float:
+    """The loss of one forward and backward; RuntimeError unless it is finite and reaches some parameter."""
+    model.zero_grad()
+    loss = model(**inputs(task, model, shape_index)).loss
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if not math.isfinite(loss.item()) or not all(gradient.isfinite().all() for gradient in gradients):
+        raise RuntimeError(f"shape {shape_index}: the loss is {loss.item()} or a gradient is not finite")
+    if not any(gradient.any() for gradient in gradients):
+        raise RuntimeError(f"shape {shape_index}: every gradient is zero")
+    return float(loss.item())
+
+
+def _show(model_type: str, result: Result, with_traceback: bool) -> None:
+    parameters = "-" if result["parameters"] is None else f"{result['parameters']:,}"
+    losses = " ".join(f"{loss:.4f}" for loss in result["losses"])
+    print(f"{model_type:28}{parameters:>12}  {losses}  {result['seconds']:.1f} s  {result['failure'] or ''}", flush=True)
+    if with_traceback and result["traceback"]:
+        print(result["traceback"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

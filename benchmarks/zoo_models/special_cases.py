@@ -1,0 +1,63 @@
+"""What the rules of ``shrinking`` cannot know, a type at a time."""
+
+from typing import Any
+
+from benchmarks.zoo_models.shrinking import EXPERTS, HEAD_DIM, HEADS
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+_INDEXER = {
+    "indexer_n_heads": HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+_GEMMA4 = {"global_head_dim": 2 * HEAD_DIM}
+_NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_DOTS3_NOTE = {
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": HEADS,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": HEAD_DIM + HEAD_DIM // 2,
+    "swa_qk_nope_head_dim": HEAD_DIM,
+    "swa_v_head_dim": HEAD_DIM,
+    "head_dim": HEAD_DIM + HEAD_DIM // 2,
+    "num_hidden_layers": 4,
+}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {"use_cache": False},
+    "cohere_compass_text": {
+        "layer_types": _SLIDING_AND_FULL,
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {"text_config": _DOTS3_NOTE},
+    "dots3_note_text": _DOTS3_NOTE,
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "gemma4": {"text_config": _GEMMA4},
+    "gemma4_assistant": {"text_config": _GEMMA4 | _NO_LAYER_INPUTS},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": {"text_config": _GEMMA4},
+    "gemma4_unified_assistant": {"text_config": _GEMMA4},
+    "gemma4_unified_text": _GEMMA4,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": HEAD_DIM // 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": 64},
+    "mimo_v2_flash": {"head_dim": HEAD_DIM + HEAD_DIM // 2},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "mode": "train"},
+    "xmod": {"default_language": "en_XX"},
+}
+
+SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {}
