@@ -322,7 +322,7 @@ class NxDPPModel(nn.Module):
         timer.stop()
         self.last_busy_share = timer.busy_share
         if engine.agreement is not None:
-            program.agreements[signature] = engine.agreement
+            program.remember(signature, engine.agreement)
         return engine.results
 
     def _is_last(self) -> bool:
@@ -355,7 +355,10 @@ class NxDPPModel(nn.Module):
 
 def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     def kind(value: Any) -> Any:
-        return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return value.shape, value.dtype
+        # A whole number can be a size; a fraction cannot.
+        return float if isinstance(value, float) else value
 
     return tuple((name, kind(value)) for name, value in sorted(inputs.items()))
 

@@ -11,6 +11,8 @@ from nxdpp.pipeline.split import StagePlan
 from nxdpp.schedules.actions import Action
 from nxdpp.schedules.lowering import StageEdge
 
+_AGREEMENTS_KEPT = 1024
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -62,6 +64,12 @@ class StageProgram:
     edges: frozenset[StageEdge]
     actions: dict[bool, list[Action]] = field(default_factory=dict)
     agreements: dict[Any, Agreement] = field(default_factory=dict)
+
+    def remember(self, signature: Any, agreement: Agreement) -> None:
+        """Keep ``agreement``, and forget the oldest ones: all ranks see the same signatures, and forget alike."""
+        self.agreements[signature] = agreement
+        while len(self.agreements) > _AGREEMENTS_KEPT:
+            del self.agreements[next(iter(self.agreements))]
 
     def arguments(self, inputs: dict[str, Any], received: dict[str, Any], stand_ins: dict[str, Any]) -> list[Any]:
         """The arguments of ``module``."""

@@ -21,16 +21,16 @@ _NUMBER = InputKind(None, None)
 
 @dataclass(frozen=True)
 class Variant:
-    """The inputs that a graph is traced for: traced ones by kind, the others by value."""
+    """The inputs that a graph is traced for: traced ones by kind, the others by type and value (1 is not ``True``)."""
 
     traced: tuple[tuple[str, InputKind], ...]
-    constants: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[str, type, Any], ...]
     training: bool
 
     def with_numbers_fixed(self, numbers: Mapping[str, float]) -> "Variant":
         """The variant in which numbers are part of the graph."""
         traced = tuple(item for item in self.traced if item[0] not in numbers)
-        return Variant(traced, (*self.constants, *sorted(numbers.items())), self.training)
+        return Variant(traced, (*self.constants, *_constants(numbers)), self.training)
 
 
 @dataclass
@@ -78,13 +78,17 @@ class ProgramCache:
     def trace(self, variant: Variant) -> TracedVariant:
         """The graph for ``variant``, traced now or earlier."""
         if variant not in self._variants:
-            traced = trace(self._module, dict(variant.traced), dict(variant.constants), self._options)
+            traced = self._trace(variant)
             check_layers_ran(traced, list(self._layer_stages))
             placed = place_nodes(traced, self._module, self._layer_stages, self._owners)
             (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
             output = pytree.tree_unflatten(list(values), traced.output_spec)
             self._variants[variant] = TracedVariant(traced, placed, output)
         return self._variants[variant]
+
+    def _trace(self, variant: Variant) -> TracedModel:
+        constants = {name: value for name, _, value in variant.constants}
+        return trace(self._module, dict(variant.traced), constants, self._options)
 
     def fix_owners(self, owners: Owners) -> None:
         """From now on modules run where their parameters are."""
@@ -107,7 +111,7 @@ class ProgramCache:
         numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
         traced = tensors | dict.fromkeys(numbers, _NUMBER)
-        variant = Variant(tuple(sorted(traced.items())), tuple(sorted(constants.items())), training)
+        variant = Variant(tuple(sorted(traced.items())), _constants(constants), training)
         if numbers and variant not in self._fixed:
             try:
                 return self.trace(variant)
@@ -148,6 +152,10 @@ class ProgramCache:
         module = build_stage(plans[self._stage], variant.traced, self._module, variant.placed)
         edges = frozenset((maker, plan.stage) for plan in plans for maker in plan.received.values())
         return StageProgram(plans[self._stage], module, edges)
+
+
+def _constants(values: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...]:
+    return tuple((name, type(value), value) for name, value in sorted(values.items()))
 
 
 def fill_output(output: Any, values: Mapping[str, Any]) -> Any:

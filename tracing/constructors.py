@@ -16,6 +16,7 @@ _CONSTRUCTORS = (
     "triu_indices", "zeros",
 )  # fmt: skip
 _RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
+_MODES = ("autocast", "enable_grad", "inference_mode", "no_grad", "set_grad_enabled")
 _TYPE_LIMITS = ("finfo", "iinfo")
 
 
@@ -23,10 +24,12 @@ _TYPE_LIMITS = ("finfo", "iinfo")
 def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     """Record every tensor made while tracing as a node, so that it is made anew wherever it is needed.
 
-    A random number drawn outside the layers would be drawn once, at tracing: that is refused.
+    A random number drawn outside the layers would be drawn once, at tracing, and a mode set there would hold for
+    the tracing only: both are refused.
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name) for name in _RANDOM}
+    replacements |= {name: _lost_mode(name) for name in _MODES}
     replacements |= {name: _limits_recorder(tracer, getattr(torch, name)) for name in _TYPE_LIMITS}
     own = {name: _in_this_thread(new, getattr(torch, name)) for name, new in replacements.items()}
     with swapped(vars(torch), own):
@@ -65,5 +68,12 @@ def _refusal(name: str) -> Callable[..., Any]:
         raise RuntimeError(
             f"torch.{name} is called outside the transformer layers; traced, it would be drawn once and for all"
         )
+
+    return refuse
+
+
+def _lost_mode(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"torch.{name} is used outside the transformer layers; traced, it would have no effect")
 
     return refuse

@@ -47,6 +47,7 @@ class SpineTracer(fx.Tracer):
     """
 
     proxy_buffer_attributes = True
+    record_stack_traces = True
 
     def __init__(self, spine: set[str], **options: Any) -> None:
         super().__init__(**options)

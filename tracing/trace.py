@@ -24,6 +24,7 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.errors import TracingError, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
+from nxdpp.tracing.in_place import refuse_lost_changes
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.proxy import InputKind
 from nxdpp.tracing.spine import ROOT, SpineTracer, spine_names
@@ -74,6 +75,7 @@ def trace(
         graph = tracer.trace(entry)
     except Exception as error:
         raise TracingError(_explain(module, inputs, error)) from error
+    refuse_lost_changes(graph)
     _name_after_module(graph)
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     known = set(layer_names(module, options.layer_classes))
@@ -134,7 +136,13 @@ def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: Traci
         return SpineTracer(spine, **wraps)
     base = fx.Tracer if chosen == "torch" else chosen
     assert isinstance(base, type)
-    return _with_leaves(base, options)(**wraps)
+    try:
+        return _with_leaves(base, options)(**wraps)
+    except TypeError as error:
+        raise TypeError(
+            f"tracer_cls={base.__name__} could not be made with autowrap_modules and autowrap_functions, the arguments "
+            f"of torch.fx.Tracer, which it must take: {error}"
+        ) from error
 
 
 def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Tracer]:
