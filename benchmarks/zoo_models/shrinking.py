@@ -16,7 +16,7 @@ HEAD_DIM = 16
 EXPERTS = 4
 POSITIONS = 128
 WINDOW = 8
-IMAGE = 32
+IMAGE = 64
 PATCH = 8
 
 Value = Any
@@ -29,9 +29,11 @@ COUNTS_LAYERS = re.compile(
 SPECIAL_TOKEN = re.compile(r".*(token_id|token_index|_idx)|(mask|pad|eos|bos|unk)_index")
 RANDOM = re.compile(r".*(drop|jitter|mask_time_prob|mask_feature_prob).*")
 
+KEY_VALUE_HEADS = re.compile(r".*(key_value_heads|kv_n_heads|kv_heads)")
+
 RULES: list[tuple[str, Rule]] = [
     (r".*vocab_size.*|.*_group_vocab", VOCABULARY),
-    (r"(hidden|input|word|embedding|d)_?(embed|embedding)?_?(size|model|proj_dim)|n_embd|d_model|(emb_|embed_)?dim", HIDDEN),
+    (r"(hidden|input|word|embedding|d)_?(embed|embedding)?_?(size|model|proj_dim)|n_embd|d_model|(emb_)?dim", HIDDEN),
     (r"hidden_size_global|(input|output)_embedding_size|d_latents|lru_width|attention_hidden_size", HIDDEN),
     (r"(pooler|prediction|audio|encoder|decoder|backbone|cross_attention)_(hidden|head)_size", HIDDEN),
     (r"(pooler_output|adapter_(in|out|input)|projection|projector_(in|out)put|vision_output|output)_(size|dim)", HIDDEN),
@@ -41,7 +43,6 @@ RULES: list[tuple[str, Rule]] = [
     (r"hidden_size_per_layer_input|laurel_rank|embedding_rank|router_hidden_size|adapter_rank|.*lowrank", 16),
     (r".*lora_rank|gated_norm_rank|embedding_size|true_hidden_size|intra_bottleneck_size", 16),
     (r"mamba_(n|num)_heads|mamba_num_heads", 2 * HEADS),
-    (r".*(key_value_heads|kv_n_heads|kv_heads|query_groups)", HEADS),
     (r".*(attention_heads|n_heads?|num_heads|num_key_heads|num_value_heads)", HEADS),
     (r"qk_rope_head_dim|rotary_dim", HEAD_DIM // 2),
     (r"qk_head_dim", HEAD_DIM + HEAD_DIM // 2),
@@ -57,6 +58,9 @@ RULES: list[tuple[str, Rule]] = [
     (r"first_k_dense_replace|num_dense_layers", 1),
     (r"(mamba_)?n_?groups", 1),
     (r"(.*_)?state_size|mamba_d_state|.*dt_rank|time_step_rank", HEAD_DIM),
+    (r"embed_dim", 48),
+    (r"num_query_groups", HEADS),
+    (r"context_size|max_num_tiles", WINDOW),
     (r"image_size", IMAGE),
     (r"patch_size", PATCH),
     (r"num_mel_bins|input_feat_size|feature_size", 16),
@@ -81,6 +85,8 @@ def shrink(kind: type[PreTrainedConfig], layers: int, special: dict[str, Value])
             small[name] = _covering(value, layers)
         elif declared is not None:
             small[name] = _small(name, declared, layers)
+            if KEY_VALUE_HEADS.fullmatch(name):
+                small[name] = HEADS if declared == fields.get("num_attention_heads") else min(declared, HEADS // 2)
         elif value is None and name == "head_dim":
             small[name] = HEAD_DIM
     return kind(**small)
@@ -108,6 +114,8 @@ def _small(name: str, default: Value, layers: int) -> Value:
         return _without_randomness(default)
     if SPECIAL_TOKEN.fullmatch(name):
         return _special_token(name, default)
+    if isinstance(default, list | tuple):
+        return _small_list(name, default)
     if isinstance(default, bool) or not isinstance(default, int):
         return default
     if COUNTS_LAYERS.fullmatch(name):
@@ -115,6 +123,17 @@ def _small(name: str, default: Value, layers: int) -> Value:
     for pattern, value in RULES:
         if re.fullmatch(pattern, name):
             return min(default, value) if isinstance(value, int) else value(default)
+    return default
+
+
+def _small_list(name: str, default: list[Value] | tuple[Value, ...]) -> list[Value] | tuple[Value, ...]:
+    """Vision models have a depth and a width for each stage; shifted windows need two layers a stage."""
+    if name == "depths":
+        return type(default)(min(depth, 2) for depth in default)
+    if name == "hidden_sizes":
+        return type(default)(size // 4 for size in default)
+    if name == "image_size":
+        return type(default)(IMAGE for _ in default)
     return default
 
 

@@ -7,6 +7,7 @@ from benchmarks.zoo_models.shrinking import EXPERTS, HEAD_DIM, HEADS
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
 _INDEXER = {
+    "head_dim": HEAD_DIM,
     "indexer_n_heads": HEADS,
     "indexer_kv_heads": 1,
     "indexer_head_dim": HEAD_DIM,
@@ -32,15 +33,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
     "cohere_compass_text": {
+        "num_hidden_layers": 4,
         "layer_types": _SLIDING_AND_FULL,
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"text_config": _DOTS3_NOTE},
     "dots3_note_text": _DOTS3_NOTE,
-    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 128},
     "gemma4": {"text_config": _GEMMA4},
     "gemma4_assistant": {"text_config": _GEMMA4 | _NO_LAYER_INPUTS},
     "gemma4_text": _GEMMA4,
@@ -48,16 +50,27 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": HEAD_DIM // 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "hidden_size": 64},
     "mimo_v2_flash": {"head_dim": HEAD_DIM + HEAD_DIM // 2},
+    "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
+    "reformer": {"axial_pos_embds": False},
+    "bit": {"num_groups": 8},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
+    "encoder-decoder": {"pad_token_id": 0},
+    "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 2},
+    "levit": {"patch_size": 16},
+    "vibevoice_asr": {
+        name: {"num_filters": 4, "depths": [1] * 7}
+        for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
+    },
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "mode": "train"},
     "xmod": {"default_language": "en_XX"},
 }
 
-SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {}
+SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {("masked-lm", "reformer"): {"is_decoder": False}}

@@ -28,9 +28,11 @@ def configuration(task: str, model_type: str) -> PreTrainedConfig:
     """A small configuration: four layers, or two in the encoder and two in the decoder, without dropout."""
     kind = CONFIG_MAPPING[model_type]
     special = SPECIAL.get(model_type, {}) | SPECIAL_FOR_TASK.get((task, model_type), {})
-    names = {field.name for field in dataclasses.fields(kind)}
-    if task == "causal-lm" and "is_decoder" in names:
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    if task == "causal-lm" and "is_decoder" in fields:
         special = {"is_decoder": True} | special
+    if task == "seq2seq-lm" and (fields.get("decoder_start_token_id") is None):
+        special = {"decoder_start_token_id": 0} | special
     encodes_and_decodes = task != "causal-lm" and kind.is_encoder_decoder
     return shrink(kind, layers=2 if encodes_and_decodes else 4, special=special)
 
