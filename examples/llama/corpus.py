@@ -92,8 +92,12 @@ def held_out_batches(text: torch.Tensor, batch_size: int, seq_length: int, count
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """The text of byte ids: ids above 255 are left out, bytes that are no UTF-8 are replaced."""
-    return bytes(token for token in tokens if token < VOCABULARY_SIZE).decode(errors="replace")
+    """The text of byte ids, fit for a terminal.
+
+    Ids above 255 are left out; what is no UTF-8, and control characters, show as U+FFFD.
+    """
+    text = bytes(token for token in tokens if token < VOCABULARY_SIZE).decode(errors="replace")
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def _read(file: Path) -> bytes:

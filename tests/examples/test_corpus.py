@@ -148,3 +148,4 @@ def test_held_out_batches_reach_from_the_first_byte_to_the_last() -> None:
 def test_decode_takes_any_ids() -> None:
     assert decode(list(b"caf\xc3\xa9")) == "café"
     assert decode([97, 255, 300, 98]) == "a\ufffdb"
+    assert decode(list(b"\ta\n\x1b[31m\x00")) == "\ta\n\ufffd[31m\ufffd"
