@@ -16,8 +16,6 @@ from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.proxy import InputKind
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 
-_NUMBER = InputKind(None, None)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -110,7 +108,7 @@ class ProgramCache:
         tensors = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
         numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
-        traced = tensors | dict.fromkeys(numbers, _NUMBER)
+        traced = tensors | {n: InputKind(None, None, type(v)) for n, v in numbers.items()}
         variant = Variant(tuple(sorted(traced.items())), _constants(constants), training)
         if numbers and variant not in self._fixed:
             try:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.swap import swapped
+from nxdpp.tracing.type_tests import traced_is_tensor
 
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",
@@ -31,6 +32,7 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     replacements |= {name: _refusal(name) for name in _RANDOM}
     replacements |= {name: _lost_mode(name) for name in _MODES}
     replacements |= {name: _limits_recorder(tracer, getattr(torch, name)) for name in _TYPE_LIMITS}
+    replacements["is_tensor"] = traced_is_tensor
     own = {name: _in_this_thread(new, getattr(torch, name)) for name, new in replacements.items()}
     with swapped(vars(torch), own):
         yield

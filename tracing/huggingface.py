@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nxdpp.tracing.opaque import recorded
 from nxdpp.tracing.spine import SpineTracer, sources
 from nxdpp.tracing.swap import swapped
+from nxdpp.tracing.type_tests import traced_isinstance
 
 _CAPTURES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -78,7 +79,7 @@ def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
             if getattr(module, "gradient_checkpointing", False):
                 stack.enter_context(swapped(vars(module), {"gradient_checkpointing": False}))
         for source in sources(spine, _FRAMEWORKS):
-            functions = {n: recorded(f) for n, f in vars(source).items() if isinstance(f, FunctionType)}
+            functions = {n: recorded(f) for n, f in vars(source).items() if _is_own(f)}
             stack.enter_context(swapped(vars(source), functions))
         pick_loss = vars(PreTrainedModel)["loss_function"].fget
         loss_function = property(lambda model: recorded(pick_loss(model)))
@@ -107,3 +108,7 @@ def _configurations(model: PreTrainedModel) -> dict[str, PreTrainedConfig]:
         if isinstance(value, PreTrainedConfig):
             found[f"config.{name}"] = value
     return found
+
+
+def _is_own(value: Any) -> bool:
+    return isinstance(value, FunctionType) and value is not traced_isinstance

@@ -10,11 +10,12 @@ from torch import fx
 class InputKind(NamedTuple):
     """What a trace takes for granted about an input; another kind needs another trace.
 
-    A number has no dimensions and no dtype.
+    A number has no dimensions and no dtype; its type is ``number``.
     """
 
     dimensions: int | None
     dtype: torch.dtype | None
+    number: type | None = None
 
 
 def assign_item(value: Any, index: Any, item: Any) -> Any:

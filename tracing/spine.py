@@ -13,6 +13,7 @@ from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.opaque import record_opaque_call, recorded
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.swap import swapped
+from nxdpp.tracing.type_tests import traced_isinstance
 
 # The name under which a module is called; graphs name what is in it without this prefix.
 ROOT = "model"
@@ -61,7 +62,7 @@ class SpineTracer(fx.Tracer):
             # fx itself looks for wrapped functions behind a module's forward, which a decorator hides.
             for source in sources(self.spine_modules(model), _TORCH):
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
-                stack.enter_context(swapped(vars(source), functions))
+                stack.enter_context(swapped(vars(source), {"isinstance": traced_isinstance, **functions}))
             yield
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:

@@ -102,7 +102,7 @@ def test_numbers_are_traced_and_fixed_only_where_the_model_must_know_them() -> N
     cache = _cache(model, PlainLayer)
 
     with patch.object(programs, "trace", wraps=trace) as traces:
-        for factor in (2.0, 3.0, 4):
+        for factor in (2.0, 3.0, 4.5):
             assert torch.equal(_run(cache, {"x": x, "factor": factor}), model(x, factor))
         assert traces.call_count == 1
         for factor in (2.0, 0.5, 2.0):
