@@ -102,8 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
         allow_abbrev=False,
-        description="Trains a byte-level Llama on text, on one process or, under torchrun, as a pipeline.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Trains a byte-level Llama on text, on one process or, under torchrun, as a pipeline. Defaults in brackets.",
     )
     parser.add_argument(
         "--config",
@@ -119,40 +118,47 @@ def _parser() -> argparse.ArgumentParser:
         help="the text to train on, read as bytes; without it, the Python standard library's source files. "
         "Held out for measuring: every twentieth file, of 2 to 19 files the last, of one its last twentieth",
     )
-    parser.add_argument("--steps", type=_at_least(1), default=240, help="optimizer steps")
-    parser.add_argument("--batch-size", type=_at_least(1), default=8, help="sequences a step, over all ranks together")
-    parser.add_argument("--seq-length", type=_at_least(2), default=128, help="bytes a sequence")
+    parser.add_argument("--steps", type=_at_least(1), default=240, help="optimizer steps [%(default)s]")
+    parser.add_argument(
+        "--batch-size",
+        type=_at_least(1),
+        default=8,
+        help="sequences a step, over all ranks together [%(default)s]",
+    )
+    parser.add_argument("--seq-length", type=_at_least(2), default=128, help="bytes a sequence [%(default)s]")
     parser.add_argument(
         "--num-microbatches",
         type=_at_least(1),
         default=8,
-        help="pieces that each data-parallel replica cuts its part of the batch into",
+        help="pieces that each data-parallel replica cuts its part of the batch into [%(default)s]",
     )
     parser.add_argument(
         "--learning-rate",
         type=_learning_rate,
         default=1.5e-3,
-        help="its peak: it rises for a tenth of the steps, then falls along a cosine to a twentieth",
+        help="its peak: it rises for a tenth of the steps, then falls along a cosine to a twentieth [%(default)s]",
     )
-    parser.add_argument("--seed", type=_at_least(0), default=0, help="of the initial weights and the batches")
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=0, help="of the initial weights and the batches [%(default)s]"
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default="float32",
-        help="of the forward's arithmetic: bfloat16 runs under autocast, weights and optimizer stay float32",
+        help="of the forward's arithmetic: bfloat16 is autocast, weights and optimizer stay float32 [%(default)s]",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/llama"),
         metavar="DIR",
-        help="where metrics.jsonl and the checkpoint go; those of an earlier run there are replaced",
+        help="where metrics.jsonl and the checkpoint go; those of an earlier run there are replaced [%(default)s]",
     )
     parser.add_argument(
         "--pipeline-parallel-size",
         type=_at_least(1),
         metavar="N",
-        help="stages of the pipeline, of which the other processes are replicas (default: all processes)",
+        help="stages of the pipeline, of which the other processes are replicas [all processes]",
     )
     return parser
 
