@@ -102,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
         allow_abbrev=False,
-        description="Trains a byte-level Llama on text, on one process or, under torchrun, as a pipeline. Defaults in brackets.",
+        description="Trains a byte-level Llama on text, on one process or, under torchrun, as a pipeline.",
+        epilog="Defaults are in brackets.",
     )
     parser.add_argument(
         "--config",
