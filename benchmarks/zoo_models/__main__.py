@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import time
 import traceback
+import warnings
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -16,6 +17,7 @@ import transformers.models.auto.modeling_auto  # noqa: F401  imported once, befo
 from transformers import logging
 
 from benchmarks.zoo_models import SHAPES, TASKS, build, inputs, types
+from benchmarks.zoo_models.special_cases import CANNOT_TRAIN
 
 TIME_LIMIT = 40.0  # seconds a type
 
@@ -62,6 +64,7 @@ def _run_all(task: str, chosen: list[str], jobs: int, with_traceback: bool) -> l
             process.kill()
             process.join()
             del running[reader]
+            results[-1]["note"] = CANNOT_TRAIN.get((task, model_type), results[-1]["note"])
             _show(model_type, results[-1], with_traceback)
     return results
 
@@ -77,13 +80,14 @@ def _received(reader: Connection, late: bool) -> Result:
 
 
 def _failed(failure: str) -> Result:
-    return {"parameters": None, "losses": [], "seconds": TIME_LIMIT, "failure": failure, "traceback": ""}
+    return {"parameters": None, "losses": [], "seconds": TIME_LIMIT, "failure": failure, "traceback": "", "note": ""}
 
 
 def _try_type(task: str, model_type: str, writer: Connection) -> None:
     """Build the type and train it on each shape; send what came of it. Runs in a process of its own."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
     started = time.monotonic()
     result = _failed("") | {"failure": None}
     try:
@@ -91,6 +95,8 @@ def _try_type(task: str, model_type: str, writer: Connection) -> None:
         result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         for shape_index in range(len(SHAPES)):
             result["losses"].append(_train(task, model, shape_index))
+        if _train(task, model, 0) != result["losses"][0]:
+            result["note"] = "draws at random in training"
     except Exception as error:
         result["failure"] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
         result["traceback"] = traceback.format_exc()
@@ -113,8 +119,9 @@ def _train(task: str, model: torch.nn.Module, shape_index: int) -> float:
 
 def _show(model_type: str, result: Result, with_traceback: bool) -> None:
     parameters = "-" if result["parameters"] is None else f"{result['parameters']:,}"
+    reason = result["note"] or result["failure"] or ""
     losses = " ".join(f"{loss:.4f}" for loss in result["losses"])
-    print(f"{model_type:28}{parameters:>12}  {losses}  {result['seconds']:.1f} s  {result['failure'] or ''}", flush=True)
+    print(f"{model_type:28}{parameters:>12}  {losses}  {result['seconds']:.1f} s  {reason}", flush=True)
     if with_traceback and result["traceback"]:
         print(result["traceback"], flush=True)
 

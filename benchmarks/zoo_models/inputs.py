@@ -61,9 +61,7 @@ def _text(task: str, model: PreTrainedModel, shape_index: int, generator: torch.
     return {name: batch[source] for name, source in names.items() if name in taken}
 
 
-def _other_inputs(
-    config: PreTrainedConfig, batch: dict[str, Tensor], generator: torch.Generator
-) -> dict[str, Tensor]:
+def _other_inputs(config: PreTrainedConfig, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """What some types need besides tokens: their loss is wrong, or their forward refuses, without."""
     rows, length = batch["input_ids"].shape
     if config.model_type == "git":

@@ -36,7 +36,10 @@ RULES: list[tuple[str, Rule]] = [
     (r"(hidden|input|word|embedding|d)_?(embed|embedding)?_?(size|model|proj_dim)|n_embd|d_model|(emb_)?dim", HIDDEN),
     (r"hidden_size_global|(input|output)_embedding_size|d_latents|lru_width|attention_hidden_size", HIDDEN),
     (r"(pooler|prediction|audio|encoder|decoder|backbone|cross_attention)_(hidden|head)_size", HIDDEN),
-    (r"(pooler_output|adapter_(in|out|input)|projection|projector_(in|out)put|vision_output|output)_(size|dim)", HIDDEN),
+    (
+        r"(pooler_output|adapter_(in|out|input)|projection|projector_(in|out)put|vision_output|output)_(size|dim)",
+        HIDDEN,
+    ),
     (r"out_hidden_size|pooler_hidden_size|(pronunciation|shape|lang|unit|spkr)_embed_dim|entity_emb_size", HIDDEN),
     (r".*intermediate_size(_mlp)?|.*(ffn|feed_forward)_(dim|size|hidden_size)|d_?ff|dim_ff|mlp_dim", FEED_FORWARD),
     (r"hidden_dim|d_inner|expert_ffn_hidden_size|mamba_d_ssm", FEED_FORWARD),
@@ -52,13 +55,16 @@ RULES: list[tuple[str, Rule]] = [
     (r"num_experts?_groups?|n_group|topk_group", 1),
     (r".*num_shared_experts|n_shared_experts", lambda default: min(default, 1)),
     (r"zero_expert_num", 2),
-    (r"(max_.*position.*|n_positions|n_ctx|max_(seq|pos)_?(len|emb|length)?|context_length|model_max_length)", POSITIONS),
+    (
+        r"(max_.*position.*|n_positions|n_ctx|max_(seq|pos)_?(len|emb|length)?|context_length|model_max_length)",
+        POSITIONS,
+    ),
     (r".*(sliding_window(_size)?|attention_window(_size|_len)?|attention_chunk_size|local_attention)", WINDOW),
     (r"index_topk|(mamba_)?chunk_size|local_radius|global_block_size|block_size", WINDOW),
     (r"first_k_dense_replace|num_dense_layers", 1),
     (r"(mamba_)?n_?groups", 1),
     (r"(.*_)?state_size|mamba_d_state|.*dt_rank|time_step_rank", HEAD_DIM),
-    (r"embed_dim", 48),
+    (r"embed_dim", 24),
     (r"num_query_groups", HEADS),
     (r"context_size|max_num_tiles", WINDOW),
     (r"image_size", IMAGE),
@@ -81,7 +87,7 @@ def shrink(kind: type[PreTrainedConfig], layers: int, special: dict[str, Value])
             small[name] = shrink(type(value), layers, special.get(name, {}))
         elif name in special:
             small[name] = special[name]
-        elif isinstance(value, list | tuple) and len(value) == _layers_of(default):
+        elif isinstance(value, list | tuple) and "depths" not in fields and len(value) == _layers_of(default):
             small[name] = _covering(value, layers)
         elif declared is not None:
             small[name] = _small(name, declared, layers)

@@ -69,8 +69,37 @@ SPECIAL: dict[str, dict[str, Any]] = {
         name: {"num_filters": 4, "depths": [1] * 7}
         for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
     },
-    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "mode": "train"},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "mode": "train", "use_cache": False},
     "xmod": {"default_language": "en_XX"},
+    "cvt": {"depth": (1, 2, 3), "embed_dim": (16, 48, 96)},
+    "donut-swin": {"window_size": 2},
+    "swin": {"window_size": 2},
+    "swinv2": {"window_size": 2},
+    "hgnet_v2": {
+        "stem_channels": (3, 16, 16),
+        "stage_in_channels": (16, 32, 64, 96),
+        "stage_mid_channels": (8, 16, 24, 32),
+        "stage_out_channels": (32, 64, 96, 128),
+        "hidden_sizes": (32, 64, 96, 128),
+        "stage_num_blocks": (1, 1, 1, 1),
+        "stage_numb_of_layers": (2, 2, 2, 2),
+    },
+    "perceiver": {"image_size": 16, "num_latents": 16, "num_self_attends_per_block": 4},
+    "textnet": {"stem_out_channels": 16},
 }
 
 SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {("masked-lm", "reformer"): {"is_decoder": False}}
+
+_DRAFTS = "drafts from another model's hidden states and key-value states, takes no labels"
+_TIMM = "needs the timm package"
+
+# Types that do not build or do not train by themselves, and why.
+CANNOT_TRAIN: dict[tuple[str, str], str] = {
+    ("causal-lm", "gemma3n"): _TIMM + " for its vision tower (gemma3n_text runs)",
+    ("causal-lm", "gemma4_assistant"): _DRAFTS,
+    ("causal-lm", "gemma4_unified_assistant"): _DRAFTS,
+    ("image-classification", "dinat"): "needs the natten package of kernels",
+    ("image-classification", "pp_lcnet"): "its forward takes no labels",
+    ("image-classification", "shieldgemma2"): "its forward passes labels on but returns probabilities and no loss",
+    ("image-classification", "timm_wrapper"): _TIMM,
+}

@@ -66,4 +66,5 @@ def _own_configuration(task: str, model_type: str, model_class: type[PreTrainedM
     config = configuration(task, model_type)
     if isinstance(config, model_class.config_class):
         return config
-    return next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
+    parts = (part for part in vars(config).values() if isinstance(part, model_class.config_class))
+    return next(parts, config)  # a type without model code of its own (``internlm3``) has its own configuration only
