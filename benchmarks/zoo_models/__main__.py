@@ -10,11 +10,12 @@ import time
 import traceback
 import warnings
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
 import transformers.models.auto.modeling_auto  # noqa: F401  imported once, before the processes are forked
-from transformers import logging
+from transformers import PreTrainedModel, logging
 
 from benchmarks.zoo_models import SHAPES, TASKS, build, inputs, types
 from benchmarks.zoo_models.special_cases import CANNOT_TRAIN
@@ -45,7 +46,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run_all(task: str, chosen: list[str], jobs: int, with_traceback: bool) -> list[Result]:
-    waiting, running, results = chosen[::-1], {}, []
+    waiting, results = chosen[::-1], list[Result]()
+    running: dict[Connection, tuple[str, ForkProcess, float]] = {}
     fork = multiprocessing.get_context("fork")
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -104,7 +106,7 @@ def _try_type(task: str, model_type: str, writer: Connection) -> None:
     writer.send(result)
 
 
-def _train(task: str, model: torch.nn.Module, shape_index: int) -> float:
+def _train(task: str, model: PreTrainedModel, shape_index: int) -> float:
     """The loss of one forward and backward; RuntimeError unless it is finite and reaches some parameter."""
     model.zero_grad()
     loss = model(**inputs(task, model, shape_index)).loss

@@ -84,6 +84,7 @@ def _images(model: PreTrainedModel, shape_index: int, generator: torch.Generator
     """Rows differ from shape to shape; height and width too, unless the configuration names them."""
     config = model.config
     rows = (4, 8, 12)[shape_index]
+    assert config.num_labels is not None
     labels = torch.randint(config.num_labels, (rows,), generator=generator)
     if config.model_type == "imagegpt":
         pixels = torch.randint(config.vocab_size, (rows, SHAPES[shape_index][1]), generator=generator)

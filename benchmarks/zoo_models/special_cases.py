@@ -85,6 +85,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "stage_numb_of_layers": (2, 2, 2, 2),
     },
     "perceiver": {"image_size": 16, "num_latents": 16, "num_self_attends_per_block": 4},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "textnet": {"stem_out_channels": 16},
 }
 

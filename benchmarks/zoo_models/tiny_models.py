@@ -52,19 +52,24 @@ def build(task: str, model_type: str, device: str | None = None) -> PreTrainedMo
     if device != "meta":
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = model_class(_own_configuration(task, model_type, model_class)).to(device or "cpu")
-    return model.train()
+            model = model_class(_own_configuration(task, model_type, model_class))
+    torch.nn.Module.to(model, device or "cpu")  # to "meta" too: a few parameters are made elsewhere regardless
+    model.train()
+    return model
 
 
 def _model_class(task: str, model_type: str) -> type[PreTrainedModel]:
     known = getattr(modeling_auto, TASKS[task])[CONFIG_MAPPING[model_type]]
-    return known[0] if isinstance(known, tuple) else known
+    model_class: type[PreTrainedModel] = known[0] if isinstance(known, tuple) else known
+    return model_class
 
 
 def _own_configuration(task: str, model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """The configuration that the class takes: some types map to the model of one of their parts (``llama4``)."""
     config = configuration(task, model_type)
-    if isinstance(config, model_class.config_class):
+    wanted = model_class.config_class
+    assert wanted is not None
+    if isinstance(config, wanted):
         return config
-    parts = (part for part in vars(config).values() if isinstance(part, model_class.config_class))
+    parts = (part for part in vars(config).values() if isinstance(part, wanted))
     return next(parts, config)  # a type without model code of its own (``internlm3``) has its own configuration only
