@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedModel
 
-from nxdpp.tracing.proxy import InputKind
+from nxdpp.tracing.kinds import InputKind
 
 _TRACERS = ("hf", "torch")
 # What inputs of these names are, unless the first step says otherwise; other inputs of a transformer are tokens.

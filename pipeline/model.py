@@ -16,7 +16,7 @@ from nxdpp.pipeline.local_module import build_local_module, free_others, local_n
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
-from nxdpp.pipeline.placement import parameter_owners
+from nxdpp.pipeline.placement import Owners, layers_in_order
 from nxdpp.pipeline.program import StageProgram
 from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
 from nxdpp.pipeline.step_timer import StepTimer
@@ -111,7 +111,10 @@ class NxDPPModel(nn.Module):
             autowrap_modules=tuple(autowrap_modules or ()),
             tracer_cls=tracer_cls,
         )
-        self.layers = layer_names(module, options.layer_classes)
+        self._programs = ProgramCache(module, options, output_loss_value_spec, self.stage)
+        kinds = arguments.first_inputs(module, input_names)
+        first = self._programs.trace(Variant(tuple(sorted(kinds.items())), (), module.training))
+        self.layers = layers_in_order(first, layer_names(module, options.layer_classes))
         if pipeline_cuts is None:
             self.pipeline_cuts = even_cuts(self.layers, self.stages)
         else:
@@ -125,21 +128,16 @@ class NxDPPModel(nn.Module):
         self.use_zero1_optimizer = use_zero1_optimizer
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
         self.last_busy_share = 0.0
-        self._programs = ProgramCache(module, layer_stages, options, output_loss_value_spec, self.stage)
         self._transport: Transport | None = None
         # The whole model, for tracing; not a submodule, because most of it is not here.
         self.__dict__["original_module"] = module
-        self._take_own_part(module)
+        self._take_own_part(module, self._programs.place(first, layer_stages))
         self.train(module.training)
 
     original_module: nn.Module
     local_module: nn.Module
 
-    def _take_own_part(self, module: nn.Module) -> None:
-        kinds = arguments.first_inputs(module, self.input_names)
-        first = self._programs.trace(Variant(tuple(sorted(kinds.items())), (), module.training))
-        owners = parameter_owners(first.placed, module)
-        self._programs.fix_owners(owners)
+    def _take_own_part(self, module: nn.Module, owners: Owners) -> None:
         local = local_names(owners, self.stage)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         tied = [(names, stages) for names, stages in tied_names(module, owners) if self.stage in stages]

@@ -21,6 +21,18 @@ from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
 Owners = dict[str, set[int]]
 
 
+def layers_in_order(traced: TracedModel, known: Sequence[str]) -> list[str]:
+    """The transformer layers that the graph runs, in the order in which it does.
+
+    Of the layers that are ``known`` it may leave some out: a vision tower, where the inputs are text. Raises
+    ``ValueError`` where it runs none, or one of them twice.
+    """
+    if traced.layers and len(set(traced.layers)) == len(traced.layers):
+        return list(traced.layers)
+    check_layers_ran(traced, known)
+    raise AssertionError("layers that ran as they stand in the model ran once")
+
+
 def check_layers_ran(traced: TracedModel, layers: Sequence[str]) -> None:
     """Raise ``ValueError`` unless the graph runs each of ``layers`` once, in this order."""
     if traced.layers == tuple(layers):

@@ -9,11 +9,11 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.loss import LossSpec, pick_loss
-from nxdpp.pipeline.placement import Owners, check_layers_ran, place_nodes
+from nxdpp.pipeline.placement import Owners, check_layers_ran, parameter_owners, place_nodes
 from nxdpp.pipeline.program import StageProgram
 from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.proxy import InputKind
+from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 
 
@@ -50,7 +50,6 @@ class ProgramCache:
 
     Args:
         module: the model; parameters of other stages may be on the meta device.
-        layer_stages: the stage of each transformer layer, in order.
         options: how to trace.
         loss_spec: which output is the loss.
         stage: this rank's stage.
@@ -59,13 +58,12 @@ class ProgramCache:
     def __init__(
         self,
         module: nn.Module,
-        layer_stages: Mapping[str, int],
         options: TracingOptions,
         loss_spec: LossSpec,
         stage: int,
     ) -> None:
         self._module = module
-        self._layer_stages = layer_stages
+        self._layer_stages: Mapping[str, int] = {}
         self._options = options
         self._loss_spec = loss_spec
         self._stage = stage
@@ -73,10 +71,23 @@ class ProgramCache:
         self._variants: dict[Variant, TracedVariant] = {}
         self._fixed: set[Variant] = set()
 
-    def trace(self, variant: Variant) -> TracedVariant:
-        """The graph for ``variant``, traced now or earlier."""
+    def trace(self, variant: Variant) -> TracedModel:
+        """The graph for ``variant``."""
+        constants = {name: value for name, _, value in variant.constants}
+        return trace(self._module, dict(variant.traced), constants, self._options)
+
+    def place(self, first: TracedModel, layer_stages: Mapping[str, int]) -> Owners:
+        """Decide by the ``first`` graph which stages hold which parameter; modules run there from now on.
+
+        ``layer_stages`` is the stage of each transformer layer, in order.
+        """
+        self._layer_stages = layer_stages
+        self._owners = parameter_owners(place_nodes(first, self._module, layer_stages), self._module)
+        return self._owners
+
+    def _placed(self, variant: Variant) -> TracedVariant:
         if variant not in self._variants:
-            traced = self._trace(variant)
+            traced = self.trace(variant)
             check_layers_ran(traced, list(self._layer_stages))
             placed = place_nodes(traced, self._module, self._layer_stages, self._owners)
             (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
@@ -84,18 +95,9 @@ class ProgramCache:
             self._variants[variant] = TracedVariant(traced, placed, output)
         return self._variants[variant]
 
-    def _trace(self, variant: Variant) -> TracedModel:
-        constants = {name: value for name, _, value in variant.constants}
-        return trace(self._module, dict(variant.traced), constants, self._options)
-
-    def fix_owners(self, owners: Owners) -> None:
-        """From now on modules run where their parameters are."""
-        self._owners = owners
-
     def forget_modules(self) -> None:
-        """Build the programs anew: buffers that they hold have been replaced."""
-        for variant in self._variants.values():
-            variant.programs.clear()
+        """Trace and build anew: buffers that the programs hold have been replaced, or dtypes have changed."""
+        self._variants.clear()
 
     def forget_agreements(self) -> None:
         """Have the neighbours describe to each other anew what crosses."""
@@ -112,10 +114,10 @@ class ProgramCache:
         variant = Variant(tuple(sorted(traced.items())), _constants(constants), training)
         if numbers and variant not in self._fixed:
             try:
-                return self.trace(variant)
+                return self._placed(variant)
             except TracingError:
                 self._fixed.add(variant)
-        return self.trace(variant.with_numbers_fixed(numbers) if numbers else variant)
+        return self._placed(variant.with_numbers_fixed(numbers) if numbers else variant)
 
     def loss_program(self, variant: TracedVariant) -> StageProgram:
         """The program that ends with the loss. Raises ``ValueError`` where the output has none."""

@@ -1,21 +1,12 @@
-"""A proxy that also records assignments to its items, and knows the kind of tensor an input is."""
+"""A proxy that also records assignments to its items, and knows what follows from the kinds of the inputs."""
 
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-import torch
 from torch import fx
 
-
-class InputKind(NamedTuple):
-    """What a trace takes for granted about an input; another kind needs another trace.
-
-    A number has no dimensions and no dtype; its type is ``number``.
-    """
-
-    dimensions: int | None
-    dtype: torch.dtype | None
-    number: type | None = None
+from nxdpp.tracing.kinds import UNKNOWN, InputKind, kind_of, length_of
 
 
 def assign_item(value: Any, index: Any, item: Any) -> Any:
@@ -24,8 +15,7 @@ def assign_item(value: Any, index: Any, item: Any) -> Any:
     return value
 
 
-_UNKNOWN = InputKind(None, None)
-# The attributes of an input that are facts of its kind.
+# The attributes of a traced value that are facts of its kind.
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 
 
@@ -38,7 +28,7 @@ class RecordingProxy(fx.Proxy):
 
     def __getattr__(self, name: str) -> Any:
         known = _KNOWN.get(name)
-        if known is not None and (fact := getattr(input_kind(self.node), known)) is not None:
+        if known is not None and (fact := getattr(_kind(self), known)) is not None:
             return fact
         if name.endswith("_") and not name.endswith("__"):
             return _InPlaceMethod(self, name)
@@ -48,16 +38,31 @@ class RecordingProxy(fx.Proxy):
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node
 
     def __len__(self) -> int:
-        size = _length(self.node)
+        size = _length(self)
         return super().__len__() if size is None else size
+
+    def __iter__(self) -> Iterator[Any]:
+        size = _length(self)
+        return super().__iter__() if size is None else (operator.getitem(self, i) for i in range(size))
 
 
 class RecordingAttribute(fx.proxy.Attribute):
-    """An attribute of a traced value; the length of a ``shape`` is known where the dimensions are."""
+    """An attribute of a traced value, or a method about to be called; a known shape can be unpacked."""
 
     def __len__(self) -> int:
-        dimensions = input_kind(self.root.node).dimensions if self.attr == "shape" else None
-        return super().__len__() if dimensions is None else dimensions
+        size = _length(self)
+        return super().__len__() if size is None else size
+
+    def __iter__(self) -> Iterator[Any]:
+        size = _length(self)
+        return super().__iter__() if size is None else (operator.getitem(self, i) for i in range(size))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record a method call, unless its answer is known."""
+        dimensions = _kind(self.root).dimensions
+        if self.attr in ("dim", "ndimension") and dimensions is not None:
+            return dimensions
+        return super().__call__(*args, **kwargs)
 
 
 class _InPlaceMethod:
@@ -72,17 +77,11 @@ class _InPlaceMethod:
         return self._owner
 
 
-def input_kind(node: fx.Node) -> InputKind:
-    """The kind of an input of the graph; nothing is known of any other value."""
-    kind: InputKind = node.meta.get("kind", _UNKNOWN)
-    return kind
+def _kind(proxy: fx.Proxy) -> InputKind:
+    root = getattr(proxy.tracer, "root", None)
+    return UNKNOWN if root is None else kind_of(proxy.node, root)
 
 
-def _length(node: fx.Node) -> int | None:
-    """Length of the shape of an input."""
-    asks_shape = node.op == "call_function" and node.target in (getattr, operator.getitem) and "shape" in node.args
-    asks_size = node.op == "call_method" and node.target == "size" and len(node.args) == 1
-    if not (asks_shape or asks_size):
-        return None
-    owner = node.args[0]
-    return input_kind(owner).dimensions if isinstance(owner, fx.Node) else None
+def _length(proxy: fx.Proxy) -> int | None:
+    root = getattr(proxy.tracer, "root", None)
+    return None if root is None else length_of(proxy.node, root)

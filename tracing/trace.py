@@ -25,8 +25,8 @@ from transformers.utils.generic import ModelOutput
 from nxdpp.tracing.errors import TracingError, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.in_place import refuse_lost_changes
+from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.proxy import InputKind
 from nxdpp.tracing.spine import ROOT, SpineTracer, spine_names
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from nxdpp.tracing.kinds import UNKNOWN
 from nxdpp.tracing.opaque import record_opaque_call
-from nxdpp.tracing.proxy import input_kind
 
 
 def expect_type(value: Any, classes: Any, expected: bool) -> Any:
@@ -25,7 +25,7 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
     """``isinstance`` for code that is traced; a traced value is a tensor, or a number where that is known."""
     if not builtins.isinstance(value, fx.Proxy):
         return builtins.isinstance(value, classes)
-    answer = issubclass(input_kind(value.node).number or torch.Tensor, classes)
+    answer = issubclass(value.node.meta.get("kind", UNKNOWN).number or torch.Tensor, classes)
     if value.node.op != "placeholder":
         value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
     return answer

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline import arguments
-from nxdpp.tracing.proxy import InputKind
+from nxdpp.tracing.kinds import InputKind
 from tests.tracing.traced_models import PlainModel, make_model
 
 TOKENS = InputKind(2, torch.int64)

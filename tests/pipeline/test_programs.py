@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline import programs
+from nxdpp.pipeline.arguments import first_inputs
 from nxdpp.pipeline.partition import even_cuts, stages_of_layers
-from nxdpp.pipeline.placement import parameter_owners
 from nxdpp.pipeline.program import Agreement
-from nxdpp.pipeline.programs import ProgramCache, fill_output
+from nxdpp.pipeline.programs import ProgramCache, Variant, fill_output
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.trace import trace
 from tests.tracing.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for
@@ -22,7 +22,11 @@ def _cache(
 ) -> ProgramCache:
     options = options_for(model, layer_class)
     layers = layer_names(model, options.layer_classes)
-    return ProgramCache(model, stages_of_layers(even_cuts(layers, stages), layers), options, spec, stage)
+    cache = ProgramCache(model, options, spec, stage)
+    kinds = first_inputs(model, None)
+    first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training))
+    cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
+    return cache
 
 
 def _run(cache: ProgramCache, inputs: dict[str, Any], training: bool = False) -> Any:
@@ -165,8 +169,6 @@ def test_parameters_stay_where_they_are_for_other_inputs() -> None:
     model = Optional()
     x = torch.ones(3, 4)
     cache = _cache(model, PlainLayer, stages=2)
-    first = cache.for_inputs({"x": x}, True)
-    cache.fix_owners(parameter_owners(first.placed, model))
 
     other = cache.for_inputs({"x": x, "early": True}, True)
 
@@ -196,5 +198,6 @@ def test_what_can_be_forgotten() -> None:
     assert cache.loss_program(variant) is program
 
     cache.forget_modules()
-    assert cache.loss_program(variant) is not program
-    assert cache.for_inputs(make_inputs("llama"), True) is variant
+    again = cache.for_inputs(make_inputs("llama"), True)
+    assert again is not variant
+    assert cache.loss_program(again) is not program

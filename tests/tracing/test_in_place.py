@@ -8,7 +8,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.proxy import InputKind
+from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 
 

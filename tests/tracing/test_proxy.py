@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.tracing.proxy import InputKind, assign_item
+from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.proxy import assign_item
 from nxdpp.tracing.trace import trace
 from tests.tracing.test_constructors import Prepared
 from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with

@@ -7,7 +7,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from nxdpp.tracing.proxy import InputKind
+from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.trace import TracingOptions, trace
 
 

@@ -8,8 +8,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
+from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import find_layer_classes, resolve_classes
-from nxdpp.tracing.proxy import InputKind
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 from tests.pipeline import models
 

@@ -1,0 +1,140 @@
+"""What follows about a traced value from the kinds of the inputs: how many dimensions it has, and its dtype.
+
+Models ask for them in their control flow (``if mask.ndim == 4``), unpack shapes (``x.view(*y.shape)``) and take
+their length. The answers hold for every input of the same kind, which is what a trace belongs to.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+
+class InputKind(NamedTuple):
+    """What a trace takes for granted about an input; another kind needs another trace.
+
+    A number has no dimensions and no dtype; its type is ``number``.
+    """
+
+    dimensions: int | None
+    dtype: torch.dtype | None
+    number: type | None = None
+
+
+UNKNOWN = InputKind(None, None)
+_SAME_METHODS = frozenset(
+    {"add", "clamp", "clone", "contiguous", "cumsum", "detach", "div", "eq", "float", "ge", "gt", "int", "le", "long",
+     "lt", "masked_fill", "mul", "ne", "sub", "to", "transpose", "type", "type_as"}
+)  # fmt: skip
+_POINTWISE = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.eq, operator.ne,
+     operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_}
+)  # fmt: skip
+_SAME_MODULES = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
+
+
+def kind_of(node: fx.Node, root: nn.Module) -> InputKind:
+    """The kind of a value of the graph, as far as it is known; ``root`` holds the modules and parameters."""
+    if "kind" not in node.meta:
+        node.meta["kind"] = _infer(node, root)
+    kind: InputKind = node.meta["kind"]
+    return kind
+
+
+def length_of(node: fx.Node, root: nn.Module) -> int | None:
+    """The length of a value that is the shape of another."""
+    asks_shape = node.op == "call_function" and node.target is getattr and node.args[1] == "shape"
+    asks_size = node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
+    if asks_shape or asks_size:
+        return _dimensions(node.args[0], root)
+    if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[1], slice):
+        return _length_of_slice(node.args[0], node.args[1], root)
+    return None
+
+
+def _infer(node: fx.Node, root: nn.Module) -> InputKind:
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        tensor = getattr(root.get_submodule(owner), name)
+        return InputKind(tensor.ndim, tensor.dtype) if isinstance(tensor, torch.Tensor) else UNKNOWN
+    if node.op == "call_module":
+        return _of_module(node, root)
+    if node.op == "call_method":
+        return InputKind(_of_method(node, root), None)
+    if node.op == "call_function":
+        return InputKind(_of_function(node, root), None)
+    return UNKNOWN
+
+
+def _of_module(node: fx.Node, root: nn.Module) -> InputKind:
+    module = root.get_submodule(str(node.target))
+    inputs = list(node.args) + list(node.kwargs.values())
+    dimensions = _dimensions(inputs[0], root) if inputs else None
+    if dimensions is None:
+        return UNKNOWN
+    if isinstance(module, nn.Embedding):
+        return InputKind(dimensions + 1, None)
+    is_norm = type(module).__name__.endswith("RMSNorm")
+    return InputKind(dimensions, None) if is_norm or isinstance(module, _SAME_MODULES) else UNKNOWN
+
+
+def _of_method(node: fx.Node, root: nn.Module) -> int | None:
+    own = _dimensions(node.args[0], root)
+    name = str(node.target)
+    if name in ("view", "reshape", "expand", "permute", "repeat"):
+        return _count(node.args[1:], root)
+    if own is None:
+        return None
+    if name == "unsqueeze":
+        return own + 1
+    return own if name.rstrip("_") in _SAME_METHODS else None
+
+
+def _of_function(node: fx.Node, root: nn.Module) -> int | None:
+    target: Any = node.target
+    if target is torch.arange:
+        return 1
+    if target in (torch.ones, torch.zeros, torch.empty):
+        return _count(node.args, root)
+    if target in (torch.full,):
+        return _count(node.args[:1], root)
+    if target in _POINTWISE:
+        known = [_dimensions(argument, root) for argument in node.args]
+        sizes = [size for size in known if size is not None]
+        return max(sizes) if len(sizes) == len(known) else None
+    if target is operator.getitem:
+        return _of_item(node, root)
+    return None
+
+
+def _of_item(node: fx.Node, root: nn.Module) -> int | None:
+    own = _dimensions(node.args[0], root)
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if own is None or not all(isinstance(part, int | slice | None | type(...)) for part in index):
+        return None
+    return own + sum(part is None for part in index) - sum(isinstance(part, int) for part in index)
+
+
+def _count(sizes: Sequence[Any], root: nn.Module) -> int | None:
+    """How many dimensions sizes name: one by one, or all in one tuple or shape."""
+    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+        return len(sizes[0])
+    if len(sizes) == 1 and isinstance(sizes[0], fx.Node):
+        return length_of(sizes[0], root)
+    return len(sizes) or None
+
+
+def _dimensions(value: Any, root: nn.Module) -> int | None:
+    if isinstance(value, fx.Node):
+        return kind_of(value, root).dimensions
+    return 0 if isinstance(value, int | float) else None
+
+
+def _length_of_slice(shape: Any, part: slice, root: nn.Module) -> int | None:
+    whole = length_of(shape, root) if isinstance(shape, fx.Node) else None
+    bounds = (part.start, part.stop, part.step)
+    if whole is None or not all(bound is None or isinstance(bound, int) for bound in bounds):
+        return None
+    return len(range(whole)[part])
