@@ -27,6 +27,7 @@ def apply_checkpoint(model: "NxDPPModel", layers_to_checkpoint: Sequence[str] | 
 
     Raises:
         RuntimeError: for an empty ``layers_to_checkpoint``.
+        ValueError: for a module that holds layers.
 
     Warns, through the log, of names that do not exist in the model, and where there is no layer to treat.
     """
@@ -46,6 +47,12 @@ def apply_checkpoint(model: "NxDPPModel", layers_to_checkpoint: Sequence[str] | 
             unknown,
             ", ".join(model.layers),
         )
+    above = [name for name in layers_to_checkpoint if any(layer.startswith(f"{name}.") for layer in model.layers)]
+    if above:
+        raise ValueError(
+            f"layers_to_checkpoint names {above}, which stand above transformer layers and do not run as one module in "
+            f"a pipeline. Name the layers themselves, {', '.join(model.layers)}."
+        )
     local = dict(model.local_named_modules())
     for name in layers_to_checkpoint:
         if name in local and name not in unknown:
@@ -62,7 +69,7 @@ def _checkpoint_all(model: "NxDPPModel") -> None:
 
 
 def _checkpoint(module: nn.Module) -> None:
-    if isinstance(module.forward, functools.partial):
+    if isinstance(module.forward, functools.partial) and module.forward.func is checkpoint:
         return
     # The instance's own forward is replaced, not the module: a wrapper would rename its parameters.
     module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)

@@ -36,6 +36,25 @@ def check_later_features(virtual_pipeline_size: int, param_init_fn: Any, trace_f
         raise NotImplementedError("trace_file_path: writing a trace of the run is not built yet.")
 
 
+def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:
+    """Raise ``TypeError`` for a model that is none, and for a text where a list is meant."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"NxDPPModel wraps a torch.nn.Module, not {module!r:.80}.")
+    lists = {"pipeline_cuts": pipeline_cuts, "input_names": input_names, "leaf_module_cls": leaf_module_cls}
+    for name, value in lists.items():
+        if isinstance(value, str | type):
+            raise TypeError(f"{name}={value!r} must be a list: {name}=[{value!r}].")
+
+
+def check_not_positional(values: Sequence[Any]) -> None:
+    """Raise ``TypeError`` for inputs without a name."""
+    if values:
+        raise TypeError(
+            f"run_train and run_eval take the model's inputs by name, and were given {len(values)} without one. "
+            f"Write run_train(input_ids=..., labels=...)."
+        )
+
+
 def check_number_of_microbatches(microbatches: Any) -> None:
     """Raise ``ValueError`` unless it is a positive whole number."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.parallel_layers import failure_watch
+from nxdpp.pipeline.arrival import Arrival
 from nxdpp.pipeline.layout import check_layout, layout_of, tensors_of
 from nxdpp.pipeline.program import Agreement, Crossing, StageProgram
 from nxdpp.pipeline.stand_in import stand_in
@@ -38,7 +39,7 @@ class _Live:
     ``roots`` are places in the autograd graph and keep no activation alive.
     """
 
-    arrived: list[torch.Tensor]
+    arrivals: list[Arrival]
     roots: dict[tuple[str, int], GradientEdge] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     outputs: Any = None
@@ -58,6 +59,7 @@ class Engine:
             microbatches is what is differentiated.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
         timer: is told when the stage computes.
+        signature: what the agreement belongs to; the same on all ranks.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Engine:
         train: bool,
         keep_outputs: bool,
         timer: StepTimer,
+        signature: Any,
     ) -> None:
         self.agreement = agreement
         self.results: list[list[Any]] = []
@@ -81,6 +84,9 @@ class Engine:
         self._train = train
         self._keep_outputs = keep_outputs
         self._timer = timer
+        self._signature = signature
+        self._due_activations: list[int] = []
+        self._due_gradients: list[int] = []
         self._arriving: dict[int, Pending] = {}
         self._returning: dict[int, Pending] = {}
         self._made: dict[int, dict[str, Any]] = {}
@@ -113,16 +119,19 @@ class Engine:
         self._transport.finish_sends()
 
     def _receive_activation(self, microbatch: int) -> None:
-        if self.agreement is not None:
-            self._arriving[microbatch] = self._post(self.agreement.arriving, Direction.ACTIVATION, microbatch)
+        if self.agreement is None:
+            self._due_activations.append(microbatch)
+        else:
+            self._post_activations(self.agreement, microbatch)
 
     def _forward(self, microbatch: int) -> None:
         first = self.agreement is None
         agreement = self._hear() if self.agreement is None else self.agreement
-        if microbatch not in self._arriving:
-            self._arriving[microbatch] = self._post(agreement.arriving, Direction.ACTIVATION, microbatch)
-        arrived = [wait() for wait in self._arriving.pop(microbatch)]
-        received = self._put_together(agreement, arrived)
+        # In the order in which they were due: without tags, messages are told apart by their order alone.
+        while self._due_activations:
+            self._post_activations(agreement, self._due_activations.pop(0))
+        arrivals = [Arrival(wait()) for wait in self._arriving.pop(microbatch, [])]
+        received = self._put_together(agreement, arrivals)
         arguments = self._program.arguments(self._inputs[microbatch], received, agreement.stand_ins)
         with self._timer.computing():
             values = self._program.module(*arguments)
@@ -130,10 +139,12 @@ class Engine:
         if first:
             self._describe(agreement, made)
             self.agreement = agreement
+            while self._due_gradients:
+                self._receive_gradient(self._due_gradients.pop(0))
         if self._plan.sent:
             self._made[microbatch] = made
         if self._train:
-            self._live[microbatch] = self._prepare_backward(agreement, arrived, made)
+            self._live[microbatch] = self._prepare_backward(agreement, arrivals, made)
         results = [made[name] for name in self._plan.results]
         self.results.append([r.detach() if isinstance(r, torch.Tensor) else r for r in results])
 
@@ -141,7 +152,12 @@ class Engine:
         """Learn from the makers of this stage's values what they look like."""
         agreement = Agreement()
         for maker in self._plan.makers:
-            layouts = self._transport.receive_object(maker, _DESCRIPTION_TAG)
+            signature, layouts = self._transport.receive_object(maker, _DESCRIPTION_TAG)
+            if signature != self._signature:
+                raise RuntimeError(
+                    f"stage {maker} was given other inputs than stage {self._plan.stage}: {signature} there, "
+                    f"{self._signature} here. Give every rank of a pipeline the same batch."
+                )
             for name, layout in layouts.items():
                 if name in self._plan.received:
                     agreement.received[name] = layout
@@ -158,17 +174,20 @@ class Engine:
         for user in self._plan.users:
             layouts = {name: agreement.sent[name] for name, users in self._plan.sent.items() if user in users}
             layouts |= {name: stands_for[name] for name, users in self._plan.described.items() if user in users}
-            self._transport.send_object(layouts, user, _DESCRIPTION_TAG)
+            self._transport.send_object((self._signature, layouts), user, _DESCRIPTION_TAG)
 
-    def _put_together(self, agreement: Agreement, arrived: list[torch.Tensor]) -> dict[str, Any]:
+    def _post_activations(self, agreement: Agreement, microbatch: int) -> None:
+        self._arriving[microbatch] = self._post(agreement.arriving, Direction.ACTIVATION, microbatch)
+
+    def _put_together(self, agreement: Agreement, arrivals: list[Arrival]) -> dict[str, Any]:
         tensors: dict[str, list[torch.Tensor]] = {name: [] for name in self._plan.received}
-        for crossing, tensor in zip(agreement.arriving, arrived, strict=True):
-            tensor.requires_grad_(crossing.layout.requires_grad and self._train)
-            tensors[crossing.value].append(tensor)
+        for crossing, arrival in zip(agreement.arriving, arrivals, strict=True):
+            differentiable = crossing.layout.requires_grad and self._train
+            tensors[crossing.value].append(arrival.enter_graph() if differentiable else arrival.take())
         return {name: agreement.received[name].build(tensors[name]) for name in tensors}
 
-    def _prepare_backward(self, agreement: Agreement, arrived: list[torch.Tensor], made: dict[str, Any]) -> _Live:
-        live = _Live(arrived, outputs=made if self._keep_outputs else None)
+    def _prepare_backward(self, agreement: Agreement, arrivals: list[Arrival], made: dict[str, Any]) -> _Live:
+        live = _Live(arrivals, outputs=made if self._keep_outputs else None)
         for name in agreement.sent:
             for position, tensor in enumerate(tensors_of(made[name])):
                 if tensor.requires_grad:
@@ -178,6 +197,11 @@ class Engine:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise ValueError(
                     f"the loss must be a tensor of one element, not {loss!r:.80}. Name it with output_loss_value_spec."
+                )
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the loss does not depend on any parameter that requires a gradient: nothing is left to train. "
+                    "Set requires_grad of the parameters to train, or use run_eval."
                 )
             live.loss = loss / len(self._inputs)
         return live
@@ -192,15 +216,15 @@ class Engine:
             self._send(crossing, tensor, Direction.ACTIVATION, microbatch)
 
     def _receive_gradient(self, microbatch: int) -> None:
-        if self.agreement is not None:
+        if self.agreement is None:
+            self._due_gradients.append(microbatch)
+        else:
             awaited = [crossing for crossing in self.agreement.leaving if crossing.layout.requires_grad]
             self._returning[microbatch] = self._post(awaited, Direction.GRADIENT, microbatch)
 
     def _backward(self, microbatch: int) -> None:
-        if microbatch not in self._returning:
-            self._receive_gradient(microbatch)
         live = self._live.pop(microbatch)
-        gradients = self._returned_gradients(self._returning.pop(microbatch))
+        gradients = self._returned_gradients(self._returning.pop(microbatch, []))
         # A root is missing where parameters were frozen since the shapes were agreed on.
         roots: list[Any] = [live.roots[key] for key in gradients if key in live.roots]
         starts = [gradient for key, gradient in gradients.items() if key in live.roots]
@@ -210,8 +234,8 @@ class Engine:
         if roots:
             with self._timer.computing():
                 torch.autograd.backward(roots, starts)
-        if live.arrived:
-            self._gradients[microbatch] = [tensor.grad for tensor in live.arrived]
+        if live.arrivals:
+            self._gradients[microbatch] = [arrival.gradient for arrival in live.arrivals]
 
     def _returned_gradients(self, returning: Pending) -> dict[tuple[str, int], torch.Tensor]:
         """The gradient of each value, summed over its users, the latest first as autograd itself would."""

@@ -68,11 +68,12 @@ def check_layout(name: str, value: Any, layout: ValueLayout) -> None:
     """Raise ``RuntimeError`` where ``value`` is not what was agreed for these inputs."""
     tensors = tensors_of(value)
     expected = layout.tensors
-    if len(tensors) != len(expected) or not all(map(TensorLayout.describes, expected, tensors)):
+    same_tensors = len(tensors) == len(expected) and all(map(TensorLayout.describes, expected, tensors))
+    if not same_tensors or (not isinstance(value, torch.Tensor) and _constants(value) != _constants(layout.skeleton)):
         raise RuntimeError(
             f"the value {name} that crosses stages is now {_show(layout_of(value))}; for inputs of the same shapes "
-            f"it was {_show(layout)}. A size that depends on the data cannot cross a cut: cut elsewhere, or "
-            f"make the modules between one layer."
+            f"it was {_show(layout)}. A size or a number that depends on the data cannot cross a cut: cut "
+            f"elsewhere, or make the modules between one layer."
         )
     if any(t.requires_grad and not e.requires_grad for t, e in zip(tensors, expected, strict=True)):
         raise RuntimeError(
@@ -89,4 +90,9 @@ def _tensor_layout(tensor: torch.Tensor) -> TensorLayout:
 
 def _show(layout: ValueLayout) -> str:
     shown = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.size)}" for leaf in layout.tensors]
-    return ", ".join(shown) or f"no tensor but {layout.skeleton!r}"
+    return ", ".join([*shown, *map(repr, _constants(layout.skeleton))])
+
+
+def _constants(value: Any) -> list[Any]:
+    leaves = pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | TensorLayout)]

@@ -66,10 +66,10 @@ def _follow(output: Any, spec: Any, whole: Any) -> Any:
         return _follow(output[key], spec[key], whole)
     position = next(i for i, part in enumerate(spec) if _count(part))
     values = list(output.values()) if isinstance(output, Mapping) else output
-    if not isinstance(values, tuple | list) or position >= len(values):
+    if not isinstance(values, tuple | list) or len(values) != len(spec):
         has = f"{len(values)} values" if isinstance(values, tuple | list) else f"one {type(output).__name__}"
         raise ValueError(
-            f"output_loss_value_spec={whole!r} asks for value {position}; the model returns {has}. "
+            f"output_loss_value_spec={whole!r} is for {len(spec)} values; the model returns {has}. "
             f"Were the inputs for the loss (labels=...) given?"
         )
     return _follow(values[position], spec[position], whole)

@@ -91,6 +91,7 @@ class NxDPPModel(nn.Module):
         deallocate_pipeline_outputs: bool = False,
     ) -> None:
         super().__init__()
+        arguments.check_kinds(module, pipeline_cuts, input_names, leaf_module_cls)
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.stages = parallel_state.get_pipeline_model_parallel_size()
         arguments.check_later_features(virtual_pipeline_size, param_init_fn, trace_file_path)
@@ -139,15 +140,17 @@ class NxDPPModel(nn.Module):
 
     def _take_own_part(self, module: nn.Module, owners: Owners) -> None:
         local = local_names(owners, self.stage)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        tied = [(names, stages) for names, stages in tied_names(module, owners) if self.stage in stages]
-        weights = [TiedWeight(next(n for n in names if n in local), tuple(stages)) for names, stages in tied]
-        assert all(weight.name in parameters for weight in weights)
+        # Numbered over the whole model: all ranks must mean the same weight by a number.
+        weights = [
+            TiedWeight(next(name for name in names if name in local), tuple(stages), number)
+            for number, (names, stages) in enumerate(tied_names(module, owners))
+            if self.stage in stages
+        ]
         free_others(module, local)
         self.local_module = build_local_module(module, local, self.layers)
         self._tied = TiedGradients(self.local_module, weights, self.stage)
 
-    def run_train(self, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
+    def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Forward and backward of all microbatches, with the 1F1B schedule; collective over all ranks.
 
         Args:
@@ -164,7 +167,9 @@ class NxDPPModel(nn.Module):
             ValueError, TypeError: for inputs that cannot be used, before anything is sent.
             TracingError: for inputs with which the model cannot be traced.
         """
-        variant = self._variant(inputs)
+        if not torch.is_grad_enabled():
+            raise RuntimeError("run_train needs gradients, and they are off (torch.no_grad()): use run_eval there.")
+        variant = self._variant(positional, inputs)
         program = self._programs.loss_program(variant)
         self._tied.set_aside()
         results = self._run(program, inputs, train=True)
@@ -173,13 +178,13 @@ class NxDPPModel(nn.Module):
             average_gradients(self.local_parameters(), parallel_state.get_data_parallel_group())
         return self._return_loss([result[0] for result in results if result])
 
-    def run_eval(self, **inputs: Any) -> Any:
+    def run_eval(self, *positional: Any, **inputs: Any) -> Any:
         """Forward of all microbatches, without gradients; collective over all ranks.
 
         Takes inputs as ``run_train`` does. Returns the loss as that does where the output has one; otherwise,
         on the last pipeline rank, the model's output with the microbatches concatenated along dimension 0.
         """
-        variant = self._variant(inputs)
+        variant = self._variant(positional, inputs)
         has_loss = self._programs.has_named_loss(variant)
         make = self._programs.loss_program if has_loss else self._programs.output_program
         program = make(variant)
@@ -248,13 +253,19 @@ class NxDPPModel(nn.Module):
         return self.local_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The same as ``load_local_state_dict``."""
-        return self.local_module.load_state_dict(state_dict, strict=strict, assign=assign)
+        """The same as ``load_local_state_dict``; with ``assign`` the given tensors take the parameters' places."""
+        result = self.local_module.load_state_dict(state_dict, strict=strict, assign=assign)
+        self._after_move()
+        return result
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode, which also decides how the model is traced."""
         self.original_module.train(mode)
         return super().train(mode)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Not possible: raises ``TypeError``. A stage has connections to its neighbours."""
+        raise TypeError("a pipelined model cannot be copied; keep its local_state_dict() instead.")
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -280,7 +291,8 @@ class NxDPPModel(nn.Module):
             self._transport = Transport(groups, control, self._device())
         return self._transport
 
-    def _variant(self, inputs: Mapping[str, Any]) -> TracedVariant:
+    def _variant(self, positional: Sequence[Any], inputs: Mapping[str, Any]) -> TracedVariant:
+        arguments.check_not_positional(positional)
         if self.input_names is not None:
             arguments.check_exact_names(list(inputs), self.input_names)
         else:
@@ -311,6 +323,7 @@ class NxDPPModel(nn.Module):
             train,
             not self.deallocate_pipeline_outputs,
             timer,
+            signature,
         )
         schedule = one_forward_one_backward if train else forward_only
         if train not in program.actions:
@@ -340,7 +353,7 @@ class NxDPPModel(nn.Module):
             dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
             loss /= parallel_state.get_data_parallel_size()
         else:
-            loss = torch.empty((), device=self._device())
+            loss = torch.empty((), dtype=torch.float32, device=self._device())
         dist.broadcast(loss, group=pipeline, group_src=self.stages - 1)
         return loss
 
@@ -352,13 +365,9 @@ class NxDPPModel(nn.Module):
 
 
 def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    def kind(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.shape, value.dtype
-        # A whole number can be a size; a fraction cannot.
-        return float if isinstance(value, float) else value
-
-    return tuple((name, kind(value)) for name, value in sorted(inputs.items()))
+    """Shapes and dtypes; what is no tensor is part of the graph, or is checked where it changes a shape."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))
 
 
 def _autocast(device_type: str) -> tuple[bool, torch.dtype]:

@@ -19,10 +19,14 @@ from nxdpp.pipeline.transport import Direction, Transport
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """A parameter of this stage, by name, of which other stages hold copies; ``stages`` are all, in order."""
+    """A parameter of this stage, by name, of which other stages hold copies.
+
+    ``stages`` are all of them, in order; ``number`` means the same weight on each.
+    """
 
     name: str
     stages: tuple[int, ...]
+    number: int
 
 
 class TiedGradients:
@@ -47,10 +51,12 @@ class TiedGradients:
 
     def add_up(self, transport: Transport) -> None:
         """Give every owner the sum of all owners' contributions, summed in the order of the stages."""
-        for tag, (weight, earlier) in enumerate(zip(self._weights, self._accumulated, strict=True)):
+        for weight, earlier in zip(self._weights, self._accumulated, strict=True):
             parameter = self._module.get_parameter(weight.name)
+            # A copy that is frozen here may not be elsewhere: every owner takes part.
+            total = self._sum(parameter, weight.stages, transport, weight.number)
             if parameter.requires_grad:
-                parameter.grad = self._sum(parameter, weight.stages, transport, tag)
+                parameter.grad = total
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         transport.finish_sends()

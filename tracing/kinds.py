@@ -28,8 +28,10 @@ _SAME_METHODS = frozenset(
     {"add", "clamp", "clone", "contiguous", "cumsum", "detach", "div", "eq", "float", "ge", "gt", "int", "le", "long",
      "lt", "masked_fill", "mul", "ne", "sub", "to", "transpose", "type", "type_as"}
 )  # fmt: skip
+_COMPARISONS = frozenset({operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge})
 _POINTWISE = frozenset(
-    {operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.eq, operator.ne,
+    {torch.where, torch.logical_and, torch.logical_or, torch.logical_not, operator.add, operator.sub,
+     operator.mul, operator.truediv, operator.floordiv, operator.eq, operator.ne,
      operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_}
 )  # fmt: skip
 _SAME_MODULES = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
@@ -51,7 +53,43 @@ def length_of(node: fx.Node, root: nn.Module) -> int | None:
         return _dimensions(node.args[0], root)
     if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[1], slice):
         return _length_of_slice(node.args[0], node.args[1], root)
+    if node.op == "call_function" and node.target is operator.add:
+        parts = [_length(argument, root) for argument in node.args]
+        return None if None in parts else sum(part for part in parts if part is not None)
     return None
+
+
+def constant_of(value: Any, root: nn.Module) -> Any:
+    """The value that a node has for all inputs of these kinds: a size that is written in the code, or a comparison
+    of such. ``None`` where it has none."""
+    if not isinstance(value, fx.Node):
+        return value
+    if value.op != "call_function":
+        return None
+    if value.target is operator.getitem:
+        return _written_size(value.args[0], value.args[1], root)
+    if value.target in _COMPARISONS:
+        sides = [constant_of(argument, root) for argument in value.args]
+        return None if None in sides else value.target(*sides)
+    return None
+
+
+def _written_size(shape: Any, index: Any, root: nn.Module) -> int | None:
+    asks_shape = isinstance(shape, fx.Node) and shape.target is getattr and shape.args[1] == "shape"
+    owner = shape.args[0] if asks_shape else None
+    if not isinstance(owner, fx.Node) or owner.op != "call_method" or not isinstance(index, int):
+        return None
+    if owner.target not in ("expand", "view", "reshape"):
+        return None
+    sizes = owner.args[1] if isinstance(owner.args[1], tuple | list) else owner.args[1:]
+    size = sizes[index] if -len(sizes) <= index < len(sizes) else None
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+def _length(value: Any, root: nn.Module) -> int | None:
+    if isinstance(value, fx.Node):
+        return length_of(value, root)
+    return len(value) if isinstance(value, tuple | list) else None
 
 
 def _infer(node: fx.Node, root: nn.Module) -> InputKind:

@@ -1,7 +1,10 @@
 """A proxy that also records assignments to its items, and knows what follows from the kinds of the inputs."""
 
+import dis
 import operator
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from torch import fx
@@ -42,8 +45,7 @@ class RecordingProxy(fx.Proxy):
         return super().__len__() if size is None else size
 
     def __iter__(self) -> Iterator[Any]:
-        size = _length(self)
-        return super().__iter__() if size is None else (operator.getitem(self, i) for i in range(size))
+        return _items(self, sys._getframe(1))
 
 
 class RecordingAttribute(fx.proxy.Attribute):
@@ -54,8 +56,7 @@ class RecordingAttribute(fx.proxy.Attribute):
         return super().__len__() if size is None else size
 
     def __iter__(self) -> Iterator[Any]:
-        size = _length(self)
-        return super().__iter__() if size is None else (operator.getitem(self, i) for i in range(size))
+        return _items(self, sys._getframe(1))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record a method call, unless its answer is known."""
@@ -85,3 +86,14 @@ def _kind(proxy: fx.Proxy) -> InputKind:
 def _length(proxy: fx.Proxy) -> int | None:
     root = getattr(proxy.tracer, "root", None)
     return None if root is None else length_of(proxy.node, root)
+
+
+def _items(proxy: fx.Proxy, caller: FrameType) -> Iterator[Any]:
+    """The items of a value whose length is known, or told by the caller's ``a, b = value``."""
+    size = _length(proxy)
+    if size is None:
+        code = caller.f_code.co_code
+        if dis.opname[code[caller.f_lasti]] != "UNPACK_SEQUENCE":
+            return proxy.tracer.iter(proxy)
+        size = code[caller.f_lasti + 1]
+    return (operator.getitem(proxy, i) for i in range(size))

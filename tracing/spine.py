@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from nxdpp.tracing.constructors import recorded_constructors
+from nxdpp.tracing.kinds import constant_of
 from nxdpp.tracing.opaque import record_opaque_call, recorded
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.swap import swapped
@@ -78,6 +79,11 @@ class SpineTracer(fx.Tracer):
         if m not in (self.submodule_paths or {}) and not any(m.parameters()):
             return record_opaque_call(m, args, kwargs)
         return super().call_module(m, forward, args, kwargs)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """The truth of a traced value that is the same for all inputs of these kinds; otherwise an error."""
+        constant = constant_of(obj.node, self.root)
+        return super().to_bool(obj) if constant is None else bool(constant)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node, with what models ask of a tensor beyond fx's own."""

@@ -1,5 +1,6 @@
 """What a node of the graph really uses of its arguments: their data, or only shape, dtype and device."""
 
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ _OF_SELF = frozenset(
 # Methods that use nothing but the metadata of the tensors they are given.
 _OF_OTHERS = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
+_KNOWN = re.compile(r"(torch|transformers|nxdpp)\b")
 _MASK_MODULE = "transformers.masking_utils"
 _MASK_REFERENCES = frozenset({"inputs_embeds", "input_embeds", 1})
 _RANDOM = frozenset(
@@ -42,13 +44,22 @@ def metadata_arguments(node: fx.Node, root: nn.Module) -> set[fx.Node]:
 
 
 def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
-    """Whether running ``node`` twice gives two results."""
+    """Whether running ``node`` twice may give two results.
+
+    Of modules and functions that neither torch nor transformers wrote, nothing is known: they may.
+    """
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return any(isinstance(child, nn.modules.dropout._DropoutNd) for child in module.modules())
+        return any(_may_draw(child) for child in module.modules())
     if node.op == "call_method":
         return node.target in _RANDOM_METHODS
+    if isinstance(node.target, OpaqueCall):
+        return not _KNOWN.match(getattr(node.target.function, "__module__", None) or "")
     return node.op == "call_function" and node.target in _RANDOM
+
+
+def _may_draw(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) or not _KNOWN.match(type(module).__module__)
 
 
 def _references(node: fx.Node, root: nn.Module) -> list[fx.Node]:

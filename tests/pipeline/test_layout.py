@@ -70,13 +70,18 @@ def test_a_dense_tensor_is_not_copied() -> None:
 
 def test_the_same_layout_passes_whatever_the_strides() -> None:
     check_layout("hidden", torch.randn(3, 2).T, layout_of(A))
-    check_layout("hidden", (A, 1), layout_of((A, 2)))
+    check_layout("hidden", (A, 1), layout_of((A, 1)))
 
 
 @pytest.mark.parametrize("value", [torch.randn(2, 4), A.double(), (A, A), None])
 def test_another_layout_is_refused(value: Any) -> None:
     with pytest.raises(RuntimeError, match=r"the value hidden that crosses stages is now .*it was float32\[2, 3\]"):
         check_layout("hidden", value, layout_of(A))
+
+
+def test_a_number_that_changes_from_microbatch_to_microbatch_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"is now float32\[2, 3\], 1; .* it was float32\[2, 3\], 2"):
+        check_layout("hidden", (A, 1), layout_of((A, 2)))
 
 
 def test_a_gradient_that_nobody_expects_is_refused() -> None:

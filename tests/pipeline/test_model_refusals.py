@@ -1,0 +1,176 @@
+"""What would give wrong numbers, or wait for ever, and what is done about it."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
+from nxdpp.pipeline.transport import Direction, Transport
+from tests.distributed import run_ranks
+from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+
+
+def start(stages: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+
+
+def record_order(rank: int) -> tuple[dict[Any, list[int]], dict[Any, list[int]]]:
+    """The tags sent to and received from each neighbour, in order, over a first step and a second."""
+    start(3)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=6)
+    sent, received = defaultdict(list), defaultdict(list)
+    send, post = Transport.send, Transport.post_receive
+
+    def recording_send(self: Transport, tensor: Any, peer: int, direction: Direction, tag: int, queue: int = 0) -> None:
+        sent[rank, peer, direction.name].append(tag)
+        send(self, tensor, peer, direction, tag, queue)
+
+    def recording_post(self: Transport, layout: Any, peer: int, direction: Direction, tag: int) -> Any:
+        received[peer, rank, direction.name].append(tag)
+        return post(self, layout, peer, direction, tag)
+
+    Transport.send, Transport.post_receive = recording_send, recording_post  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        wrapped.run_train(**padded_batch(12))
+    return dict(sent), dict(received)
+
+
+def test_messages_are_received_in_the_order_in_which_they_are_sent() -> None:
+    """Where there are no tags, as on NCCL, that is all that tells them apart; in a first step, too."""
+    ranks = run_ranks(3, record_order)
+    sent = {key: tags for rank in ranks for key, tags in rank[0].items()}
+    received = {key: tags for rank in ranks for key, tags in rank[1].items()}
+    assert len(sent) == 4
+    assert sent == received
+
+
+class Noise(nn.Module):
+    """No parameters, and another result each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        noisy = self.noise(x)
+        return {"out": self.blocks[1](self.blocks[0](noisy)), "noise": noisy}
+
+
+def draw(rank: int) -> bool:
+    start(2)
+    torch.manual_seed(0)
+    model = Noisy()
+    whole = reference(model)
+    torch.manual_seed(rank)
+    output = NxDPPModel(model, transformer_layer_cls=nn.Linear).run_eval(x=torch.zeros(3, 4))
+    return output is None or torch.equal(whole.blocks[1](whole.blocks[0](output["noise"])), output["out"])
+
+
+def test_noise_is_drawn_once() -> None:
+    assert run_ranks(2, draw) == [True, True]
+
+
+class ItsOwnInput(nn.Sequential):
+    """Changes its input in place, as one process lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(ItsOwnInput() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](self.first(x))).square().mean()  # type: ignore[no-any-return]
+
+
+def change_in_place(rank: int) -> None:
+    start(2)
+    torch.manual_seed(0)
+    model = Stack()
+    whole = reference(model)
+    wrapped = NxDPPModel(model, transformer_layer_cls=ItsOwnInput, num_microbatches=2)
+    x = torch.randn(4, 4)
+    wrapped.run_train(x=x)
+    for part in x.chunk(2):
+        (whole(part) / 2).backward()
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_a_layer_may_change_its_input_in_place() -> None:
+    run_ranks(2, change_in_place)
+
+
+def misuse(rank: int) -> None:
+    start(2)
+    batch = padded_batch(4)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2, output_loss_value_spec=(True, False))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"run_eval"):
+        wrapped.run_train(**batch)
+    with pytest.raises(TypeError, match=r"by name"):
+        wrapped.run_train(batch["input_ids"])
+    with pytest.raises(TypeError, match=r"pipeline_cuts='model.layers.1' must be a list"):
+        NxDPPModel(make("llama"), pipeline_cuts="model.layers.1")
+    with pytest.raises(TypeError, match=r"torch.nn.Module"):
+        NxDPPModel("llama")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\['model.layers'\], which stand above"):
+        apply_checkpoint(wrapped, ["model.layers"])
+    output = wrapped.run_eval(input_ids=batch["input_ids"])
+    assert (output is None) == (rank == 0)
+    assert output is None or output.logits.shape == (4, 10, 61)
+    wrapped.run_train(**batch)
+
+
+def test_misuse_is_said_and_changes_nothing() -> None:
+    run_ranks(2, misuse)
+
+
+def count_descriptions(rank: int) -> int:
+    start(2)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2)
+    described = 0
+    original = Transport.send_object
+
+    def counting(self: Transport, value: Any, destination: int, tag: int) -> None:
+        nonlocal described
+        described += 1
+        original(self, value, destination, tag)
+
+    Transport.send_object = counting  # type: ignore[method-assign]
+    for tokens in range(10, 15):
+        wrapped.run_train(**padded_batch(4), num_items_in_batch=tokens)
+    return described
+
+
+def test_a_number_that_changes_each_step_costs_no_description() -> None:
+    assert run_ranks(2, count_descriptions) == [1, 0]
+
+
+def broadcast(rank: int, default: torch.dtype) -> torch.Tensor:
+    start(2)
+    model = make("llama")
+    whole = reference(model)
+    torch.set_default_dtype(default)
+    wrapped = NxDPPModel(model, num_microbatches=2, broadcast_and_average_loss=True)
+    batch = padded_batch(4)
+    loss = wrapped.run_train(**batch)
+    assert isinstance(loss, torch.Tensor)
+    assert torch.equal(loss, torch.stack(train_in_one_process(whole, batch, 2)).mean().float())
+    return loss
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_loss_is_broadcast_whatever_the_default_dtype(default: torch.dtype) -> None:
+    run_ranks(2, broadcast, default)
