@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.kinds import constant_of
+from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.opaque import record_opaque_call, recorded
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.swap import swapped
@@ -59,6 +60,7 @@ class SpineTracer(fx.Tracer):
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
         """What holds while ``model`` is called: tensors it makes and wrapped functions are recorded."""
         with ExitStack() as stack:
+            stack.enter_context(unchanged_modules(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
             # fx itself looks for wrapped functions behind a module's forward, which a decorator hides.
             for source in sources(self.spine_modules(model), _TORCH):

@@ -76,6 +76,7 @@ def trace(
     except Exception as error:
         raise TracingError(_explain(module, inputs, error)) from error
     refuse_lost_changes(graph)
+    _refuse_constants(module, graph)
     _name_after_module(graph)
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     known = set(layer_names(module, options.layer_classes))
@@ -155,6 +156,16 @@ def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Trac
             return isinstance(m, leaves) or super().is_leaf_module(m, module_qualified_name)
 
     return WithLeaves
+
+
+def _refuse_constants(module: nn.Module, graph: fx.Graph) -> None:
+    constants = [n for n in graph.nodes if n.op == "get_attr" and not str(n.target).startswith(f"{ROOT}.")]
+    if constants:
+        raise TracingError(
+            f"{type(module).__name__}.forward makes {len(constants)} tensors outside the transformer layers "
+            f"({constants[0].target}), which this tracer turns into constants. Leave tracer_cls out, register them as "
+            f"buffers, or make the function that makes them a single node (autowrap_functions)."
+        )
 
 
 def _name_after_module(graph: fx.Graph) -> None:
