@@ -1,6 +1,7 @@
 """Checking the constructor's arguments before anything is done with them."""
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import fx, nn
 from transformers import PreTrainedModel
 
 from nxdpp.tracing.kinds import InputKind
+
+_logger = logging.getLogger(__name__)
 
 _TRACERS = ("hf", "torch")
 # What inputs of these names are, unless the first step says otherwise; other inputs of a transformer are tokens.
@@ -44,6 +47,21 @@ def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_c
     for name, value in lists.items():
         if isinstance(value, str | type):
             raise TypeError(f"{name}={value!r} must be a list: {name}=[{value!r}].")
+
+
+def warn_of_lost_hooks(module: nn.Module, layers: Sequence[str]) -> None:
+    """Say through the log which hooks will not run: those of modules that stand above layers."""
+    lost = []
+    for name, child in module.named_modules():
+        stands_above = not name or any(layer.startswith(f"{name}.") for layer in layers)
+        if stands_above and (child._forward_hooks or child._forward_pre_hooks or child._backward_hooks):
+            lost.append(name or type(module).__name__)
+    if lost:
+        _logger.warning(
+            "hooks of %s will not run: these modules stand above transformer layers and do not run as a whole on any "
+            "stage; hooks of layers and of the modules in them do run",
+            ", ".join(lost),
+        )
 
 
 def check_not_positional(values: Sequence[Any]) -> None:

@@ -120,6 +120,7 @@ class NxDPPModel(nn.Module):
             self.pipeline_cuts = even_cuts(self.layers, self.stages)
         else:
             self.pipeline_cuts = check_cuts(pipeline_cuts, self.layers, self.stages)
+        arguments.warn_of_lost_hooks(module, self.layers)
         layer_stages = stages_of_layers(self.pipeline_cuts, self.layers)
         self.stage_layers = [layer for layer, stage in layer_stages.items() if stage == self.stage]
         self.num_microbatches = num_microbatches

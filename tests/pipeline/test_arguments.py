@@ -131,3 +131,13 @@ def test_the_inputs_of_the_first_trace(
     make: Callable[[], nn.Module], names: list[str] | None, kinds: dict[str, InputKind]
 ) -> None:
     assert dict(arguments.first_inputs(make(), names)) == kinds
+
+
+def test_hooks_that_will_not_run_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("llama", layers=2)
+    model.model.layers[0].register_forward_hook(print)
+    arguments.warn_of_lost_hooks(model, ["model.layers.0", "model.layers.1"])
+    assert not caplog.records
+    model.model.register_forward_hook(print)
+    arguments.warn_of_lost_hooks(model, ["model.layers.0", "model.layers.1"])
+    assert "hooks of model will not run" in caplog.text
