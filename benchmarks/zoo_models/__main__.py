@@ -5,12 +5,10 @@ python -m benchmarks.zoo_models [TASK] [--type TYPE] [--jobs 2] [--traceback]
 
 import argparse
 import math
-import multiprocessing
 import time
 import traceback
 import warnings
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ import transformers.models.auto.modeling_auto  # noqa: F401  imported once, befo
 from transformers import PreTrainedModel, logging
 
 from benchmarks.zoo_models import SHAPES, TASKS, build, inputs, types
+from benchmarks.zoo_models.own_process import in_own_processes
 from benchmarks.zoo_models.special_cases import CANNOT_TRAIN
 
 TIME_LIMIT = 40.0  # seconds a type
@@ -46,47 +45,21 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run_all(task: str, chosen: list[str], jobs: int, with_traceback: bool) -> list[Result]:
-    waiting, results = chosen[::-1], list[Result]()
-    running: dict[Connection, tuple[str, ForkProcess, float]] = {}
-    fork = multiprocessing.get_context("fork")
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            model_type = waiting.pop()
-            reader, writer = fork.Pipe(duplex=False)
-            process = fork.Process(target=_try_type, args=(task, model_type, writer))
-            process.start()
-            writer.close()
-            running[reader] = (model_type, process, time.monotonic())
-        wait(list(running), timeout=0.5)
-        for reader, (model_type, process, started) in list(running.items()):
-            late = time.monotonic() - started > TIME_LIMIT
-            if not reader.poll() and not late:
-                continue
-            results.append(_received(reader, late))
-            process.kill()
-            process.join()
-            del running[reader]
-            results[-1]["note"] = CANNOT_TRAIN.get((task, model_type), results[-1]["note"])
-            _show(model_type, results[-1], with_traceback)
+    results = []
+    for model_type, received in in_own_processes(partial(_try_type, task), chosen, jobs, TIME_LIMIT):
+        result = _failed(str(received)) if isinstance(received, RuntimeError) else received
+        result["note"] = CANNOT_TRAIN.get((task, model_type), result["note"])
+        _show(model_type, result, with_traceback)
+        results.append(result)
     return results
-
-
-def _received(reader: Connection, late: bool) -> Result:
-    if not reader.poll() and late:
-        return _failed(f"not done after {TIME_LIMIT:.0f} s")
-    try:
-        received: Result = reader.recv()
-    except EOFError:
-        return _failed("the process ended without a result")
-    return received
 
 
 def _failed(failure: str) -> Result:
     return {"parameters": None, "losses": [], "seconds": TIME_LIMIT, "failure": failure, "traceback": "", "note": ""}
 
 
-def _try_type(task: str, model_type: str, writer: Connection) -> None:
-    """Build the type and train it on each shape; send what came of it. Runs in a process of its own."""
+def _try_type(task: str, model_type: str) -> Result:
+    """Build the type and train it on each shape; what came of it. Runs in a process of its own."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -103,7 +76,7 @@ def _try_type(task: str, model_type: str, writer: Connection) -> None:
         result["failure"] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
         result["traceback"] = traceback.format_exc()
     result["seconds"] = time.monotonic() - started
-    writer.send(result)
+    return result
 
 
 def _train(task: str, model: PreTrainedModel, shape_index: int) -> float:

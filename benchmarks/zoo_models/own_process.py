@@ -1,0 +1,51 @@
+"""Runs a function for each of many names, each in a process of its own that may crash or take too long."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+
+def in_own_processes(
+    function: Callable[[str], Any], names: Sequence[str], jobs: int, time_limit: float
+) -> Iterator[tuple[str, Any]]:
+    """Each name with what ``function(name)`` returned, as it comes, at most ``jobs`` at a time.
+
+    Processes are forked, so that what is imported is imported once. In the place of a result that did not come
+    within ``time_limit`` seconds, or of a process that ended without one, stands a ``RuntimeError`` that says so.
+    """
+    waiting = list(names[::-1])
+    running: dict[Connection, tuple[str, ForkProcess, float]] = {}
+    fork = multiprocessing.get_context("fork")
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop()
+            reader, writer = fork.Pipe(duplex=False)
+            process = fork.Process(target=_send_result, args=(function, name, writer))
+            process.start()
+            writer.close()
+            running[reader] = (name, process, time.monotonic())
+        wait(list(running), timeout=0.5)
+        for reader, (name, process, started) in list(running.items()):
+            late = time.monotonic() - started > time_limit
+            if reader.poll() or late:
+                result = _received(reader, time_limit)
+                process.kill()
+                process.join()
+                del running[reader]
+                yield name, result
+
+
+def _send_result(function: Callable[[str], Any], name: str, writer: Connection) -> None:
+    writer.send(function(name))
+
+
+def _received(reader: Connection, time_limit: float) -> Any:
+    if not reader.poll():
+        return RuntimeError(f"not done after {time_limit:.0f} s")
+    try:
+        return reader.recv()
+    except EOFError:
+        return RuntimeError("the process ended without a result")
