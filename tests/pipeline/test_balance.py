@@ -125,13 +125,13 @@ def test_what_does_not_fit_is_said_in_numbers() -> None:
     gib = 2**30
     costs = _layers([1] * 4, state=[2 * gib] * 4, activations=[gib] * 4)
 
-    with pytest.raises(ValueError, match="no cut of 4 layers over 2 stages fits into the limit of 7.00 GiB") as caught:
+    with pytest.raises(ValueError, match=r"no cut of 4 layers over 2 .* limit of 7\.00 GiB") as caught:
         balanced_cuts(costs, 2, memory=MemoryLimit(7 * gib, [2, 1]))
 
     assert "needs 8.00 GiB on stage 0" in str(caught.value)
     assert "2 microbatches in flight" in str(caught.value)
     assert "more pipeline stages" in str(caught.value)
-    with pytest.raises(ValueError, match="no cut into 2 chunks on each of 2 ranks was found within the limit of 7.00"):
+    with pytest.raises(ValueError, match=r"no cut into 2 chunks on each of 2 .* limit of 7\.00"):
         balanced_cuts(costs, 2, 2, MemoryLimit(7 * gib, [2, 1]))
 
 
