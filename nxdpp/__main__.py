@@ -1,0 +1,130 @@
+"""``python -m nxdpp``: what can be known of a pipeline without running it.
+
+::
+
+    python -m nxdpp plan CONFIG --pipeline-parallel-size 4 --num-microbatches 16
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nxdpp.pipeline.plan import StageSummary
+
+_GIB = 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that ``arguments`` name (by default those of the process); its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        _plan(options)
+    except (ValueError, RuntimeError) as error:
+        print(f"nxdpp plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nxdpp", description="Pipeline-parallel training of PyTorch models."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="print what each stage will compute, hold and send",
+        description="Print what each stage of a pipeline will compute, hold and send. Nothing is allocated.",
+    )
+    plan.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
+    plan.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="number of stages")
+    plan.add_argument("--num-microbatches", type=_count, required=True, metavar="N", help="microbatches of a step")
+    plan.add_argument("--batch-size", type=_count, metavar="N", help="samples of a step (one a microbatch)")
+    plan.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample (2048, or what there is)")
+    plan.add_argument("--partition", choices=("even", "balanced"), default="even", help="how to cut (even)")
+    plan.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from nxdpp.pipeline.configured_model import build_on_meta, microbatch_on_meta, read_configuration
+    from nxdpp.pipeline.plan import summarise_stages
+
+    microbatches = options.num_microbatches
+    batch = options.batch_size or microbatches
+    if batch % microbatches:
+        raise ValueError(
+            f"a batch of {batch} does not divide into {microbatches} microbatches. Use a multiple of {microbatches}."
+        )
+    model = build_on_meta(read_configuration(options.config))
+    inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
+    limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
+    stages = summarise_stages(
+        model, inputs, options.pipeline_parallel_size, microbatches, options.partition, memory_limit=limit
+    )
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
+    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages)
+
+
+def _show(title: str, stages: "Sequence[StageSummary]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("stage", "layers", title=title)
+    for name in (
+        "parameters", "TFLOPs forward", "TFLOPs backward", "weights", "gradients", "AdamW", "peak activations",
+        "crosses: tensors", "bytes",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for index, stage in enumerate(stages):
+        mark = " *" if stage.estimated else ""
+        table.add_row(
+            str(index),
+            f"{len(stage.layers)}: {_short(stage.layers[0])}..{_short(stage.layers[-1])}",
+            f"{stage.state.parameters:,}",
+            f"{stage.forward / 1e12:.4g}{mark}",
+            f"{stage.backward / 1e12:.4g}{mark}",
+            _bytes(stage.state.weights),
+            _bytes(stage.state.gradients),
+            _bytes(stage.state.optimizer),
+            f"{_bytes(stage.peak_activations)}{mark}",
+            str(stage.sent_tensors),
+            _bytes(stage.sent_bytes),
+        )
+    # Read by people and by scripts: as wide as it is, where the output is no terminal.
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    work = [stage.forward + stage.backward for stage in stages]
+    console.print(f"slowest stage / mean: {max(work) / (sum(work) / len(work)):.3f}")
+    if any(stage.estimated for stage in stages):
+        console.print("* estimated from the parameters: layers there cannot run without data")
+    console.print("FLOPs, and what crosses in the forward, are of one microbatch; activations are peaks under 1F1B.")
+
+
+def _short(layer: str) -> str:
+    return layer.rpartition(".")[2]
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
