@@ -16,6 +16,7 @@ from nxdpp.pipeline.local_module import build_local_module, free_others, local_n
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
+from nxdpp.pipeline.partition_by_cost import check_partition, cuts_by_cost
 from nxdpp.pipeline.placement import Owners, layers_in_order
 from nxdpp.pipeline.program import StageProgram
 from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
@@ -61,6 +62,9 @@ class NxDPPModel(nn.Module):
         auto_partition: split the layers evenly, said explicitly; excludes ``pipeline_cuts``.
         deallocate_pipeline_outputs: free an activation once it is sent; only its place in the autograd graph
             is kept for the backward.
+        partition: ``"even"``, or ``"balanced"``: cut so that the slowest stage has the fewest FLOPs, counted for
+            microbatches like ``partition_batch``; excludes ``pipeline_cuts`` and ``auto_partition``.
+        partition_batch: for ``"balanced"``, the inputs of one microbatch with labels; meta tensors will do.
 
     Raises:
         ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
@@ -89,6 +93,8 @@ class NxDPPModel(nn.Module):
         use_zero1_optimizer: bool = False,
         auto_partition: bool | None = False,
         deallocate_pipeline_outputs: bool = False,
+        partition: str = "even",
+        partition_batch: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         arguments.check_kinds(module, pipeline_cuts, input_names, leaf_module_cls)
@@ -104,6 +110,7 @@ class NxDPPModel(nn.Module):
             arguments.check_names(module, input_names, "input_names")
         if auto_partition and pipeline_cuts is not None:
             raise ValueError("auto_partition=True and pipeline_cuts exclude each other: give one of them.")
+        check_partition(partition, partition_batch, pipeline_cuts, auto_partition)
 
         options = TracingOptions(
             layer_classes=find_layer_classes(module, transformer_layer_cls),
@@ -116,10 +123,12 @@ class NxDPPModel(nn.Module):
         kinds = arguments.first_inputs(module, input_names)
         first = self._programs.trace(Variant(tuple(sorted(kinds.items())), (), module.training))
         self.layers = layers_in_order(first, layer_names(module, options.layer_classes))
-        if pipeline_cuts is None:
-            self.pipeline_cuts = even_cuts(self.layers, self.stages)
-        else:
+        if pipeline_cuts is not None:
             self.pipeline_cuts = check_cuts(pipeline_cuts, self.layers, self.stages)
+        elif partition_batch is not None:
+            self.pipeline_cuts = cuts_by_cost(module, partition_batch, options, self.layers, self.stages)
+        else:
+            self.pipeline_cuts = even_cuts(self.layers, self.stages)
         arguments.warn_of_lost_hooks(module, self.layers)
         layer_stages = stages_of_layers(self.pipeline_cuts, self.layers)
         self.stage_layers = [layer for layer, stage in layer_stages.items() if stage == self.stage]
