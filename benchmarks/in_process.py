@@ -1,11 +1,12 @@
 """All stages of a pipeline in one process, one microbatch after the other: slow, and exactly the same numbers."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.engine import Engine
@@ -28,17 +29,17 @@ _BACKWARD = (ActionKind.RECEIVE_GRADIENT, ActionKind.BACKWARD, ActionKind.SEND_G
 
 
 def layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The layers that the model declares; where it declares none, the largest that stand in its lists."""
+    """The layers that the model declares; where it declares none, what transformers can checkpoint in its lists, or
+    the class in its lists with the most parameters."""
     try:
         return find_layer_classes(module, None)
     except ValueError:
-        lists = [list(child) for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > 1]
-        sizes: dict[type[nn.Module], int] = {}
-        for members in lists:
-            for member in members:
-                size = sum(parameter.numel() for parameter in member.parameters())
-                sizes[type(member)] = sizes.get(type(member), 0) + size
-        return (max(sizes, key=lambda kind: sizes[kind]),)
+        lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > 1]
+        sizes: Counter[type[nn.Module]] = Counter()
+        for member in (member for modules in lists for member in modules):
+            sizes[type(member)] += sum(parameter.numel() for parameter in member.parameters())
+        layers = tuple(kind for kind in sizes if issubclass(kind, GradientCheckpointingLayer))
+        return layers or (sizes.most_common(1)[0][0],)
 
 
 class LocalPipeline:

@@ -95,8 +95,10 @@ def _length(value: Any, root: nn.Module) -> int | None:
 def _infer(node: fx.Node, root: nn.Module) -> InputKind:
     if node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
-        tensor = getattr(root.get_submodule(owner), name)
-        return InputKind(tensor.ndim, tensor.dtype) if isinstance(tensor, torch.Tensor) else UNKNOWN
+        module = root.get_submodule(owner)
+        # Not by getattr, which gives a traced value while a model is traced.
+        tensor = module._parameters.get(name, module._buffers.get(name))
+        return UNKNOWN if tensor is None else InputKind(tensor.ndim, tensor.dtype)
     if node.op == "call_module":
         return _of_module(node, root)
     if node.op == "call_method":
