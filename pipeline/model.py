@@ -176,6 +176,7 @@ class NxDPPModel(nn.Module):
         Raises:
             ValueError, TypeError: for inputs that cannot be used, before anything is sent.
             TracingError: for inputs with which the model cannot be traced.
+            RuntimeError: where gradients are off, and for a step that fails, which ends all ranks.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("run_train needs gradients, and they are off (torch.no_grad()): use run_eval there.")
