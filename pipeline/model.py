@@ -49,7 +49,8 @@ class NxDPPModel(nn.Module):
         return_mb_loss: return a list with the loss of each microbatch in place of their mean.
         broadcast_and_average_loss: return the mean loss, over data-parallel ranks too, on every rank.
         pipeline_cuts: names of the layers after which to cut, one fewer than there are stages; by default the
-            layers are split evenly, more of them on the later stages.
+            layers are split evenly, more of them on the later stages. A cut after the last layer leaves the last
+            stage the norm and the head.
         input_names: names of the inputs; ``run_train`` then takes exactly those. By default any.
         leaf_module_cls: classes, or names of classes, of modules that are not traced through.
         autowrap_functions: Python functions that are not traced through.
@@ -142,7 +143,7 @@ class NxDPPModel(nn.Module):
         self._transport: Transport | None = None
         # The whole model, for tracing; not a submodule, because most of it is not here.
         self.__dict__["original_module"] = module
-        self._take_own_part(module, self._programs.place(first, layer_stages))
+        self._take_own_part(module, self._programs.place(first, layer_stages, self.stages))
         self.train(module.training)
 
     original_module: nn.Module

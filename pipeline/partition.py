@@ -18,10 +18,12 @@ def even_cuts(layers: Sequence[str], stages: int) -> list[str]:
 def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int) -> list[str]:
     """``cuts`` in the order of the layers.
 
-    Raises ``ValueError`` for a name that is no layer or stands twice, for another number of cuts than
-    ``stages`` needs, for a cut after the last layer, and where there are fewer layers than stages.
+    After the last layer may be cut too: the last stage then has what follows it, the norm and the head. Raises
+    ``ValueError`` for a name that is no layer or stands twice, and for another number of cuts than ``stages`` needs.
     """
-    _check_enough(layers, stages)
+    # One more stage than layers: the last has none.
+    if stages > len(layers) + 1:
+        _check_enough(layers, stages)
     unknown = [cut for cut in cuts if cut not in layers]
     if unknown:
         raise ValueError(
@@ -36,16 +38,14 @@ def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int) -> list[
             f"pipeline_cuts has {len(cuts)} names, but {stages} stages need {stages - 1} cuts. "
             f"Given: {list(cuts)}; the layers are: {', '.join(layers)}."
         )
-    if layers[-1] in cuts:
-        raise ValueError(
-            f"pipeline_cuts names {layers[-1]}, the last transformer layer: the stage after it would have none. "
-            f"The layers that can be cut after are: {', '.join(layers[:-1])}."
-        )
     return sorted(cuts, key=list(layers).index)
 
 
 def stages_of_layers(cuts: Sequence[str], layers: Sequence[str]) -> dict[str, int]:
-    """The stage of each layer; ``cuts`` stand in the order of ``layers``."""
+    """The stage of each layer; ``cuts`` stand in the order of ``layers``.
+
+    With a cut after the last layer there is one more stage, which has no layer.
+    """
     stage = 0
     stages = {}
     for layer in layers:

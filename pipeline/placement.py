@@ -49,15 +49,20 @@ def check_layers_ran(traced: TracedModel, layers: Sequence[str]) -> None:
 
 
 def place_nodes(
-    traced: TracedModel, root: nn.Module, layer_stages: Mapping[str, int], owners: Owners | None = None
+    traced: TracedModel,
+    root: nn.Module,
+    layer_stages: Mapping[str, int],
+    owners: Owners | None = None,
+    number: int | None = None,
 ) -> dict[fx.Node, int]:
     """The stage of each node that has one.
 
     ``owners`` tells where parameters already are; a module then runs where its parameters are. Without it the
-    order of execution alone decides.
+    order of execution alone decides. ``number`` is that of the stages, by default those that have layers; one
+    more has what follows the last layer.
     """
     stages: dict[fx.Node, int] = {}
-    last = max(layer_stages.values())
+    last = max(layer_stages.values()) if number is None else number - 1
     ends = {stage: layer for layer, stage in layer_stages.items()}
     current = 0
     for node in traced.graph.nodes:
@@ -89,6 +94,15 @@ def parameter_owners(nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
         previous = stages or by_identity[id(parameters[name])] or {max(previous)}
         owners[name] = set(previous)
     return owners
+
+
+def check_last_stage(owners: Owners, stages: int, layer: str) -> None:
+    """Raise ``ValueError`` where the last of ``stages`` holds no parameter: nothing follows the last ``layer``."""
+    if not any(stages - 1 in held for held in owners.values()):
+        raise ValueError(
+            f"the last of {stages} pipeline stages would have no parameters: no module with any runs after {layer}, "
+            f"the last transformer layer. Cut earlier (pipeline_cuts), or use fewer stages."
+        )
 
 
 def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.loss import LossSpec, pick_loss
-from nxdpp.pipeline.placement import Owners, check_layers_ran, parameter_owners, place_nodes
+from nxdpp.pipeline.placement import Owners, check_last_stage, check_layers_ran, parameter_owners, place_nodes
 from nxdpp.pipeline.program import StageProgram
 from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.errors import TracingError
@@ -64,6 +64,7 @@ class ProgramCache:
     ) -> None:
         self._module = module
         self._layer_stages: Mapping[str, int] = {}
+        self._stages = 0
         self._options = options
         self._loss_spec = loss_spec
         self._stage = stage
@@ -76,20 +77,25 @@ class ProgramCache:
         constants = {name: value for name, _, value in variant.constants}
         return trace(self._module, dict(variant.traced), constants, self._options)
 
-    def place(self, first: TracedModel, layer_stages: Mapping[str, int]) -> Owners:
+    def place(self, first: TracedModel, layer_stages: Mapping[str, int], stages: int | None = None) -> Owners:
         """Decide by the ``first`` graph which stages hold which parameter; modules run there from now on.
 
-        ``layer_stages`` is the stage of each transformer layer, in order.
+        ``layer_stages`` is the stage of each transformer layer, in order; ``stages`` the number of stages, by
+        default those that have layers. Raises ``ValueError`` where the last stage would have no parameters.
         """
         self._layer_stages = layer_stages
-        self._owners = parameter_owners(place_nodes(first, self._module, layer_stages), self._module)
+        self._stages = max(layer_stages.values()) + 1 if stages is None else stages
+        placed = place_nodes(first, self._module, layer_stages, number=self._stages)
+        self._owners = parameter_owners(placed, self._module)
+        if self._stages - 1 not in layer_stages.values():
+            check_last_stage(self._owners, self._stages, list(layer_stages)[-1])
         return self._owners
 
     def _placed(self, variant: Variant) -> TracedVariant:
         if variant not in self._variants:
             traced = self.trace(variant)
             check_layers_ran(traced, list(self._layer_stages))
-            placed = place_nodes(traced, self._module, self._layer_stages, self._owners)
+            placed = place_nodes(traced, self._module, self._layer_stages, self._owners, self._stages)
             (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
             output = pytree.tree_unflatten(list(values), traced.output_spec)
             self._variants[variant] = TracedVariant(traced, placed, output)
@@ -146,8 +152,7 @@ class ProgramCache:
 
     def _build(self, variant: TracedVariant, ends_with: str, results: list[fx.Node]) -> StageProgram:
         if ends_with not in variant.plans:
-            stages = max(self._layer_stages.values()) + 1
-            variant.plans[ends_with] = plan_stages(variant.traced, self._module, variant.placed, results, stages)
+            variant.plans[ends_with] = plan_stages(variant.traced, self._module, variant.placed, results, self._stages)
         plans = variant.plans[ends_with]
         module = build_stage(plans[self._stage], variant.traced, self._module, variant.placed)
         edges = frozenset((maker, plan.stage) for plan in plans for maker in plan.received.values())

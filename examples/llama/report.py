@@ -98,6 +98,8 @@ class TrainingReport:
 
 def _span(layers: list[str]) -> str:
     """``model.layers.2-3`` for the neighbours ``model.layers.2`` and ``model.layers.3``."""
+    if not layers:
+        return "none"
     return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1].rpartition('.')[2]}"
 
 

@@ -102,7 +102,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pipeline_cuts": ["model.layers.9"]}, ValueError, r"\['model.layers.9'\].*model.layers.0, model.layers.1"),
     ({"pipeline_cuts": ["model.layers.0", "model.layers.0"]}, ValueError, "more than once"),
     ({"pipeline_cuts": ["model.layers.0", "model.layers.1"]}, ValueError, "2 names, but 2 stages need 1 cuts"),
-    ({"pipeline_cuts": ["model.layers.3"]}, ValueError, "the last transformer layer"),
     ({"pipeline_cuts": []}, ValueError, "0 names, but 2 stages need 1 cuts"),
     ({"transformer_layer_cls": "NoSuchLayer"}, ValueError, "NoSuchLayer"),
     ({"transformer_layer_cls": nn.Conv2d}, ValueError, "has no module of that class"),

