@@ -43,7 +43,7 @@ def train(rank: int, name: str) -> None:
     tied = differences.pop("transformer.wte.weight", None) or differences.pop("lm_head.weight", None)
     assert tied is None or tied < 1e-6
     assert differences == {}
-    with pytest.raises(ValueError, match="no parameters: no module with any runs after layers.1, the last"):
+    with pytest.raises(ValueError, match=r"no parameters: .* after layers\.1, the last"):
         NxDPPModel(Headless(), transformer_layer_cls=nn.Linear, pipeline_cuts=["layers.0", "layers.1"])
 
 
