@@ -41,7 +41,7 @@ class NxDPPModel(nn.Module):
     Args:
         module: the model, with the same weights on every rank.
         transformer_layer_cls: class, or name of a class, of the layers after which can be cut; by default what
-            a Hugging Face model declares in ``_no_split_modules``.
+            a Hugging Face model declares in ``_no_split_modules``, or its ``GradientCheckpointingLayer`` classes.
         num_microbatches: into how many microbatches a batch is split.
         virtual_pipeline_size: 1; more is not built yet.
         output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss; by default the

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
@@ -11,7 +13,8 @@ def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> 
 
     ``transformer_layer_cls`` is a class, the name of one, or several of either. Without it, a Hugging Face
     model's own ``_no_split_modules`` are taken, as far as their instances stand in a list of the model
-    (an embedding that must not be split is no layer).
+    (an embedding that must not be split is no layer); where there are none, its ``GradientCheckpointingLayer``
+    classes, as far as theirs do.
 
     Raises ``ValueError`` where that gives no layer.
     """
@@ -60,26 +63,24 @@ def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -
 
 
 def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    declared = getattr(module, "_no_split_modules", None)
-    if declared is None:
-        raise ValueError(
-            f"{type(module).__name__} does not declare its transformer layers (no _no_split_modules, which "
-            f"Hugging Face models have). Pass transformer_layer_cls; lists of modules in it hold: "
-            f"{_names(_listed_classes(module)) or 'nothing'}."
-        )
-    classes = tuple(cls for cls in _listed_classes(module) if cls.__name__ in set(declared))
+    listed = _listed_classes(module)
+    declared = set(getattr(module, "_no_split_modules", None) or ())
+    classes = [cls for cls in listed if cls.__name__ in declared]
+    if not classes and isinstance(module, PreTrainedModel):
+        classes = [cls for cls in listed if issubclass(cls, GradientCheckpointingLayer)]
     if not classes:
         raise ValueError(
-            f"{type(module).__name__} declares _no_split_modules={sorted(declared)}, and none of them stands in "
-            f"a list of modules. Pass transformer_layer_cls; lists of modules in it hold: "
-            f"{_names(_listed_classes(module)) or 'nothing'}."
+            f"{type(module).__name__} does not declare its transformer layers (_no_split_modules="
+            f"{sorted(declared) or None}, and no GradientCheckpointingLayer in a list of modules). Pass "
+            f"transformer_layer_cls; lists of modules in it hold: {_names(listed) or 'nothing'}."
         )
-    return classes
+    return tuple(classes)
 
 
 def _listed_classes(module: nn.Module) -> list[type[nn.Module]]:
     lists = (child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential))
-    return list(dict.fromkeys(type(member) for modules in lists for member in modules))
+    members = dict.fromkeys(type(member) for modules in lists for member in modules)
+    return [cls for cls in members if not issubclass(cls, nn.ModuleList)]
 
 
 def _names(classes: Iterable[type[nn.Module]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from nxdpp.tracing.constructors import recorded_constructors
+from nxdpp.tracing.direct_calls import recorded_direct_calls
 from nxdpp.tracing.kinds import constant_of
 from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.opaque import record_opaque_call, recorded
@@ -62,6 +63,8 @@ class SpineTracer(fx.Tracer):
         with ExitStack() as stack:
             stack.enter_context(unchanged_modules(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
+            leaves = (module for name, module in model.named_modules() if name not in self._spine)
+            stack.enter_context(recorded_direct_calls(self, leaves))
             # fx itself looks for wrapped functions behind a module's forward, which a decorator hides.
             for source in sources(self.spine_modules(model), _TORCH):
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}

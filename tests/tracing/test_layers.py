@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import transformers
 from torch import nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -80,12 +81,30 @@ def test_a_plain_model_must_be_told() -> None:
         find_layer_classes(PlainModel(), None)
 
 
-def test_declared_layers_that_stand_in_no_list() -> None:
+def test_what_transformers_can_checkpoint_where_nothing_in_a_list_is_declared() -> None:
     model = make_model("llama", layers=2)
-    model._no_split_modules = {"LlamaRotaryEmbedding"}
+    for declared in ({"LlamaRotaryEmbedding"}, set(), None):
+        model._no_split_modules = declared
 
-    with pytest.raises(ValueError, match=r"_no_split_modules=\['LlamaRotaryEmbedding'\].*hold: LlamaDecoderLayer"):
+        assert [cls.__name__ for cls in find_layer_classes(model, None)] == ["LlamaDecoderLayer"]
+
+
+def test_declared_layers_that_stand_in_no_list() -> None:
+    config = transformers.MPNetConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.MPNetForMaskedLM(config)
+    model._no_split_modules = ["MPNetEmbeddings"]
+
+    with pytest.raises(ValueError, match=r"_no_split_modules=\['MPNetEmbeddings'\].*hold: MPNetLayer\."):
         find_layer_classes(model, None)
+
+
+def test_a_list_of_lists_is_told_by_what_the_inner_lists_hold() -> None:
+    module = nn.ModuleList(nn.ModuleList(PlainLayer() for _ in range(2)) for _ in range(2))
+
+    with pytest.raises(ValueError, match=r"hold: PlainLayer\."):
+        find_layer_classes(module, None)
 
 
 def test_a_declared_embedding_is_no_layer() -> None:
