@@ -1,12 +1,11 @@
 """All stages of a pipeline in one process, one microbatch after the other: slow, and exactly the same numbers."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.engine import Engine
@@ -28,29 +27,24 @@ _FORWARD = (ActionKind.RECEIVE_ACTIVATION, ActionKind.FORWARD, ActionKind.SEND_A
 _BACKWARD = (ActionKind.RECEIVE_GRADIENT, ActionKind.BACKWARD, ActionKind.SEND_GRADIENT)
 
 
-def layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The layers that the model declares; where it declares none, what transformers can checkpoint in its lists, or
-    the class in its lists with the most parameters."""
-    try:
-        return find_layer_classes(module, None)
-    except ValueError:
-        lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > 1]
-        sizes: Counter[type[nn.Module]] = Counter()
-        for member in (member for modules in lists for member in modules):
-            sizes[type(member)] += sum(parameter.numel() for parameter in member.parameters())
-        layers = tuple(kind for kind in sizes if issubclass(kind, GradientCheckpointingLayer))
-        return layers or (sizes.most_common(1)[0][0],)
-
-
 class LocalPipeline:
-    """``module`` cut into ``stages``, all of them here; parameters that stages share stay one."""
+    """``module`` cut into ``stages``, all of them here; parameters that stages share stay one.
 
-    def __init__(self, module: nn.Module, stages: int) -> None:
+    ``transformer_layer_cls`` and ``input_names`` are those of ``NxDPPModel``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: int,
+        transformer_layer_cls: Any | None = None,
+        input_names: Sequence[str] | None = None,
+    ) -> None:
         self.stages = stages
         self._module = module
-        options = TracingOptions(layer_classes(module))
+        options = TracingOptions(find_layer_classes(module, transformer_layer_cls))
         self._cache = ProgramCache(module, options, None, 0)
-        kinds = arguments.first_inputs(module, None)
+        kinds = arguments.first_inputs(module, input_names)
         first = self._cache.trace(Variant(tuple(sorted(kinds.items())), (), module.training))
         layers = layers_in_order(first, layer_names(module, options.layer_classes))
         self._cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
@@ -61,8 +55,8 @@ class LocalPipeline:
         self._cache.loss_program(variant)
         return variant, variant.plans["loss"]
 
-    def train(self, inputs: Mapping[str, Any], microbatches: int) -> list[torch.Tensor]:
-        """Forward and backward of all microbatches; the losses. Gradients are added to ``.grad``."""
+    def train(self, inputs: Mapping[str, Any], microbatches: int, backward: bool = True) -> list[torch.Tensor]:
+        """Forward of all microbatches, and ``backward``; the losses. Gradients are added to ``.grad``."""
         variant, plans = self.plans(inputs)
         parts = split_inputs(inputs, microbatches)
         messages: dict[Any, deque[Any]] = {}
@@ -71,11 +65,11 @@ class LocalPipeline:
             stage = build_stage(plan, variant.traced, self._module, variant.placed)
             program = StageProgram(plan, stage, frozenset())
             transport: Any = _Loopback(plan.stage, messages)
-            engines.append(Engine(program, None, transport, parts, _CPU, True, True, StepTimer(_CPU), None))
+            engines.append(Engine(program, None, transport, parts, _CPU, backward, True, StepTimer(_CPU), None))
         for microbatch in range(microbatches):
             for engine, plan in zip(engines, plans, strict=True):
                 engine.run(_actions(plan, microbatch, _FORWARD, plan.received, plan.sent))
-            for engine, plan in reversed(list(zip(engines, plans, strict=True))):
+            for engine, plan in reversed(list(zip(engines, plans, strict=True)) if backward else []):
                 engine.run(_actions(plan, microbatch, _BACKWARD, plan.sent, plan.received))
         return [result[0] for result in engines[-1].results]
 

@@ -10,14 +10,18 @@ type is
 - exact: equal to the last bit, but for the gradient of a tied weight, a sum in another order;
 - to rounding: every gradient's difference is below 1e-5 of its own greatest value (of a thousandth of the model's,
   where it is smaller than that: the gradient of an attention's key bias is zero but for rounding);
-- refused: with a message of ours;
+- refused: with a message of ours that names the construct, its file and line;
 - failing: with another error, which is not yet the clear refusal that it should be;
-- wrong: anything else. There must be none.
+- wrong: anything else.
+
+There must be none that is failing or wrong: the exit status is then 1.
 """
 
 import argparse
 import copy
 import os
+import re
+import sys
 import traceback
 import warnings
 from collections import Counter
@@ -30,9 +34,21 @@ import transformers
 import transformers.models.auto.modeling_auto
 from rich.console import Console
 
+from benchmarks.comparison import distance
 from benchmarks.in_process import LocalPipeline
-from benchmarks.zoo_models import CANNOT_TRAIN, SHAPES, TASKS, build, inputs, types
+from benchmarks.zoo_models import (
+    ARGUMENTS,
+    CANNOT_TRAIN,
+    NO_GRADIENT_IN_EVAL,
+    NOTES,
+    SHAPES,
+    TASKS,
+    build,
+    inputs,
+    types,
+)
 from benchmarks.zoo_models.own_process import in_own_processes
+from nxdpp.tracing.errors import TracingError
 
 TIME_LIMIT = 120.0  # seconds a type
 MICROBATCHES = 4
@@ -62,6 +78,8 @@ def main() -> None:
         console.print(_summary(task, verdicts[task]))
     if arguments.output:
         arguments.output.write_text(_page(verdicts))
+    if any(verdict.kind in ("failing", "WRONG") for found in verdicts.values() for verdict in found.values()):
+        sys.exit(1)
 
 
 def judge(task: str, model_type: str) -> Verdict:
@@ -74,59 +92,39 @@ def judge(task: str, model_type: str) -> Verdict:
     model = build(task, model_type)
     whole = _without_cache(copy.deepcopy(model))
     worst, crossing = 0.0, ""
+    given = ARGUMENTS.get(model_type, {})
     for stages in (2, 4):
         try:
-            LocalPipeline(build(task, model_type, "meta"), stages)
-            pipeline = LocalPipeline(model, stages)
+            LocalPipeline(build(task, model_type, "meta"), stages, **given)
+            pipeline = LocalPipeline(model, stages, **given)
             for training in (True, False):
                 model.train(training)
                 whole.train(training)
                 for shape in range(len(SHAPES)):
-                    worst = max(worst, _distance(pipeline, model, whole, inputs(task, model, shape)))
-            _, plans = pipeline.plans(inputs(task, model, 0))
+                    with torch.set_grad_enabled(training or model_type not in NO_GRADIENT_IN_EVAL):
+                        off = distance(pipeline, model, whole, inputs(task, model, shape), MICROBATCHES)
+                    worst = max(worst, off)
+            crossing = _crossing(pipeline, inputs(task, model, 0))
         except Exception as error:
-            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-            kind = "refused" if f"{os.sep}nxdpp{os.sep}" in raised_in else "failing"
+            kind = "refused" if is_refusal(error) else "failing"
             return Verdict(kind, "", f"{stages} stages: {type(error).__name__}: {error}")
-        crossing = " ".join(str(len(plan.received)) for plan in plans[1:])
+    how = [NOTES[model_type]] if model_type in NOTES else []
+    how += [f"{name}={value}" for name, value in given.items()]
     if worst == 0:
-        return Verdict("exact", crossing, "")
-    return Verdict("to rounding" if worst < ROUNDING else "WRONG", crossing, f"{worst:.1e}")
+        return Verdict("exact", crossing, "; ".join(how))
+    return Verdict("to rounding" if worst < ROUNDING else "WRONG", crossing, "; ".join([f"{worst:.1e}", *how]))
 
 
-def _distance(pipeline: LocalPipeline, model: Any, whole: Any, batch: dict[str, torch.Tensor]) -> float:
-    """0 where every number is equal, otherwise the greatest difference."""
-    model.zero_grad()
-    whole.zero_grad()
-    ours = pipeline.train(batch, MICROBATCHES)
-    theirs = []
-    for part in _microbatches(batch):
-        loss = whole(**part).loss
-        (loss / MICROBATCHES).backward()
-        theirs.append(loss.detach())
-    differences = [abs(a - b).item() / max(abs(b).item(), 1e-6) for a, b in zip(ours, theirs, strict=True)]
-    return float(max(*differences, *_gradient_distances(model, whole)))
+def _crossing(pipeline: LocalPipeline, batch: dict[str, torch.Tensor]) -> str:
+    _, plans = pipeline.plans(batch)
+    return " ".join(str(len(plan.received)) for plan in plans[1:])
 
 
-def _gradient_distances(model: Any, whole: Any) -> list[float]:
-    names = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
-    gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
-    scale = max(gradient.abs().max().item() for gradient in gradients)
-    distances = []
-    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        a = torch.zeros_like(ours) if ours.grad is None else ours.grad
-        b = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        own_scale = max(b.abs().max().item(), scale / 1000)
-        distance = 0.0 if torch.equal(a, b) else (a - b).abs().max().item() / own_scale
-        is_tied = names[id(theirs)] > 1
-        distances.append(0.0 if is_tied and distance < ROUNDING else distance)
-    return distances
-
-
-def _microbatches(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    rows = max(value.size(0) for value in batch.values())
-    split = {n: v.chunk(MICROBATCHES) if v.size(0) == rows else (v,) * MICROBATCHES for n, v in batch.items()}
-    return [{name: parts[i] for name, parts in split.items()} for i in range(MICROBATCHES)]
+def is_refusal(error: Exception) -> bool:
+    """Whether ``error`` is a sentence of ours that names a file and a line, and no mishap."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_ours = type(error) in (TracingError, ValueError, RuntimeError) and f"{os.sep}nxdpp{os.sep}" in raised_in
+    return is_ours and re.search(r"\.py:\d+", str(error)) is not None
 
 
 def _without_cache(model: Any) -> Any:
@@ -166,9 +164,10 @@ def _page(verdicts: dict[str, dict[str, Verdict]]) -> str:
         f"Written by `python -m benchmarks.zoo --output docs/zoo.md`, transformers {transformers.__version__}, torch "
         f"{torch.__version__.partition('+')[0]}.",
         "Each type of four auto mappings, as small as it can be built, cut into two and four stages, in train and eval",
-        "mode, on three shapes, one of them padded. *Exact*: loss and every gradient equal to the last bit, but for a",
-        "tied weight's gradient, a sum in another order. *Refused*: with a sentence of ours. *Failing*: with another",
-        "error, still to be made a clear refusal. *Crosses*: how many values each of four stages receives.",
+        "mode, on three shapes, one of them padded. *Exact*: loss, every gradient and every buffer equal to the last",
+        "bit, but for a tied weight's gradient, a sum in another order. *Refused*: with a sentence that names the",
+        "construct, its file and line. *Crosses*: how many values each of four stages receives. The last column of a",
+        "type that is right has the arguments of `NxDPPModel` that it needs and what is special about its configuration.",
         "",
         *(f"- {_summary(task, found)}" for task, found in verdicts.items()),
     ]

@@ -11,6 +11,8 @@ from benchmarks.zoo_models.shrinking import IMAGE, VOCABULARY
 # Rows, tokens (or source tokens), target tokens.
 SHAPES = ((4, 16, 8), (8, 24, 16), (4, 32, 24))
 PADDED = 1
+# A batch norm whose image is a single pixel: a microbatch of one row has nothing to normalise over.
+NORMALISED_OVER_ROWS = {"levit"}
 CODEBOOKS = {"musicgen_decoder", "musicgen_melody_decoder"}
 
 
@@ -83,7 +85,7 @@ def _padding(rows: int, length: int) -> Tensor:
 def _images(model: PreTrainedModel, shape_index: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Rows differ from shape to shape; height and width too, unless the configuration names them."""
     config = model.config
-    rows = (4, 8, 12)[shape_index]
+    rows = (4, 8, 12)[shape_index] * (2 if config.model_type in NORMALISED_OVER_ROWS else 1)
     assert config.num_labels is not None
     labels = torch.randint(config.num_labels, (rows,), generator=generator)
     if config.model_type == "imagegpt":

@@ -30,6 +30,7 @@ _DOTS3_NOTE = {
 }
 
 SPECIAL: dict[str, dict[str, Any]] = {
+    "albert": {"num_hidden_groups": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
     "cohere_compass_text": {
@@ -84,13 +85,52 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "stage_num_blocks": (1, 1, 1, 1),
         "stage_numb_of_layers": (2, 2, 2, 2),
     },
-    "perceiver": {"image_size": 16, "num_latents": 16, "num_self_attends_per_block": 4},
+    "mllama": {"text_config": {"num_hidden_layers": 5, "cross_attention_layers": [3]}},
+    "mobilebert": {"embedding_size": 16},
+    "perceiver": {"image_size": 16, "num_blocks": 1, "num_latents": 16, "num_self_attends_per_block": 4},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "textnet": {"stem_out_channels": 16},
 }
 
 SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {("masked-lm", "reformer"): {"is_decoder": False}}
+
+# Arguments of ``NxDPPModel`` that a type cannot do without: its layers, where it does not declare them or declares
+# fewer than four; inputs, where it takes more than tokens.
+ARGUMENTS: dict[str, dict[str, list[str]]] = {
+    "albert": {"transformer_layer_cls": ["AlbertLayerGroup"]},
+    "bit": {"transformer_layer_cls": ["BitStage"]},
+    "cpmant": {"transformer_layer_cls": ["CpmAntTransformerBlock"]},
+    "ctrl": {"transformer_layer_cls": ["EncoderLayer"]},
+    "flaubert": {"transformer_layer_cls": ["TransformerFFN"]},
+    "fsmt": {"transformer_layer_cls": ["EncoderLayer", "DecoderLayer"]},
+    "funnel": {"transformer_layer_cls": ["FunnelLayer"]},
+    "ibert": {"transformer_layer_cls": ["IBertLayer"]},
+    "mobilenet_v1": {"transformer_layer_cls": ["MobileNetV1ConvLayer"]},
+    "mobilenet_v2": {"transformer_layer_cls": ["MobileNetV2InvertedResidual"]},
+    "mobilevit": {"transformer_layer_cls": ["MobileViTMobileNetLayer", "MobileViTLayer"]},
+    "mobilevitv2": {"transformer_layer_cls": ["MobileViTV2MobileNetLayer", "MobileViTV2Layer"]},
+    "mpnet": {"transformer_layer_cls": ["MPNetLayer"]},
+    "openai-gpt": {"transformer_layer_cls": ["Block"]},
+    "perceiver": {"transformer_layer_cls": ["PerceiverLayer"]},
+    "pvt": {"transformer_layer_cls": ["PvtLayer"]},
+    "reformer": {"transformer_layer_cls": ["ReformerLayer"]},
+    "squeezebert": {"transformer_layer_cls": ["SqueezeBertModule"]},
+    "textnet": {"transformer_layer_cls": ["TextNetStage"]},
+    "voxtral_realtime": {"input_names": ["input_ids", "input_features", "labels"]},
+    "xlm": {"transformer_layer_cls": ["TransformerFFN"]},
+    "xlnet": {"transformer_layer_cls": ["XLNetLayer"]},
+}
+
+# Types that keep what they have computed in eval mode, whose graph a second backward then misses.
+NO_GRADIENT_IN_EVAL = {"levit"}
+
+# What the page says about a type whose configuration, or whose comparison, is not that of the others.
+NOTES = {
+    "levit": "in eval mode the loss alone, its own second backward fails there",
+    "albert": "num_hidden_groups=4, a group for each layer",
+    "perceiver": "num_blocks=1, each layer once",
+}
 
 _DRAFTS = "drafts from another model's hidden states and key-value states, takes no labels"
 _TIMM = "needs the timm package"
