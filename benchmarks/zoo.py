@@ -167,7 +167,7 @@ def _page(verdicts: dict[str, dict[str, Verdict]]) -> str:
         "mode, on three shapes, one of them padded. *Exact*: loss, every gradient and every buffer equal to the last",
         "bit, but for a tied weight's gradient, a sum in another order. *Refused*: with a sentence that names the",
         "construct, its file and line. *Crosses*: how many values each of four stages receives. The last column of a",
-        "type that is right has the arguments of `NxDPPModel` that it needs and what is special about its configuration.",
+        "type that is right has the arguments of `NxDPPModel` that it needs and what is special about it.",
         "",
         *(f"- {_summary(task, found)}" for task, found in verdicts.items()),
     ]
