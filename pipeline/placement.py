@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx, nn
 
+from nxdpp.tracing.shared_state import contents
 from nxdpp.tracing.trace import TracedModel
 from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
 
@@ -135,7 +136,7 @@ def _stage_of(
     node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int], current: int, owners: Owners | None
 ) -> int:
     argument = node.args[0] if node.args else None
-    if _takes_an_item(node) and isinstance(argument, fx.Node) and argument in stages:
+    if _reads_a_result(node) and isinstance(argument, fx.Node) and argument in stages:
         return stages[argument]
     if owners is None:
         return current
@@ -147,8 +148,9 @@ def _stage_of(
     return max([stage for stage in possible if stage <= current] or possible)
 
 
-def _takes_an_item(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+def _reads_a_result(node: fx.Node) -> bool:
+    """Whether it does no more than pick from what the node before it made, and so stays on its stage."""
+    return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 
 
 def _common(sets: Iterable[set[int]]) -> set[int] | None:

@@ -4,7 +4,15 @@ import re
 import traceback
 from types import TracebackType
 
-_MACHINERY = ("/torch/", "/nxdpp/tracing/", "/transformers/utils/", "contextlib.py", "functools.py")
+_MACHINERY = (
+    "/torch/",
+    "/nxdpp/tracing/",
+    "/transformers/utils/",
+    "/collections/",
+    "<frozen ",
+    "contextlib.py",
+    "functools.py",
+)
 _UNKNOWN = "an unknown place"
 
 

@@ -22,6 +22,7 @@ from unittest.mock import PropertyMock, patch
 from torch import fx, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nxdpp.tracing.masks import SEVERAL_MASKS, recorded_masks
 from nxdpp.tracing.opaque import recorded
 from nxdpp.tracing.spine import SpineTracer, sources
 from nxdpp.tracing.swap import swapped
@@ -82,6 +83,7 @@ def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
             functions = {n: recorded(f) for n, f in vars(source).items() if _is_own(f)}
             stack.enter_context(swapped(vars(source), functions))
         pick_loss = vars(PreTrainedModel)["loss_function"].fget
+        stack.enter_context(recorded_masks())
         loss_function = property(lambda model: recorded(pick_loss(model)))
         stack.enter_context(patch.object(PreTrainedModel, "loss_function", loss_function))
         stack.enter_context(patch.object(PreTrainedModel, "device", PropertyMock(return_value=device)))
@@ -111,4 +113,4 @@ def _configurations(model: PreTrainedModel) -> dict[str, PreTrainedConfig]:
 
 
 def _is_own(value: Any) -> bool:
-    return isinstance(value, FunctionType) and value is not traced_isinstance
+    return isinstance(value, FunctionType) and value is not traced_isinstance and value not in SEVERAL_MASKS

@@ -31,6 +31,11 @@ class OpaqueCall:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return self.function(*args, **kwargs)
 
+    @property
+    def declares_dict(self) -> bool:
+        """Whether the function is annotated to return a ``dict``."""
+        return getattr(self.function, "__annotations__", {}).get("return") in (dict, "dict")
+
     def parameter_of(self, index: int) -> str | int | None:
         """The keyword or the position under which traced argument ``index`` itself is handed to the function."""
         marks: list[Any] = list(self._leaves)

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from nxdpp.tracing.kinds import UNKNOWN
-from nxdpp.tracing.opaque import record_opaque_call
+from nxdpp.tracing.opaque import OpaqueCall, record_opaque_call
 
 
 def expect_type(value: Any, classes: Any, expected: bool) -> Any:
@@ -22,13 +22,19 @@ def expect_type(value: Any, classes: Any, expected: bool) -> Any:
 
 
 def traced_isinstance(value: Any, classes: Any) -> bool:
-    """``isinstance`` for code that is traced; a traced value is a tensor, or a number where that is known."""
+    """``isinstance`` for code that is traced; a traced value is a tensor, unless it is known to be something else."""
     if not builtins.isinstance(value, fx.Proxy):
         return builtins.isinstance(value, classes)
-    answer = issubclass(value.node.meta.get("kind", UNKNOWN).number or torch.Tensor, classes)
+    answer = issubclass(_type_of(value.node), classes)
     if value.node.op != "placeholder":
         value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
     return answer
+
+
+def _type_of(node: fx.Node) -> type:
+    if isinstance(node.target, OpaqueCall) and node.target.declares_dict:
+        return dict
+    return node.meta.get("kind", UNKNOWN).number or torch.Tensor
 
 
 def traced_is_tensor(value: Any) -> bool:

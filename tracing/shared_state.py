@@ -1,0 +1,126 @@
+"""Containers that one layer fills for later ones: keys and values of attention that several layers share.
+
+What a layer writes into a container beside its output would be lost between stages. So the content of the container
+is a value of the graph, which each layer is given and gives back::
+
+    {} ── shared_state ── layers.0 ── contents ── shared_state ── layers.1 ── contents ── ...
+               └─────────────────────────┘             └─────────────────────────┘
+
+``shared_state`` makes a new container for each run of a layer, ``contents`` reads it after the layer. The content
+crosses stages as any other value, with gradients.
+"""
+
+from collections import UserDict
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NoReturn
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+
+class SharedState:
+    """Makes a container like ``original`` of given content."""
+
+    def __init__(self, original: UserDict[Any, Any]) -> None:
+        self.__name__ = "shared_state"
+        self._empty = _like(original, {})
+
+    def __call__(self, content: dict[Any, Any]) -> UserDict[Any, Any]:
+        """A new container that holds ``content``."""
+        return _like(self._empty, dict(content))
+
+
+class SealedState:
+    """Makes a container like ``original`` that raises for any use, for a layer that is known not to use it."""
+
+    def __init__(self, original: UserDict[Any, Any], layer: str) -> None:
+        self.__name__ = "sealed_state"
+        self._sealed = _like(original, _Untouchable(
+            f"{layer} uses the {type(original).__name__} that layers share, although its attention says that it "
+            f"neither stores keys and values for other layers nor takes those of others"
+        ))  # fmt: skip
+
+    def __call__(self) -> UserDict[Any, Any]:
+        """The container."""
+        return self._sealed
+
+
+def contents(output: Any, state: UserDict[Any, Any]) -> dict[Any, Any]:
+    """What ``state`` holds once the layer that gave ``output`` has run."""
+    return dict(state.data)
+
+
+def call_sharing(
+    tracer: fx.Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+) -> Any:
+    """Record ``module`` by ``call(args, kwargs)`` so that it gets, and gives back, the content of shared containers.
+
+    A container is a ``collections.UserDict``. The one that ``forward`` itself holds refuses to be read from then on:
+    it does not have what the layers put into it.
+    """
+    opened: list[tuple[Any, fx.Proxy]] = []
+
+    def hand_over(leaf: Any) -> Any:
+        if not isinstance(leaf, UserDict):
+            return leaf
+        if not _takes_part(module):
+            return tracer.create_proxy("call_function", SealedState(leaf, type(module).__name__), (), {})
+        content = leaf.data.content if isinstance(leaf.data, _Untouchable) else dict(leaf.data)
+        state = tracer.create_proxy("call_function", SharedState(leaf), (content,), {})
+        opened.append((leaf, state))
+        return state
+
+    args, kwargs = pytree.tree_map(hand_over, (args, kwargs))
+    output = call(args, kwargs)
+    for container, state in opened:
+        held = _Untouchable(
+            f"forward uses a {type(container).__name__} that it has handed to {type(module).__name__}; what layers "
+            f"have put into it is known between layers alone"
+        )
+        held.content = tracer.create_proxy("call_function", contents, (output, state), {})
+        container.data = held
+    return output
+
+
+class _Untouchable(MutableMapping[Any, Any]):
+    """Stands where the content of a container would be, and raises for any use."""
+
+    content: Any = None
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._refuse()
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        self._refuse()
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+    def copy(self) -> NoReturn:
+        """Not allowed either."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(self._reason)
+
+
+def _like(original: UserDict[Any, Any], data: Any) -> UserDict[Any, Any]:
+    # Not copy.copy, which would copy the data too.
+    twin = type(original).__new__(type(original))
+    vars(twin).update(vars(original), data=data)
+    return twin
+
+
+def _takes_part(module: nn.Module) -> bool:
+    """Whether the layer may use the container; where its attention layers say so themselves, that is checked."""
+    attentions = [child for child in module.modules() if hasattr(child, "is_kv_shared_layer")]
+    return not attentions or any(child.is_kv_shared_layer or child.store_full_length_kv for child in attentions)
