@@ -9,6 +9,7 @@ from torch import nn
 
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.engine import Engine
+from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.layout import TensorLayout
 from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.pipeline.partition import even_cuts, stages_of_layers
@@ -45,20 +46,22 @@ class LocalPipeline:
         options = TracingOptions(find_layer_classes(module, transformer_layer_cls))
         self._cache = ProgramCache(module, options, None, 0)
         kinds = arguments.first_inputs(module, input_names)
-        first = self._cache.trace(Variant(tuple(sorted(kinds.items())), (), module.training))
+        first = self._cache.trace(
+            Variant(tuple(sorted(kinds.items())), (), module.training), example_shapes(module, kinds)
+        )
         layers = layers_in_order(first, layer_names(module, options.layer_classes))
         self._cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
 
     def plans(self, inputs: Mapping[str, Any]) -> tuple[TracedVariant, list[StagePlan]]:
-        """The graph for these inputs, and the plan of each stage."""
+        """The graph for a microbatch like this, and the plan of each stage."""
         variant = self._cache.for_inputs(inputs, self._module.training)
         self._cache.loss_program(variant)
         return variant, variant.plans["loss"]
 
     def train(self, inputs: Mapping[str, Any], microbatches: int, backward: bool = True) -> list[torch.Tensor]:
         """Forward of all microbatches, and ``backward``; the losses. Gradients are added to ``.grad``."""
-        variant, plans = self.plans(inputs)
         parts = split_inputs(inputs, microbatches)
+        variant, plans = self.plans(parts[0])
         messages: dict[Any, deque[Any]] = {}
         engines = []
         for plan in plans:

@@ -48,6 +48,7 @@ from benchmarks.zoo_models import (
     types,
 )
 from benchmarks.zoo_models.own_process import in_own_processes
+from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.tracing.errors import TracingError
 
 TIME_LIMIT = 120.0  # seconds a type
@@ -116,7 +117,7 @@ def judge(task: str, model_type: str) -> Verdict:
 
 
 def _crossing(pipeline: LocalPipeline, batch: dict[str, torch.Tensor]) -> str:
-    _, plans = pipeline.plans(batch)
+    _, plans = pipeline.plans(split_inputs(batch, MICROBATCHES)[0])
     return " ".join(str(len(plan.received)) for plan in plans[1:])
 
 

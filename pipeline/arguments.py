@@ -128,12 +128,16 @@ def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
         )
 
 
-def first_inputs(module: nn.Module, input_names: Sequence[str] | None) -> Mapping[str, InputKind]:
+def first_inputs(
+    module: nn.Module, input_names: Sequence[str] | None, batch: Mapping[str, torch.Tensor] | None = None
+) -> Mapping[str, InputKind]:
     """The inputs with which a model is traced at construction, to learn which stage uses which parameter.
 
-    Without ``input_names``: a Hugging Face model's main input and its labels; the inputs that any other
-    module's ``forward`` cannot do without.
+    Those of ``batch``, or ``input_names``. Without either: a Hugging Face model's main input and its labels; the
+    inputs that any other module's ``forward`` cannot do without.
     """
+    if batch is not None:
+        return {name: InputKind(value.ndim, value.dtype) for name, value in batch.items()}
     hugging_face = isinstance(module, PreTrainedModel)
     parameters = inspect.signature(module.forward).parameters
     if input_names is not None:

@@ -12,6 +12,7 @@ from nxdpp.parallel_layers import move_model_to_device, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.engine import Engine
+from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, tied_names, write_back
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
@@ -65,7 +66,9 @@ class NxDPPModel(nn.Module):
             is kept for the backward.
         partition: ``"even"``, or ``"balanced"``: cut so that the slowest stage has the fewest FLOPs, counted for
             microbatches like ``partition_batch``; excludes ``pipeline_cuts`` and ``auto_partition``.
-        partition_batch: for ``"balanced"``, the inputs of one microbatch with labels; meta tensors will do.
+        partition_batch: the inputs of one microbatch with labels; meta tensors will do. ``"balanced"`` counts for
+            its shapes. The trace at construction is for inputs like these; by default it is for a Hugging Face
+            model's main input and labels, or the inputs that another module's ``forward`` cannot do without.
 
     Raises:
         ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
@@ -121,8 +124,10 @@ class NxDPPModel(nn.Module):
             tracer_cls=tracer_cls,
         )
         self._programs = ProgramCache(module, options, output_loss_value_spec, self.stage)
-        kinds = arguments.first_inputs(module, input_names)
-        first = self._programs.trace(Variant(tuple(sorted(kinds.items())), (), module.training))
+        kinds = arguments.first_inputs(module, input_names, partition_batch)
+        first = self._programs.trace(
+            Variant(tuple(sorted(kinds.items())), (), module.training), example_shapes(module, kinds, partition_batch)
+        )
         self.layers = layers_in_order(first, layer_names(module, options.layer_classes))
         if pipeline_cuts is not None:
             self.pipeline_cuts = check_cuts(pipeline_cuts, self.layers, self.stages)
@@ -181,10 +186,11 @@ class NxDPPModel(nn.Module):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("run_train needs gradients, and they are off (torch.no_grad()): use run_eval there.")
-        variant = self._variant(positional, inputs)
+        microbatches = self._microbatches(positional, inputs)
+        variant = self._programs.for_inputs(microbatches[0], self.original_module.training)
         program = self._programs.loss_program(variant)
         self._tied.set_aside()
-        results = self._run(program, inputs, train=True)
+        results = self._run(program, microbatches, train=True)
         self._tied.add_up(self._get_transport())
         if not self.use_zero1_optimizer:
             average_gradients(self.local_parameters(), parallel_state.get_data_parallel_group())
@@ -196,12 +202,13 @@ class NxDPPModel(nn.Module):
         Takes inputs as ``run_train`` does. Returns the loss as that does where the output has one; otherwise,
         on the last pipeline rank, the model's output with the microbatches concatenated along dimension 0.
         """
-        variant = self._variant(positional, inputs)
+        microbatches = self._microbatches(positional, inputs)
+        variant = self._programs.for_inputs(microbatches[0], self.original_module.training)
         has_loss = self._programs.has_named_loss(variant)
         make = self._programs.loss_program if has_loss else self._programs.output_program
         program = make(variant)
         with torch.no_grad():
-            results = self._run(program, inputs, train=False)
+            results = self._run(program, microbatches, train=False)
         if has_loss:
             return self._return_loss([result[0] for result in results if result])
         return self._return_output(variant, program, results)
@@ -303,7 +310,7 @@ class NxDPPModel(nn.Module):
             self._transport = Transport(groups, control, self._device())
         return self._transport
 
-    def _variant(self, positional: Sequence[Any], inputs: Mapping[str, Any]) -> TracedVariant:
+    def _microbatches(self, positional: Sequence[Any], inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         arguments.check_not_positional(positional)
         if self.input_names is not None:
             arguments.check_exact_names(list(inputs), self.input_names)
@@ -311,7 +318,7 @@ class NxDPPModel(nn.Module):
             arguments.check_names(self.original_module, list(inputs), "inputs")
         self._check_materialised()
         check_inputs(inputs, self.num_microbatches, self._device())
-        return self._programs.for_inputs(inputs, self.original_module.training)
+        return split_inputs(inputs, self.num_microbatches)
 
     def _check_materialised(self) -> None:
         on_meta = [name for name, parameter in self.local_named_parameters() if parameter.is_meta]
@@ -321,8 +328,7 @@ class NxDPPModel(nn.Module):
                 f"materialising a model built there is not built yet. Build it on the CPU."
             )
 
-    def _run(self, program: StageProgram, inputs: Mapping[str, Any], train: bool) -> list[list[Any]]:
-        microbatches = split_inputs(inputs, self.num_microbatches)
+    def _run(self, program: StageProgram, microbatches: list[dict[str, Any]], train: bool) -> list[list[Any]]:
         device = self._device()
         signature = (_signature(microbatches[0]), _autocast(device.type), train)
         timer = StepTimer(device)

@@ -1,5 +1,6 @@
 """One program of a stage for each set of inputs that the model is given, traced once and kept."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,11 @@ from nxdpp.pipeline.program import StageProgram
 from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+
+# Graphs made for sizes of their own are kept for as many shapes as were used last.
+_KEPT_SHAPES = 64
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Variant:
         return Variant(traced, (*self.constants, *_constants(numbers)), self.training)
 
 
-@dataclass
+@dataclass(eq=False)
 class TracedVariant:
     """A graph with the stage of each of its nodes; ``output`` is the model's output made of nodes.
 
@@ -69,13 +74,14 @@ class ProgramCache:
         self._loss_spec = loss_spec
         self._stage = stage
         self._owners: Owners | None = None
-        self._variants: dict[Variant, TracedVariant] = {}
+        self._variants: dict[Variant, list[TracedVariant]] = {}
+        self._by_shapes: OrderedDict[Any, TracedVariant] = OrderedDict()
         self._fixed: set[Variant] = set()
 
-    def trace(self, variant: Variant) -> TracedModel:
-        """The graph for ``variant``."""
+    def trace(self, variant: Variant, shapes: Shapes) -> TracedModel:
+        """The graph for ``variant``, and for inputs of ``shapes`` where the model's code asks for sizes."""
         constants = {name: value for name, _, value in variant.constants}
-        return trace(self._module, dict(variant.traced), constants, self._options)
+        return trace(self._module, dict(variant.traced), constants, self._options, shapes)
 
     def place(self, first: TracedModel, layer_stages: Mapping[str, int], stages: int | None = None) -> Owners:
         """Decide by the ``first`` graph which stages hold which parameter; modules run there from now on.
@@ -91,28 +97,52 @@ class ProgramCache:
             check_last_stage(self._owners, self._stages, list(layer_stages)[-1])
         return self._owners
 
-    def _placed(self, variant: Variant) -> TracedVariant:
-        if variant not in self._variants:
-            traced = self.trace(variant)
-            check_layers_ran(traced, list(self._layer_stages))
-            placed = place_nodes(traced, self._module, self._layer_stages, self._owners, self._stages)
-            (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
-            output = pytree.tree_unflatten(list(values), traced.output_spec)
-            self._variants[variant] = TracedVariant(traced, placed, output)
-        return self._variants[variant]
+    def _placed(self, variant: Variant, shapes: Shapes) -> TracedVariant:
+        """The graph that is kept for inputs like these, or a new one."""
+        graphs = self._variants.setdefault(variant, [])
+        if len(graphs) == 1 and not graphs[0].traced.facts:
+            return graphs[0]
+        key = variant, tuple(sorted(shapes.items()))
+        if key not in self._by_shapes:
+            sizes = Sizes(self._module, shapes)
+            placed = next((graph for graph in graphs if sizes.hold(graph.traced.facts)), None)
+            if placed is None:
+                placed = self._place(variant, shapes)
+                graphs.append(placed)
+            self._by_shapes[key] = placed
+        self._by_shapes.move_to_end(key)
+        self._forget_oldest()
+        return self._by_shapes[key]
+
+    def _place(self, variant: Variant, shapes: Shapes) -> TracedVariant:
+        traced = self.trace(variant, shapes)
+        check_layers_ran(traced, list(self._layer_stages))
+        placed = place_nodes(traced, self._module, self._layer_stages, self._owners, self._stages)
+        (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
+        output = pytree.tree_unflatten(list(values), traced.output_spec)
+        return TracedVariant(traced, placed, output)
+
+    def _forget_oldest(self) -> None:
+        if len(self._by_shapes) > _KEPT_SHAPES:
+            (variant, _), oldest = self._by_shapes.popitem(last=False)
+            if oldest not in self._by_shapes.values():
+                self._variants[variant].remove(oldest)
 
     def forget_modules(self) -> None:
         """Trace and build anew: buffers that the programs hold have been replaced, or dtypes have changed."""
         self._variants.clear()
+        self._by_shapes.clear()
 
     def forget_agreements(self) -> None:
         """Have the neighbours describe to each other anew what crosses."""
-        for variant in self._variants.values():
-            for program in variant.programs.values():
-                program.agreements.clear()
+        for variants in self._variants.values():
+            for variant in variants:
+                for program in variant.programs.values():
+                    program.agreements.clear()
 
     def for_inputs(self, inputs: Mapping[str, Any], training: bool) -> TracedVariant:
-        """The graph for inputs like these; numbers are traced, unless the model needs to know them."""
+        """The graph for a microbatch like this; numbers are traced, unless the model needs to know them."""
+        shapes = shapes_of(inputs)
         tensors = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
         numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
@@ -120,10 +150,10 @@ class ProgramCache:
         variant = Variant(tuple(sorted(traced.items())), _constants(constants), training)
         if numbers and variant not in self._fixed:
             try:
-                return self._placed(variant)
+                return self._placed(variant, shapes)
             except TracingError:
                 self._fixed.add(variant)
-        return self._placed(variant.with_numbers_fixed(numbers) if numbers else variant)
+        return self._placed(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
     def loss_program(self, variant: TracedVariant) -> StageProgram:
         """The program that ends with the loss. Raises ``ValueError`` where the output has none."""

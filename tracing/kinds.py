@@ -28,7 +28,7 @@ _SAME_METHODS = frozenset(
     {"add", "clamp", "clone", "contiguous", "cumsum", "detach", "div", "eq", "float", "ge", "gt", "int", "le", "long",
      "lt", "masked_fill", "mul", "ne", "sub", "to", "transpose", "type", "type_as"}
 )  # fmt: skip
-_COMPARISONS = frozenset({operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge})
+COMPARISONS = frozenset({operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge})
 _POINTWISE = frozenset(
     {torch.where, torch.logical_and, torch.logical_or, torch.logical_not, operator.add, operator.sub,
      operator.mul, operator.truediv, operator.floordiv, operator.eq, operator.ne,
@@ -68,7 +68,7 @@ def constant_of(value: Any, root: nn.Module) -> Any:
         return None
     if value.target is operator.getitem:
         return _written_size(value.args[0], value.args[1], root)
-    if value.target in _COMPARISONS:
+    if value.target in COMPARISONS:
         sides = [constant_of(argument, root) for argument in value.args]
         return None if None in sides else value.target(*sides)
     return None

@@ -3,13 +3,14 @@
 import dis
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import fx
 
 from nxdpp.tracing.kinds import UNKNOWN, InputKind, kind_of, length_of
+from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
 
 def assign_item(value: Any, index: Any, item: Any) -> Any:
@@ -22,7 +23,27 @@ def assign_item(value: Any, index: Any, item: Any) -> Any:
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 
 
-class RecordingProxy(fx.Proxy):
+class _SizedProxy(fx.Proxy):
+    """A traced value that gives its length and its items where they follow from the inputs' kinds or sizes."""
+
+    def __index__(self) -> int:
+        return _whole_number(self)
+
+    def __int__(self) -> int:
+        return _whole_number(self)
+
+    def __len__(self) -> int:
+        size = _length(self)
+        return super().__len__() if size is None else size
+
+    def __iter__(self) -> Iterator[Any]:
+        size = _length_for_unpacking(self, sys._getframe(1))
+        if size is None:
+            return super().__iter__()
+        return (operator.getitem(self, i) for i in range(size))
+
+
+class RecordingProxy(_SizedProxy):
     """A traced value.
 
     What changes it in place (``x[i] = y``, ``x.masked_fill_()``) rebinds the proxy to the changed value: the
@@ -40,23 +61,9 @@ class RecordingProxy(fx.Proxy):
     def __setitem__(self, index: Any, item: Any) -> None:
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node
 
-    def __len__(self) -> int:
-        size = _length(self)
-        return super().__len__() if size is None else size
 
-    def __iter__(self) -> Iterator[Any]:
-        return _items(self, sys._getframe(1))
-
-
-class RecordingAttribute(fx.proxy.Attribute):
+class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
     """An attribute of a traced value, or a method about to be called; a known shape can be unpacked."""
-
-    def __len__(self) -> int:
-        size = _length(self)
-        return super().__len__() if size is None else size
-
-    def __iter__(self) -> Iterator[Any]:
-        return _items(self, sys._getframe(1))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record a method call, unless its answer is known."""
@@ -83,17 +90,43 @@ def _kind(proxy: fx.Proxy) -> InputKind:
     return UNKNOWN if root is None else kind_of(proxy.node, root)
 
 
+def _whole_number(proxy: fx.Proxy) -> int:
+    ask = getattr(proxy.tracer, "fact", None)
+    if ask is None:
+        raise TypeError(f"{proxy.node.name} is a traced value, not a whole number")
+    try:
+        return int(ask(proxy.node, whole_number))
+    except UnknownSizeError as error:
+        raise TypeError(
+            f"{proxy.node.name} is needed as a whole number, which only the data tells ({error})"
+        ) from error
+
+
 def _length(proxy: fx.Proxy) -> int | None:
+    known = _known_length(proxy)
+    size: int | None = _fact(proxy, len) if known is None else known
+    return size
+
+
+def _length_for_unpacking(proxy: fx.Proxy, caller: FrameType) -> int | None:
+    known = _known_length(proxy)
+    if known is not None:
+        return known
+    code = caller.f_code.co_code
+    if dis.opname[code[caller.f_lasti]] == "UNPACK_SEQUENCE":
+        return code[caller.f_lasti + 1]
+    size: int | None = _fact(proxy, number_of_items)
+    return size
+
+
+def _known_length(proxy: fx.Proxy) -> int | None:
     root = getattr(proxy.tracer, "root", None)
     return None if root is None else length_of(proxy.node, root)
 
 
-def _items(proxy: fx.Proxy, caller: FrameType) -> Iterator[Any]:
-    """The items of a value whose length is known, or told by the caller's ``a, b = value``."""
-    size = _length(proxy)
-    if size is None:
-        code = caller.f_code.co_code
-        if dis.opname[code[caller.f_lasti]] != "UNPACK_SEQUENCE":
-            return proxy.tracer.iter(proxy)
-        size = code[caller.f_lasti + 1]
-    return (operator.getitem(proxy, i) for i in range(size))
+def _fact(proxy: fx.Proxy, read: Callable[[Any], Any]) -> Any:
+    ask = getattr(proxy.tracer, "fact", None)
+    try:
+        return None if ask is None else ask(proxy.node, read)
+    except UnknownSizeError:
+        return None

@@ -2,13 +2,16 @@
 
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy
 from torch import fx, nn
+from torch.fx.proxy import TraceError
 
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.direct_calls import recorded_direct_calls
@@ -17,6 +20,7 @@ from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.opaque import record_opaque_call, recorded
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.shared_state import call_sharing
+from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError
 from nxdpp.tracing.stable_set import StableSet, stable_attributes
 from nxdpp.tracing.swap import swapped
 from nxdpp.tracing.type_tests import traced_isinstance
@@ -56,9 +60,13 @@ class SpineTracer(fx.Tracer):
     proxy_buffer_attributes = True
     record_stack_traces = True
 
-    def __init__(self, spine: set[str], **options: Any) -> None:
+    def __init__(self, spine: set[str], shapes: Shapes, **options: Any) -> None:
         super().__init__(**options)
         self._spine = spine
+        self._shapes = shapes
+        self._sizes: Sizes | None = None
+        self._thread = threading.get_ident()
+        self.facts: list[Fact] = []
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
@@ -86,6 +94,8 @@ class SpineTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a module; one made inside ``forward`` (a loss, say) becomes a function of its arguments."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
         if m not in (self.submodule_paths or {}) and not any(m.parameters()):
             return record_opaque_call(m, args, kwargs)
         record = partial(super().call_module, m, forward)
@@ -93,10 +103,39 @@ class SpineTracer(fx.Tracer):
             return call_sharing(self, m, args, kwargs, record)
         return record(args, kwargs)
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """A parameter or buffer as a traced value, except to threads that are not tracing."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """The truth of a traced value that is the same for all inputs of these kinds; otherwise an error."""
+        """The truth of a value that follows from the kinds and sizes of the inputs; otherwise an error."""
         constant = constant_of(obj.node, self.root)
-        return super().to_bool(obj) if constant is None else bool(constant)
+        if constant is not None:
+            return bool(constant)
+        try:
+            return bool(self.fact(obj.node, bool))
+        except UnknownSizeError as error:
+            raise TraceError(
+                f"which code runs depends here on {obj.node.name}, which only the data tells ({error}); a graph has "
+                f"one way for all data"
+            ) from error
+
+    def create_arg(self, a: Any) -> Any:
+        """An argument of a node; numpy's numbers become Python's, which a graph can hold."""
+        return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
+
+    def fact(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        """``read(value)`` for inputs of the sizes at hand, to which the graph then belongs.
+
+        Raises ``UnknownSizeError`` where it depends on more than sizes.
+        """
+        if self._sizes is None:
+            self._sizes = Sizes(self.root, self._shapes)
+        answer = self._sizes.read(node, read)
+        self.facts.append(Fact(node, read, answer))
+        return answer
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node, with what models ask of a tensor beyond fx's own."""

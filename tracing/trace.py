@@ -27,6 +27,7 @@ from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.in_place import refuse_lost_changes
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.sizes import Fact, Shapes
 from nxdpp.tracing.spine import ROOT, SpineTracer, spine_names
 
 
@@ -46,17 +47,22 @@ class TracedModel:
     """One graph; its ``call_module`` and ``get_attr`` targets are qualified names of the traced module.
 
     ``inputs`` are the graph's inputs in order; ``output_spec`` puts the values of the output node together
-    to what the module returns.
+    to what the module returns. The graph is for inputs for whose sizes ``facts`` hold.
     """
 
     graph: fx.Graph
     inputs: tuple[str, ...]
     output_spec: pytree.TreeSpec
     layers: tuple[str, ...]
+    facts: tuple[Fact, ...] = ()
 
 
 def trace(
-    module: nn.Module, inputs: Mapping[str, InputKind], constants: Mapping[str, Any], options: TracingOptions
+    module: nn.Module,
+    inputs: Mapping[str, InputKind],
+    constants: Mapping[str, Any],
+    options: TracingOptions,
+    shapes: Shapes | None = None,
 ) -> TracedModel:
     """Trace ``module(**inputs, **constants)``.
 
@@ -65,11 +71,12 @@ def trace(
         inputs: names of the traced inputs, with the kind of each.
         constants: inputs whose values are part of the graph (``None``, booleans, strings).
         options: leaves, wrapped functions and the kind of tracer.
+        shapes: of the inputs that it is traced for, which are used where the code asks for sizes.
 
     Raises:
         TracingError: with the line of the model that cannot be traced, and what to do about it.
     """
-    tracer = _make_tracer(module, constants, options)
+    tracer = _make_tracer(module, constants, options, shapes or {})
     entry = _Entry(module, inputs, constants, tracer)
     try:
         graph = tracer.trace(entry)
@@ -82,7 +89,8 @@ def trace(
     known = set(layer_names(module, options.layer_classes))
     layers = tuple(target for target in called if target in known)
     assert entry.output_spec is not None
-    return TracedModel(graph, tuple(inputs), entry.output_spec, layers)
+    facts = tuple(tracer.facts) if isinstance(tracer, SpineTracer) else ()
+    return TracedModel(graph, tuple(inputs), entry.output_spec, layers, facts)
 
 
 class _Entry(nn.Module):
@@ -123,7 +131,7 @@ class _Entry(nn.Module):
         return nullcontext()
 
 
-def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: TracingOptions) -> fx.Tracer:
+def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: TracingOptions, shapes: Shapes) -> fx.Tracer:
     wraps: dict[str, Any] = {
         "autowrap_modules": (math, *options.autowrap_modules),
         "autowrap_functions": options.autowrap_functions,
@@ -133,8 +141,8 @@ def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: Traci
         spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
         if isinstance(module, PreTrainedModel):
             refuse_untraceable(module, constants)
-            return HuggingFaceTracer(spine, **wraps)
-        return SpineTracer(spine, **wraps)
+            return HuggingFaceTracer(spine, shapes, **wraps)
+        return SpineTracer(spine, shapes, **wraps)
     base = fx.Tracer if chosen == "torch" else chosen
     assert isinstance(base, type)
     try:

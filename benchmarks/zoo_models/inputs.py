@@ -43,8 +43,9 @@ def _text(task: str, model: PreTrainedModel, shape_index: int, generator: torch.
         return torch.randint(vocabulary // 4, vocabulary, shape, generator=generator)
 
     if config.model_type in CODEBOOKS:
-        batch = {"input_ids": tokens(rows * config.num_codebooks, length)}
-        target = batch["input_ids"].view(rows, config.num_codebooks, length).transpose(1, 2)
+        # Rows stay together in three dimensions; in two, the usual ones, a batch could not be split.
+        batch = {"input_ids": tokens(rows, config.num_codebooks, length)}
+        target = batch["input_ids"].transpose(1, 2)
     else:
         batch = {"input_ids": tokens(rows, length)}
         target = batch["input_ids"]
@@ -65,7 +66,7 @@ def _text(task: str, model: PreTrainedModel, shape_index: int, generator: torch.
 
 def _other_inputs(config: PreTrainedConfig, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """What some types need besides tokens: their loss is wrong, or their forward refuses, without."""
-    rows, length = batch["input_ids"].shape
+    rows, length = batch["input_ids"].shape[0], batch["input_ids"].shape[-1]
     if config.model_type == "git":
         return {"pixel_values": torch.randn(rows, 3, IMAGE, IMAGE, generator=generator)}
     if config.model_type == "fsmt":

@@ -13,18 +13,24 @@ from nxdpp.pipeline.partition import even_cuts, stages_of_layers
 from nxdpp.pipeline.program import Agreement
 from nxdpp.pipeline.programs import ProgramCache, Variant, fill_output
 from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import trace
 from tests.tracing.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for
 
 
 def _cache(
-    model: nn.Module, layer_class: Any = None, stages: int = 1, stage: int = 0, spec: Any = None
+    model: nn.Module,
+    layer_class: Any = None,
+    stages: int = 1,
+    stage: int = 0,
+    spec: Any = None,
+    batch: dict[str, torch.Tensor] | None = None,
 ) -> ProgramCache:
     options = options_for(model, layer_class)
     layers = layer_names(model, options.layer_classes)
     cache = ProgramCache(model, options, spec, stage)
-    kinds = first_inputs(model, None)
-    first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training))
+    kinds = first_inputs(model, None, batch)
+    first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training), shapes_of(batch or {}))
     cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
     return cache
 
@@ -201,3 +207,31 @@ def test_what_can_be_forgotten() -> None:
     again = cache.for_inputs(make_inputs("llama"), True)
     assert again is not variant
     assert cache.loss_program(again) is not program
+
+
+class _Windowed(PlainModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, -3:] if x.shape[1] > 3 else x)
+
+
+def test_another_answer_about_sizes_makes_another_graph() -> None:
+    model = _Windowed()
+    cache = _cache(model, PlainLayer, batch={"x": torch.ones(2, 2, 4)})
+    inputs = [{"x": torch.randn(2, length, 4)} for length in (2, 5, 3, 7, 2)]
+    with patch.object(programs, "trace", wraps=trace) as traces:
+        for batch in inputs:
+            assert torch.equal(_run(cache, batch), model(**batch))
+        assert traces.call_count == 2
+
+
+def test_graphs_of_shapes_that_were_not_used_lately_are_forgotten() -> None:
+    class Counting(PlainModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[:, range(x.shape[1])])
+
+    cache = _cache(Counting(), PlainLayer, batch={"x": torch.ones(2, 2, 4)})
+    with patch.object(programs, "_KEPT_SHAPES", 2), patch.object(programs, "trace", wraps=trace) as traces:
+        graphs = [cache.for_inputs({"x": torch.ones(2, length, 4)}, True) for length in (1, 2, 1, 3, 1, 2)]
+        assert traces.call_count == 4
+    assert graphs[0] is graphs[2] is graphs[4]
+    assert graphs[1] is not graphs[5]

@@ -29,7 +29,7 @@ def test_a_leaf_above_layers_is_refused() -> None:
 
 def test_everything_else_is_a_leaf() -> None:
     model = PlainModel()
-    tracer = SpineTracer({"", "layers"})
+    tracer = SpineTracer({"", "layers"}, {})
 
     leaves = {name for name, module in model.named_modules() if tracer.is_leaf_module(module, name)}
 

@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import find_layer_classes, resolve_classes
+from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 from tests.pipeline import models
 
@@ -56,7 +57,7 @@ def trace_with(module: nn.Module, inputs: Mapping[str, Any], options: TracingOpt
     """Trace with tensors as inputs and everything else as constants."""
     kinds = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
     constants = {n: v for n, v in inputs.items() if n not in kinds}
-    return trace(module, kinds, constants, options or options_for(module))
+    return trace(module, kinds, constants, options or options_for(module), shapes_of(inputs))
 
 
 def run_graph(module: nn.Module, traced: TracedModel, inputs: Mapping[str, Any]) -> Any:
