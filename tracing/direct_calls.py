@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import fx, nn
@@ -17,9 +17,22 @@ def recorded_direct_calls(tracer: fx.Tracer, leaves: Iterable[nn.Module]) -> Ite
     with ExitStack() as stack:
         for leaf in leaves:
             if type(leaf).forward is not nn.Module.forward:
-                stack.enter_context(swapped(vars(leaf), {"forward": partial(_record, tracer, leaf, leaf.forward)}))
+                stack.enter_context(swapped(vars(leaf), {"forward": _DirectCall(tracer, leaf)}))
         yield
 
 
-def _record(tracer: fx.Tracer, leaf: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    return tracer.call_module(leaf, forward, args, kwargs)
+class _DirectCall:
+    def __init__(self, tracer: fx.Tracer, leaf: nn.Module) -> None:
+        self._tracer = tracer
+        self._leaf = leaf
+        self._forward: Any = leaf.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tracer.call_module(self._leaf, self._forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module runs by itself: nobody traces it.
+        forward = self._forward
+        if isinstance(forward, MethodType) and forward.__self__ is self._leaf:
+            return MethodType(forward.__func__, memo[id(self._leaf)])
+        return forward
