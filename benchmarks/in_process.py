@@ -10,6 +10,7 @@ from torch import nn
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.engine import Engine
 from nxdpp.pipeline.example_shapes import example_shapes
+from nxdpp.pipeline.fingerprint import fingerprint
 from nxdpp.pipeline.layout import TensorLayout
 from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.pipeline.partition import even_cuts, stages_of_layers
@@ -23,6 +24,7 @@ from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.trace import TracingOptions
 
+_NO_FINGERPRINT = fingerprint([])  # there are no other ranks
 _CPU = torch.device("cpu")
 _FORWARD = (ActionKind.RECEIVE_ACTIVATION, ActionKind.FORWARD, ActionKind.SEND_ACTIVATION)
 _BACKWARD = (ActionKind.RECEIVE_GRADIENT, ActionKind.BACKWARD, ActionKind.SEND_GRADIENT)
@@ -44,7 +46,7 @@ class LocalPipeline:
         self.stages = stages
         self._module = module
         options = TracingOptions(find_layer_classes(module, transformer_layer_cls))
-        self._cache = ProgramCache(module, options, None, 0)
+        self._cache = ProgramCache(module, options, None, 0, {})
         kinds = arguments.first_inputs(module, input_names)
         first = self._cache.trace(
             Variant(tuple(sorted(kinds.items())), (), module.training), example_shapes(module, kinds)
@@ -66,7 +68,7 @@ class LocalPipeline:
         engines = []
         for plan in plans:
             stage = build_stage(plan, variant.traced, self._module, variant.placed)
-            program = StageProgram(plan, stage, frozenset())
+            program = StageProgram(plan, stage, frozenset(), _NO_FINGERPRINT)
             transport: Any = _Loopback(plan.stage, messages)
             engines.append(Engine(program, None, transport, parts, _CPU, backward, True, StepTimer(_CPU), None))
         for microbatch in range(microbatches):

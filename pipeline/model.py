@@ -8,19 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from nxdpp.parallel_layers import move_model_to_device, parallel_state
+from nxdpp.parallel_layers import failure_watch, move_model_to_device, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.engine import Engine
 from nxdpp.pipeline.example_shapes import example_shapes
+from nxdpp.pipeline.fingerprint import parameter_lines
 from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, tied_names, write_back
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
 from nxdpp.pipeline.partition_by_cost import check_partition, cuts_by_cost
 from nxdpp.pipeline.placement import Owners, layers_in_order
-from nxdpp.pipeline.program import StageProgram
+from nxdpp.pipeline.program import Agreement, StageProgram
 from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
+from nxdpp.pipeline.same_graph import SameStep, Step, check_replicas
 from nxdpp.pipeline.step_timer import StepTimer
 from nxdpp.pipeline.tied_weights import TiedGradients, TiedWeight
 from nxdpp.pipeline.transport import Direction, Transport
@@ -123,7 +125,12 @@ class NxDPPModel(nn.Module):
             autowrap_modules=tuple(autowrap_modules or ()),
             tracer_cls=tracer_cls,
         )
-        self._programs = ProgramCache(module, options, output_loss_value_spec, self.stage)
+        settings = {
+            "stages": self.stages,
+            "num_microbatches": num_microbatches,
+            "broadcast_and_average_loss": broadcast_and_average_loss,
+        }
+        self._programs = ProgramCache(module, options, output_loss_value_spec, self.stage, settings)
         kinds = arguments.first_inputs(module, input_names, partition_batch)
         first = self._programs.trace(
             Variant(tuple(sorted(kinds.items())), (), module.training), example_shapes(module, kinds, partition_batch)
@@ -146,6 +153,8 @@ class NxDPPModel(nn.Module):
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
         self.last_busy_share = 0.0
         self._transport: Transport | None = None
+        self._same_step = SameStep(parallel_state.get_pipeline_control_group())
+        self._replicas_agree = False
         # The whole model, for tracing; not a submodule, because most of it is not here.
         self.__dict__["original_module"] = module
         self._take_own_part(module, self._programs.place(first, layer_stages, self.stages))
@@ -193,7 +202,7 @@ class NxDPPModel(nn.Module):
         results = self._run(program, microbatches, train=True)
         self._tied.add_up(self._get_transport())
         if not self.use_zero1_optimizer:
-            average_gradients(self.local_parameters(), parallel_state.get_data_parallel_group())
+            self._average_gradients()
         return self._return_loss([result[0] for result in results if result])
 
     def run_eval(self, *positional: Any, **inputs: Any) -> Any:
@@ -235,6 +244,7 @@ class NxDPPModel(nn.Module):
         To be called by every rank after ``requires_grad`` of parameters has changed.
         """
         self._programs.forget_agreements()
+        self._replicas_agree = False
 
     def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under their original names; takes what ``named_parameters`` takes."""
@@ -331,10 +341,12 @@ class NxDPPModel(nn.Module):
     def _run(self, program: StageProgram, microbatches: list[dict[str, Any]], train: bool) -> list[list[Any]]:
         device = self._device()
         signature = (_signature(microbatches[0]), _autocast(device.type), train)
+        agreement = program.agreements.get(signature)
+        step_digest = self._check_same_step(Step(program.graph, signature), agreement)
         timer = StepTimer(device)
         engine = Engine(
             program,
-            program.agreements.get(signature),
+            agreement,
             self._get_transport(),
             microbatches,
             device,
@@ -351,8 +363,25 @@ class NxDPPModel(nn.Module):
         timer.stop()
         self.last_busy_share = timer.busy_share
         if engine.agreement is not None:
+            engine.agreement.digest = step_digest
             program.remember(signature, engine.agreement)
         return engine.results
+
+    def _check_same_step(self, step: Step, agreement: Agreement | None) -> int:
+        step_digest = step.digest if agreement is None else agreement.digest
+        try:
+            self._same_step.check(step, step_digest, agreement is None)
+        except Exception as error:
+            failure_watch.report(error)
+            raise
+        return step_digest
+
+    def _average_gradients(self) -> None:
+        group = parallel_state.get_data_parallel_group()
+        if not self._replicas_agree:
+            check_replicas(parameter_lines(self.local_named_parameters()), group)
+            self._replicas_agree = True
+        average_gradients(self.local_parameters(), group)
 
     def _is_last(self) -> bool:
         return self.stage == self.stages - 1

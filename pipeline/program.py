@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from nxdpp.pipeline.fingerprint import Fingerprint
 from nxdpp.pipeline.layout import TensorLayout, ValueLayout
 from nxdpp.pipeline.split import StagePlan
 from nxdpp.schedules.actions import Action
@@ -30,7 +31,12 @@ class Crossing:
 
 @dataclass
 class Agreement:
-    """What crosses the borders of a stage for inputs of one signature; the same on both sides of each."""
+    """What crosses the borders of a stage for inputs of one signature; the same on both sides of each.
+
+    ``digest`` tells graph and signature apart from others.
+    """
+
+    digest: int = 0
 
     received: dict[str, ValueLayout] = field(default_factory=dict)
     sent: dict[str, ValueLayout] = field(default_factory=dict)
@@ -55,6 +61,7 @@ class Agreement:
 class StageProgram:
     """A stage ready to run: ``module`` maps inputs, received values and stand-ins to ``plan.made``.
 
+    ``graph`` is the fingerprint of the graph of all stages, with all that must be alike on their ranks.
     ``edges`` are the pairs of stages of the whole pipeline between which values travel; ``actions`` what this
     rank does to train (``True``) and to evaluate (``False``).
     """
@@ -62,6 +69,7 @@ class StageProgram:
     plan: StagePlan
     module: fx.GraphModule
     edges: frozenset[StageEdge]
+    graph: Fingerprint
     actions: dict[bool, list[Action]] = field(default_factory=dict)
     agreements: dict[Any, Agreement] = field(default_factory=dict)
 

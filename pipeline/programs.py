@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxdpp.pipeline.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.pipeline.loss import LossSpec, pick_loss
 from nxdpp.pipeline.placement import Owners, check_last_stage, check_layers_ran, parameter_owners, place_nodes
 from nxdpp.pipeline.program import StageProgram
@@ -46,6 +47,7 @@ class TracedVariant:
     traced: TracedModel
     placed: dict[fx.Node, int]
     output: Any
+    training: bool
     plans: dict[str, list[StagePlan]] = field(default_factory=dict)
     programs: dict[str, StageProgram] = field(default_factory=dict)
 
@@ -58,6 +60,7 @@ class ProgramCache:
         options: how to trace.
         loss_spec: which output is the loss.
         stage: this rank's stage.
+        settings: what else must be alike on all ranks of the pipeline.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class ProgramCache:
         options: TracingOptions,
         loss_spec: LossSpec,
         stage: int,
+        settings: Mapping[str, Any],
     ) -> None:
         self._module = module
+        self._common = [f"{name}: {value}" for name, value in settings.items()]
         self._layer_stages: Mapping[str, int] = {}
         self._stages = 0
         self._options = options
@@ -90,6 +95,8 @@ class ProgramCache:
         default those that have layers. Raises ``ValueError`` where the last stage would have no parameters.
         """
         self._layer_stages = layer_stages
+        # Now, while the model is whole: later each rank knows the truth about its own parameters only.
+        self._common += parameter_lines([*self._module.named_parameters(), *self._module.named_buffers()])
         self._stages = max(layer_stages.values()) + 1 if stages is None else stages
         placed = place_nodes(first, self._module, layer_stages, number=self._stages)
         self._owners = parameter_owners(placed, self._module)
@@ -120,7 +127,7 @@ class ProgramCache:
         placed = place_nodes(traced, self._module, self._layer_stages, self._owners, self._stages)
         (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
         output = pytree.tree_unflatten(list(values), traced.output_spec)
-        return TracedVariant(traced, placed, output)
+        return TracedVariant(traced, placed, output, variant.training)
 
     def _forget_oldest(self) -> None:
         if len(self._by_shapes) > _KEPT_SHAPES:
@@ -186,7 +193,9 @@ class ProgramCache:
         plans = variant.plans[ends_with]
         module = build_stage(plans[self._stage], variant.traced, self._module, variant.placed)
         edges = frozenset((maker, plan.stage) for plan in plans for maker in plan.received.values())
-        return StageProgram(plans[self._stage], module, edges)
+        lines = graph_lines(variant.traced, variant.placed, self._module)
+        mode = f"the {ends_with} in {'training' if variant.training else 'evaluation'} mode"
+        return StageProgram(plans[self._stage], module, edges, fingerprint([mode, *self._common, *lines]))
 
 
 def _constants(values: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...]:

@@ -36,6 +36,12 @@ class OpaqueCall:
         """Whether the function is annotated to return a ``dict``."""
         return getattr(self.function, "__annotations__", {}).get("return") in (dict, "dict")
 
+    def bound(self) -> tuple[Any, Any]:
+        """The static arguments and keywords, with ``...`` in the places of the traced ones."""
+        leaves = [... if i in self._positions else leaf for i, leaf in enumerate(self._leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
     def parameter_of(self, index: int) -> str | int | None:
         """The keyword or the position under which traced argument ``index`` itself is handed to the function."""
         marks: list[Any] = list(self._leaves)
