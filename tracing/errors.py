@@ -1,8 +1,11 @@
 """The error that says which construct of a model cannot be traced, where it stands and what to do."""
 
+import linecache
 import re
+import sys
 import traceback
-from types import TracebackType
+from functools import cache
+from types import FrameType, TracebackType
 
 _MACHINERY = (
     "/torch/",
@@ -23,18 +26,34 @@ class TracingError(RuntimeError):
 def source_line(trace: TracebackType | None) -> str:
     """The innermost line of model code in a traceback, as ``file:line, in function: code``."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not any(part in frame.filename for part in _MACHINERY)]
+    own = [frame for frame in frames if not _is_machinery(frame.filename)]
     if not own:
         return _UNKNOWN
     frame = own[-1]
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
 
 
+def calling_line() -> str | None:
+    """The innermost line of model code that is running, as fx writes one line of a node's stack.
+
+    fx's own way reads the code of every frame of the stack from its file, for each node.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_machinery(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame and f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+
+
 def model_line(stack: str | None) -> str:
-    """The innermost line of model code in a stack as fx records it for a node."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', stack or "")
-    own = [frame for frame in frames if not any(part in frame[0] for part in _MACHINERY)]
+    """The innermost line of model code in a node's stack, as ``file:line, in function: code``."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack or "")
+    own = [frame for frame in frames if not _is_machinery(frame[0])]
     if not own:
         return _UNKNOWN
-    file, line, function, code = own[-1]
-    return f"{file}:{line}, in {function}: {code}"
+    file, line, function = own[-1]
+    return f"{file}:{line}, in {function}: {linecache.getline(file, int(line)).strip()}"
+
+
+@cache
+def _is_machinery(file: str) -> bool:
+    return any(part in file for part in _MACHINERY)

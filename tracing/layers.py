@@ -57,7 +57,8 @@ def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -
     """Qualified names of the outermost layers, in the order in which the module tree lists them."""
     names: list[str] = []
     for name, child in module.named_modules():
-        if isinstance(child, layer_classes) and not any(name.startswith(f"{outer}.") for outer in names):
+        # What is in a layer follows it at once.
+        if isinstance(child, layer_classes) and not (names and name.startswith(f"{names[-1]}.")):
             names.append(name)
     return names
 

@@ -15,6 +15,7 @@ from torch.fx.proxy import TraceError
 
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.direct_calls import recorded_direct_calls
+from nxdpp.tracing.errors import calling_line
 from nxdpp.tracing.kinds import constant_of
 from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.opaque import record_opaque_call, recorded
@@ -58,7 +59,6 @@ class SpineTracer(fx.Tracer):
     """
 
     proxy_buffer_attributes = True
-    record_stack_traces = True
 
     def __init__(self, spine: set[str], shapes: Shapes, **options: Any) -> None:
         super().__init__(**options)
@@ -121,6 +121,12 @@ class SpineTracer(fx.Tracer):
                 f"which code runs depends here on {obj.node.name}, which only the data tells ({error}); a graph has "
                 f"one way for all data"
             ) from error
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node, with the line of the model that it comes from."""
+        node = super().create_node(*args, **kwargs)
+        node.stack_trace = calling_line()
+        return node
 
     def create_arg(self, a: Any) -> Any:
         """An argument of a node; numpy's numbers become Python's, which a graph can hold."""

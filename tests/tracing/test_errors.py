@@ -1,6 +1,6 @@
 """The line of an error is one of the model, not of the machinery."""
 
-from nxdpp.tracing.errors import source_line
+from nxdpp.tracing.errors import calling_line, model_line, source_line
 
 
 def _fails(value: object) -> None:
@@ -18,3 +18,15 @@ def test_the_innermost_line_of_the_model() -> None:
 
 def test_without_a_line_of_the_model() -> None:
     assert source_line(None) == "an unknown place"
+
+
+def test_the_line_that_is_running() -> None:
+    line = model_line(calling_line())
+    assert line.startswith(f"{__file__}:")
+    assert line.endswith("in test_the_line_that_is_running: line = model_line(calling_line())")
+
+
+def test_of_a_stack_the_innermost_line_of_the_model() -> None:
+    inner = 'File "/somewhere/torch/fx/proxy.py", line 3, in create_proxy'
+    assert model_line(f"{calling_line()}\n    line\n{inner}\n    code") != "an unknown place"
+    assert model_line(inner) == model_line(None) == "an unknown place"
