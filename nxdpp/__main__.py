@@ -85,18 +85,20 @@ def _show(title: str, stages: "Sequence[StageSummary]") -> None:
 
     table = Table("stage", "layers", title=title)
     for name in (
-        "parameters", "TFLOPs forward", "TFLOPs backward", "weights", "gradients", "AdamW", "peak activations",
-        "crosses: tensors", "bytes",
+        "parameters", "TFLOPs forward", "TFLOPs backward", "work / mean", "weights", "gradients", "AdamW",
+        "peak activations", "crosses: tensors", "bytes",
     ):  # fmt: skip
         table.add_column(name, justify="right")
+    mean = sum(stage.work for stage in stages) / len(stages)
     for index, stage in enumerate(stages):
         mark = " *" if stage.estimated else ""
         table.add_row(
             str(index),
-            f"{len(stage.layers)}: {_short(stage.layers[0])}..{_short(stage.layers[-1])}",
+            f"{len(stage.layers)}: {_short(stage.layers[0])}..{_short(stage.layers[-1])}" if stage.layers else "0",
             f"{stage.state.parameters:,}",
             f"{stage.forward / 1e12:.4g}{mark}",
             f"{stage.backward / 1e12:.4g}{mark}",
+            f"{stage.work / mean:.3f}{mark}",
             _bytes(stage.state.weights),
             _bytes(stage.state.gradients),
             _bytes(stage.state.optimizer),
@@ -107,11 +109,11 @@ def _show(title: str, stages: "Sequence[StageSummary]") -> None:
     # Read by people and by scripts: as wide as it is, where the output is no terminal.
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    work = [stage.forward + stage.backward for stage in stages]
-    console.print(f"slowest stage / mean: {max(work) / (sum(work) / len(work)):.3f}")
+    console.print(f"slowest stage / mean: {max(stage.work for stage in stages) / mean:.3f}")
     if any(stage.estimated for stage in stages):
         console.print("* estimated from the parameters: layers there cannot run without data")
     console.print("FLOPs, and what crosses in the forward, are of one microbatch; activations are peaks under 1F1B.")
+    console.print("Work is FLOPs, or those that an accelerator could do while it moves the bytes, where that is more.")
 
 
 def _short(layer: str) -> str:

@@ -2,10 +2,10 @@
 
 ::
 
-    layers   E+1   2   3   4   5   6   7   8+H        E: embedding, H: head and loss
-    work      3    2   2   2   2   2   2    7
-    even    └────────┘ └────┘ └────┘ └────────┘       5, 4, 4, 9
-    best    └────────────┘ └────┘ └────┘ └──┘         7, 4, 4, 7
+    layers   E+1   2   3   4   5   6   7   8   H        E: embedding, H: head and loss
+    work      3    2   2   2   2   2   2   2   5
+    even    └────────┘ └────┘ └────┘ └─────────┘        5, 4, 4, 9
+    best    └────────┘ └────────┘ └────────┘ └─┘        5, 6, 6, 5
 
 With several chunks a rank, chunk ``c`` is on rank ``c % ranks``, and a rank's work is that of all its chunks.
 """
@@ -22,7 +22,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one transformer layer costs, with what runs before it and, for the last one, after it.
+    """What one transformer layer costs, with what runs before it; or what follows the last one, as if a layer.
 
     ``work`` is forward and backward of one microbatch, in any unit; ``state_bytes`` are weights, gradients and
     optimizer state; ``activation_bytes`` what the forward of one microbatch keeps for its backward.
@@ -38,8 +38,8 @@ class LayerCost:
 class MemoryLimit:
     """The bytes that each rank has.
 
-    Rank ``r`` keeps activations of ``in_flight[r]`` microbatches at once; ``shared_bytes`` of them, beside the
-    layers' own, are kept by each rank (a mask).
+    Chunk ``c`` keeps activations of ``in_flight[c]`` microbatches at once; ``shared_bytes`` of them, beside the
+    layers' own, are kept by each chunk (a mask).
     """
 
     bytes: int
@@ -61,18 +61,23 @@ def balanced_cuts(
     the smallest. One chunk a rank: exact, in ranks times layers squared. Several: exact as long as at most 500
     partial cuts are open at once, else the best of the most even ones.
 
-    Raises ``ValueError`` where there are fewer layers than chunks, and where no cut fits into ``memory``.
+    Raises ``ValueError`` where there are fewer layers (and what follows them) than chunks, and where no cut was found
+    that fits into ``memory``, with the bytes of the thriftiest.
     """
-    assert memory is None or len(memory.in_flight) == ranks
+    assert memory is None or len(memory.in_flight) == ranks * chunks
     if len(costs) < ranks * chunks:
         raise ValueError(
             f"{len(costs)} transformer layers cannot be split over {ranks * chunks} pipeline stages: each needs at "
-            f"least one. Use at most {len(costs)} stages."
+            f"least one (what follows the last one counts as one, if it has parameters). Use at most {len(costs)} "
+            f"stages."
         )
     problem = _Problem(costs, ranks, memory)
     ends = _cut_stages(problem) if chunks == 1 else _cut_chunks(problem, chunks)
-    if ends is None:
-        raise ValueError(_does_not_fit(problem, chunks))
+    if ends is None and memory is not None:
+        ends = _thriftiest(problem, chunks)
+        if max(problem.sizes(ends)) > memory.bytes:
+            raise ValueError(_does_not_fit(problem, chunks, ends))
+    assert ends is not None
     return [costs[end - 1].layer for end in ends[:-1]]
 
 
@@ -91,23 +96,36 @@ class _Problem:
         """Work of the layers from ``start`` up to, without, ``end``."""
         return self._work[end] - self._work[start]
 
-    def bytes(self, rank: int, start: int, end: int) -> int:
-        """Bytes of these layers on ``rank``, without what all ranks keep."""
+    def bytes(self, chunk: int, start: int, end: int) -> int:
+        """Bytes of ``chunk`` if it is these layers."""
         if self.memory is None:
             return 0
-        activations = self._activations[end] - self._activations[start]
-        return self._state[end] - self._state[start] + self.memory.in_flight[rank] * activations
+        activations = self._activations[end] - self._activations[start] + self.memory.shared_bytes
+        return self._state[end] - self._state[start] + self.memory.in_flight[chunk] * activations
 
-    def room(self, rank: int) -> float:
-        """Bytes for layers on ``rank``."""
-        if self.memory is None:
-            return math.inf
-        return self.memory.bytes - self.memory.in_flight[rank] * self.memory.shared_bytes
+    def room(self) -> float:
+        """Bytes of a rank."""
+        return math.inf if self.memory is None else self.memory.bytes
+
+    def sizes(self, ends: Sequence[int]) -> list[float]:
+        """Bytes of each rank for chunks with these ends."""
+        return self.loads(ends, self.bytes)
+
+    def loads(self, ends: Sequence[int], load: "_Load") -> list[float]:
+        """Each rank's sum over its chunks with these ends."""
+        totals = [0.0] * self.ranks
+        for chunk, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            totals[chunk % self.ranks] += load(chunk, start, end)
+        return totals
+
+
+# What a chunk weighs, given by its number, its first layer and the one after its last.
+_Load = Callable[[int, int, int], float]
 
 
 def _cut_stages(problem: _Problem) -> list[int] | None:
     def work(rank: int, start: int, end: int) -> float:
-        fits = problem.bytes(rank, start, end) <= problem.room(rank)
+        fits = problem.bytes(rank, start, end) <= problem.room()
         return problem.work(start, end) if fits else math.inf
 
     slowest, ends = _cheapest(problem.layers, problem.ranks, work, max)
@@ -126,7 +144,7 @@ def _cut_stages(problem: _Problem) -> list[int] | None:
 def _cheapest(
     layers: int,
     stages: int,
-    cost: Callable[[int, int, int], float],
+    cost: _Load,
     combine: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """The least combined cost of ``stages`` runs, and where each ends; infinite where there is none."""
@@ -151,76 +169,79 @@ def _cheapest(
 
 
 # Work and bytes of each rank so far.
-_Loads = tuple[tuple[float, int], ...]
+_Loads = tuple[tuple[float, float], ...]
 
 
 def _cut_chunks(problem: _Problem, chunks: int) -> list[int] | None:
+    def work(_: int, start: int, end: int) -> float:
+        return problem.work(start, end)
+
+    ends = _search(problem, chunks, work, lambda *_: 0.0, math.inf)
+    if ends is None or problem.memory is None or max(problem.sizes(ends)) <= problem.memory.bytes:
+        return ends
+    return _search(problem, chunks, work, problem.bytes, problem.room())
+
+
+def _thriftiest(problem: _Problem, chunks: int) -> list[int]:
+    """Where the chunks end if the rank that needs the most bytes is to need as few as possible."""
+    if chunks == 1:
+        return _cheapest(problem.layers, problem.ranks, problem.bytes, max)[1]
+    ends = _search(problem, chunks, problem.bytes, lambda *_: 0.0, math.inf)
+    assert ends is not None
+    return ends
+
+
+def _search(problem: _Problem, chunks: int, load: _Load, size: _Load, room: float) -> list[int] | None:
+    """Where chunks end so that the rank of the most ``load`` has little, and none more ``size`` than there is room."""
     total = problem.ranks * chunks
-    bound = _slowest_of_even_chunks(problem, total)
-    open_cuts: dict[tuple[int, _Loads], list[int]] = {(0, ((0.0, 0),) * problem.ranks): []}
+    _, one_good = _cheapest(problem.layers, total, load, max)
+    loads = problem.loads(one_good, load)
+    fits = max(problem.loads(one_good, size)) <= room
+    bound = max(loads) if fits else math.inf
+    share = sum(loads) / total
+    open_cuts: dict[tuple[int, _Loads], list[int]] = {(0, ((0.0, 0.0),) * problem.ranks): []}
     for chunk in range(total):
         rank = chunk % problem.ranks
         last = problem.layers - (total - chunk - 1)
         grown: dict[tuple[int, _Loads], list[int]] = {}
-        for (start, loads), ends in open_cuts.items():
+        for (start, so_far), ends in open_cuts.items():
             for end in range(start + 1 if chunk < total - 1 else problem.layers, last + 1):
-                work, size = loads[rank]
-                load = (work + problem.work(start, end), size + problem.bytes(rank, start, end))
-                if load[0] > bound or load[1] > problem.room(rank):
+                own = (so_far[rank][0] + load(chunk, start, end), so_far[rank][1] + size(chunk, start, end))
+                if own[0] > bound or own[1] > room:
                     break
-                grown.setdefault((end, (*loads[:rank], load, *loads[rank + 1 :])), [*ends, end])
-        open_cuts = _most_even(grown, problem, chunk + 1, chunks)
-    finished = [([work for work, _ in loads], ends) for (_, loads), ends in open_cuts.items()]
+                grown.setdefault((end, (*so_far[:rank], own, *so_far[rank + 1 :])), [*ends, end])
+        open_cuts = _most_even(grown, [share * _made(rank, chunk, problem.ranks) for rank in range(problem.ranks)])
+    finished = [([value for value, _ in so_far], ends) for (_, so_far), ends in open_cuts.items()]
     if not finished:
-        return None
-    return min(finished, key=lambda cut: (max(cut[0]), sum(work * work for work in cut[0])))[1]
+        return one_good if fits else None
+    return min(finished, key=lambda cut: (max(cut[0]), sum(value * value for value in cut[0])))[1]
 
 
-def _slowest_of_even_chunks(problem: _Problem, total: int) -> float:
-    """The slowest rank of one good cut, a bound on that of the best; infinite where memory says more than work."""
-    if problem.memory is not None:
-        return math.inf
-    _, ends = _cheapest(problem.layers, total, lambda _, start, end: problem.work(start, end), max)
-    work = [0.0] * problem.ranks
-    for chunk, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        work[chunk % problem.ranks] += problem.work(start, end)
-    return max(work)
+def _made(rank: int, chunk: int, ranks: int) -> int:
+    """How many of the chunks up to ``chunk`` are on ``rank``."""
+    return (chunk + ranks - rank) // ranks
 
 
-def _most_even(
-    cuts: dict[tuple[int, _Loads], list[int]], problem: _Problem, made: int, chunks: int
-) -> dict[tuple[int, _Loads], list[int]]:
-    """The open cuts themselves, or as many as are followed: those whose ranks are nearest to an even share."""
+def _most_even(cuts: dict[tuple[int, _Loads], list[int]], due: list[float]) -> dict[tuple[int, _Loads], list[int]]:
+    """The open cuts themselves, or as many as are followed: those whose ranks are nearest to what is ``due``."""
     if len(cuts) <= _OPEN_CUTS:
         return cuts
-    share = problem.work(0, problem.layers) / (problem.ranks * chunks)
-    due = [share * (made // problem.ranks + (rank < made % problem.ranks)) for rank in range(problem.ranks)]
 
     def distance(cut: tuple[int, _Loads]) -> float:
-        return sum((work - wanted) ** 2 for (work, _), wanted in zip(cut[1], due, strict=True))
+        return sum((value - wanted) ** 2 for (value, _), wanted in zip(cut[1], due, strict=True))
 
     return {cut: cuts[cut] for cut in sorted(cuts, key=distance)[:_OPEN_CUTS]}
 
 
-def _does_not_fit(problem: _Problem, chunks: int) -> str:
-    memory = problem.memory
-    assert memory is not None
-    remedy = (
-        "Use more pipeline stages, smaller microbatches (a larger num_microbatches), shorter sequences, activation "
-        "checkpointing, or a higher limit."
-    )
-    limit = f"the limit of {memory.bytes / _GIB:.2f} GiB a rank"
-    if chunks > 1:
-        return f"no cut into {chunks} chunks on each of {problem.ranks} ranks was found within {limit}. {remedy}"
-
-    def total(rank: int, start: int, end: int) -> float:
-        return problem.bytes(rank, start, end) + memory.in_flight[rank] * memory.shared_bytes
-
-    needed, ends = _cheapest(problem.layers, problem.ranks, total, max)
-    starts = [0, *ends[:-1]]
-    sizes = [total(rank, start, end) for rank, (start, end) in enumerate(zip(starts, ends, strict=True))]
+def _does_not_fit(problem: _Problem, chunks: int, ends: list[int]) -> str:
+    assert problem.memory is not None
+    sizes = problem.sizes(ends)
+    rank = sizes.index(max(sizes))
+    into = f"over {problem.ranks} stages" if chunks == 1 else f"into {chunks} chunks on each of {problem.ranks} ranks"
+    in_flight = ", ".join(str(count) for count in problem.memory.in_flight[rank :: problem.ranks])
     return (
-        f"no cut of {problem.layers} layers over {problem.ranks} stages fits into {limit}: the thriftiest needs "
-        f"{needed / _GIB:.2f} GiB on stage {sizes.index(needed)} for weights, gradients, optimizer state and the "
-        f"activations of {memory.in_flight[sizes.index(needed)]} microbatches in flight. {remedy}"
+        f"no cut {into} fits into the limit of {problem.memory.bytes / _GIB:.3g} GiB a "
+        f"rank: the thriftiest needs {sizes[rank] / _GIB:.3g} GiB on stage {rank} for weights, gradients, optimizer "
+        f"state and the activations of {in_flight} microbatches in flight. Use more pipeline stages, smaller "
+        f"microbatches (a larger num_microbatches), shorter sequences, activation checkpointing, or a higher limit."
     )

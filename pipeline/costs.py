@@ -1,7 +1,8 @@
 """What each node of a traced graph costs for one microbatch, counted on fake tensors: nothing is allocated.
 
 Nodes run one after the other, each alone, in a ``FakeTensorMode``: torch's counter counts the FLOPs of forward and
-backward, and the tensors that autograd saves are the activations. Of layers that are alike only the first runs.
+backward, a roofline what moves bytes, and the tensors that autograd saves are the activations. Of layers that are
+alike only the first runs.
 """
 
 import copy
@@ -17,8 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.node_runs import NodeRun, map_tensors, run_of, signature, tensors_in
+from nxdpp.pipeline.roofline import WorkCounter, accumulation_work, machine_balance
 from nxdpp.tracing.trace import TracedModel
 
+# What models are planned for where nothing is said.
+_ACCELERATOR = torch.device("cuda")
 _aten = torch.ops.aten
 
 
@@ -28,6 +32,8 @@ class NodeCost:
 
     Attributes:
         forward, backward: FLOPs, a multiplication and an addition being two.
+        work: forward and backward in FLOPs, with those that the device could do while it moves bytes, where that is
+            what an operation takes (``roofline``); the addition of gradients to those of other microbatches too.
         kept_bytes: activations that it makes and autograd keeps for the backward, each memory once.
         kept_values: names of nodes and inputs whose values it keeps for its backward, parameters apart.
         output_bytes, output_tensors: its value, as it would cross to another stage.
@@ -36,6 +42,7 @@ class NodeCost:
 
     forward: float = 0
     backward: float = 0
+    work: float = 0
     kept_bytes: int = 0
     kept_values: tuple[str, ...] = ()
     output_bytes: int = 0
@@ -43,25 +50,30 @@ class NodeCost:
     estimated: bool = False
 
 
-def count_costs(traced: TracedModel, root: nn.Module, inputs: Mapping[str, Any]) -> dict[fx.Node, NodeCost]:
+def count_costs(
+    traced: TracedModel, root: nn.Module, inputs: Mapping[str, Any], device: torch.device = _ACCELERATOR
+) -> dict[fx.Node, NodeCost]:
     """The cost of each node of ``traced`` for one microbatch ``inputs``.
 
     Args:
         traced: the graph of ``root``.
         root: its parameters may be on the meta device; it is as before afterwards.
         inputs: values of the graph's inputs. Of tensors shape and dtype count; they may be on the meta device.
+        device: the kind of device whose balance of FLOPs and bytes is assumed for ``work``.
 
     A node that cannot run on fake tensors (a mixture of experts whose shapes depend on its data) is estimated:
     2 FLOPs a parameter and token forward, twice that backward.
     """
-    return _Count(root).run(traced, inputs)
+    dtype = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
+    return _Count(root, machine_balance(device, dtype)).run(traced, inputs)
 
 
 class _Count:
     """One pass over a graph; ``values`` are those of the nodes so far, as fake tensors on the CPU."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, balance: float) -> None:
         self._root = root
+        self._balance = balance
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
         self._values: dict[fx.Node, Any] = {}
@@ -106,9 +118,9 @@ class _Count:
     def _measure(self, run: NodeRun) -> tuple[Any, NodeCost, list[int]]:
         """The value of a node, its cost, and the memory of other values that it keeps."""
         with suppress(Exception):
-            return _count(run)
+            return _count(run, self._balance)
         if run.module is not None and any(True for _ in run.module.parameters()):
-            return _estimate(run)
+            return _estimate(run, self._balance)
         # What changes a value in place cannot do so to a leaf of the autograd graph.
         with suppress(Exception), torch.no_grad():
             return run.forward(), NodeCost(), []
@@ -163,20 +175,21 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _count(run: NodeRun) -> tuple[Any, NodeCost, list[int]]:
+def _count(run: NodeRun, balance: float) -> tuple[Any, NodeCost, list[int]]:
     saved: list[torch.Tensor] = []
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH)
+    with torch.enable_grad(), counter, WorkCounter(counter, balance) as moved:
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             value = run.forward()
         forward = counter.get_total_flops()
         ends = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
         if ends:
-            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+            torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
         total = counter.get_total_flops()
     state = (*run.module.parameters(), *run.module.buffers()) if run.module is not None else ()
     not_counted = {_memory(tensor) for tensor in state}
@@ -184,10 +197,11 @@ def _count(run: NodeRun) -> tuple[Any, NodeCost, list[int]]:
     memories = {_memory(tensor): tensor for tensor in saved if _memory(tensor) not in not_counted}
     kept_bytes = sum(tensor.untyped_storage().nbytes() for memory, tensor in memories.items() if memory not in given)
     kept = [memory for memory in memories if memory in given]
-    return value, NodeCost(forward, total - forward, kept_bytes), kept
+    work = moved.work + _accumulation(run, balance)
+    return value, NodeCost(forward, total - forward, work, kept_bytes), kept
 
 
-def _estimate(run: NodeRun) -> tuple[Any, NodeCost, list[int]]:
+def _estimate(run: NodeRun, balance: float) -> tuple[Any, NodeCost, list[int]]:
     """Its value is like the hidden states; for each token each weight keeps the vector that it multiplies."""
     assert run.module is not None
     states = next((tensor for tensor in run.arguments if tensor.is_floating_point()), None)
@@ -204,7 +218,13 @@ def _estimate(run: NodeRun) -> tuple[Any, NodeCost, list[int]]:
         value = (value,) * (1 + max((int(str(user.args[1])) for user in run.node.users), default=0))
     forward = 2 * parameters * tokens
     kept_bytes = tokens * widths * states.element_size()
-    return value, NodeCost(forward, 2 * forward, kept_bytes, estimated=True), [_memory(states)]
+    work = 3 * forward + _accumulation(run, balance)
+    return value, NodeCost(forward, 2 * forward, work, kept_bytes, estimated=True), [_memory(states)]
+
+
+def _accumulation(run: NodeRun, balance: float) -> float:
+    parameters = run.module.parameters() if run.module is not None else ()
+    return sum(accumulation_work(parameter, balance) for parameter in parameters)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -1,4 +1,10 @@
-"""The costs of nodes summed up for each transformer layer, what runs before it and, for the last, after it."""
+"""The costs of nodes summed up for each transformer layer with what runs before it, and for what follows the last.
+
+::
+
+    embed   layers.0   layers.1   layers.2   layers.3   norm   lm_head   loss
+    └──────────────┘   └──────┘   └──────┘   └──────┘   └──────────────────┘      between any two can be cut
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +15,8 @@ from nxdpp.pipeline.balance import LayerCost
 from nxdpp.pipeline.costs import NodeCost
 from nxdpp.pipeline.placement import parameter_owners, place_nodes
 from nxdpp.tracing.trace import TracedModel
+
+HEAD = "what follows the last layer"
 
 # AdamW keeps two moments for each parameter that is trained, of its dtype.
 _MOMENTS = 2
@@ -40,22 +48,29 @@ def state_bytes(parameters: Iterable[nn.Parameter]) -> StateBytes:
 def layer_costs(
     traced: TracedModel, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]
 ) -> list[LayerCost]:
-    """The cost of each of ``layers``, in order; work in FLOPs.
+    """The cost of each of ``layers``, in order, then of what follows the last one, named ``HEAD``.
 
-    What follows from the inputs alone runs on every stage and belongs to no layer.
+    Where no parameter follows the last layer, what does belongs to it. What follows from the inputs alone runs on
+    every stage and belongs to no layer. Work is in the unit of the ``costs``.
     """
-    placed = place_nodes(traced, root, {layer: index for index, layer in enumerate(layers)})
+    names = [*layers, HEAD]
+    numbers = {layer: index for index, layer in enumerate(layers)}
+    placed = place_nodes(traced, root, numbers, number=len(names))
     owners = parameter_owners(placed, root)
+    if not any(len(layers) in places for places in owners.values()):
+        names.pop()
+        placed = place_nodes(traced, root, numbers)
+        owners = parameter_owners(placed, root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     unplaced = {node.name for node in traced.graph.nodes} - {node.name for node in placed}
     found = []
-    for index, layer in enumerate(layers):
+    for index, name in enumerate(names):
         nodes = [node for node, place in placed.items() if place == index]
-        own = [parameters[name] for name, places in owners.items() if index in places]
+        own = [parameters[parameter] for parameter, places in owners.items() if index in places]
         found.append(
             LayerCost(
-                layer,
-                sum(costs[node].forward + costs[node].backward for node in nodes),
+                name,
+                sum(costs[node].work for node in nodes),
                 state_bytes(own).total,
                 activation_bytes(nodes, costs, traced, unplaced),
             )

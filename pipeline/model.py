@@ -38,8 +38,8 @@ class NxDPPModel(nn.Module):
 
     The arguments and their meaning are those of NeuronX Distributed's ``NxDPPModel``. Construction traces the
     model, cuts it after transformer layers, and frees what other stages hold, in ``module`` itself. It is
-    not collective, but every rank must do it, with the same model and arguments, after
-    ``parallel_state.initialize_model_parallel``.
+    collective with ``partition="profiled"`` only, but every rank must do it, with the same model and arguments,
+    after ``parallel_state.initialize_model_parallel``.
 
     Args:
         module: the model, with the same weights on every rank.
@@ -66,11 +66,15 @@ class NxDPPModel(nn.Module):
         auto_partition: split the layers evenly, said explicitly; excludes ``pipeline_cuts``.
         deallocate_pipeline_outputs: free an activation once it is sent; only its place in the autograd graph
             is kept for the backward.
-        partition: ``"even"``, or ``"balanced"``: cut so that the slowest stage has the fewest FLOPs, counted for
-            microbatches like ``partition_batch``; excludes ``pipeline_cuts`` and ``auto_partition``.
-        partition_batch: the inputs of one microbatch with labels; meta tensors will do. ``"balanced"`` counts for
-            its shapes. The trace at construction is for inputs like these; by default it is for a Hugging Face
-            model's main input and labels, or the inputs that another module's ``forward`` cannot do without.
+        partition: ``"even"``; or cut so that the slowest stage has the least work for microbatches like
+            ``partition_batch``, which is counted (``"balanced"``), or measured on the device of global rank 0
+            (``"profiled"``: construction is then collective over all ranks). Excludes ``pipeline_cuts`` and
+            ``auto_partition``.
+        partition_batch: the inputs of one microbatch with labels; meta tensors will do. The trace at construction is
+            for inputs like these; by default it is for a Hugging Face model's main input and labels, or the inputs
+            that another module's ``forward`` cannot do without.
+        partition_memory_limit: bytes that a rank has for its weights, gradients, AdamW's state and the activations
+            that 1F1B keeps; where no balanced cut fits, ``ValueError``.
 
     Raises:
         ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
@@ -101,6 +105,7 @@ class NxDPPModel(nn.Module):
         deallocate_pipeline_outputs: bool = False,
         partition: str = "even",
         partition_batch: Mapping[str, torch.Tensor] | None = None,
+        partition_memory_limit: int | None = None,
     ) -> None:
         super().__init__()
         arguments.check_kinds(module, pipeline_cuts, input_names, leaf_module_cls)
@@ -116,7 +121,7 @@ class NxDPPModel(nn.Module):
             arguments.check_names(module, input_names, "input_names")
         if auto_partition and pipeline_cuts is not None:
             raise ValueError("auto_partition=True and pipeline_cuts exclude each other: give one of them.")
-        check_partition(partition, partition_batch, pipeline_cuts, auto_partition)
+        check_partition(partition, partition_batch, partition_memory_limit, pipeline_cuts, auto_partition)
 
         options = TracingOptions(
             layer_classes=find_layer_classes(module, transformer_layer_cls),
@@ -139,7 +144,9 @@ class NxDPPModel(nn.Module):
         if pipeline_cuts is not None:
             self.pipeline_cuts = check_cuts(pipeline_cuts, self.layers, self.stages)
         elif partition_batch is not None:
-            self.pipeline_cuts = cuts_by_cost(module, partition_batch, options, self.layers, self.stages)
+            self.pipeline_cuts = cuts_by_cost(
+                first, module, partition_batch, self.layers, partition, num_microbatches, partition_memory_limit
+            )
         else:
             self.pipeline_cuts = even_cuts(self.layers, self.stages)
         arguments.warn_of_lost_hooks(module, self.layers)

@@ -1,30 +1,49 @@
-"""Cuts that give each stage the same work, for microbatches of a given shape."""
+"""Cuts that give each stage the same work, for microbatches of a given shape.
+
+``partition="balanced"`` counts the work of every node of the model's graph, ``"profiled"`` measures it; both find the
+cut between layers whose slowest stage is fastest.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from nxdpp.pipeline.balance import balanced_cuts
-from nxdpp.pipeline.costs import count_costs
-from nxdpp.pipeline.layer_costs import layer_costs
-from nxdpp.pipeline.placement import check_layers_ran
-from nxdpp.tracing.kinds import InputKind
-from nxdpp.tracing.trace import TracingOptions, trace
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.first_rank import from_first_rank
+from nxdpp.pipeline.balance import MemoryLimit, balanced_cuts, in_flight_1f1b
+from nxdpp.pipeline.costs import NodeCost, count_costs
+from nxdpp.pipeline.layer_costs import layer_costs, shared_bytes
+from nxdpp.pipeline.partition import check_cuts
+from nxdpp.pipeline.placement import place_nodes
+from nxdpp.pipeline.profile import profile_nodes
+from nxdpp.tracing.trace import TracedModel
 
-_PARTITIONS = ("even", "balanced")
+_PARTITIONS = ("even", "balanced", "profiled")
 
 
 def check_partition(
-    partition: Any, batch: Any, pipeline_cuts: Sequence[str] | None, auto_partition: bool | None
+    partition: Any, batch: Any, memory_limit: Any, pipeline_cuts: Sequence[str] | None, auto_partition: bool | None
 ) -> None:
     """Raise ``ValueError`` for a way to cut that is none, that lacks what it needs, or for two ways at once."""
+    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
+        raise ValueError(f"partition_memory_limit={memory_limit!r} must be a whole number of bytes: 80 * 2**30.")
+    if memory_limit is not None and memory_limit < 1:
+        raise ValueError(f"partition_memory_limit={memory_limit} must be at least one byte.")
     if partition not in _PARTITIONS:
         raise ValueError(f"partition={partition!r} must be one of {', '.join(map(repr, _PARTITIONS))}.")
     if partition == "even":
         if batch is not None:
-            raise ValueError("partition_batch is for partition='balanced'; the even partition looks at no inputs.")
+            raise ValueError(
+                "partition_batch is for partition='balanced' and 'profiled'; the even partition looks at no inputs."
+            )
+        if memory_limit is not None:
+            raise ValueError(
+                "partition_memory_limit is for partition='balanced' and 'profiled'; the even partition and "
+                "pipeline_cuts look at no memory."
+            )
         return
     if pipeline_cuts is not None or auto_partition:
         other = "pipeline_cuts" if pipeline_cuts is not None else "auto_partition=True, the even partition,"
@@ -41,14 +60,49 @@ def check_partition(
 
 
 def cuts_by_cost(
-    module: nn.Module, batch: Mapping[str, torch.Tensor], options: TracingOptions, layers: Sequence[str], stages: int
+    traced: TracedModel,
+    module: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    layers: Sequence[str],
+    partition: str,
+    microbatches: int,
+    memory_limit: int | None,
 ) -> list[str]:
-    """The layers after which to cut so that the slowest of ``stages`` has the fewest FLOPs for ``batch``.
+    """The layers after which to cut so that the slowest stage has the least work for microbatches like ``batch``.
 
-    The same on every rank, because FLOPs are counted and not measured; not collective. Raises ``ValueError``
-    where there are fewer layers than stages, or ``batch`` takes the model through other layers.
+    ``"balanced"``: the same on every rank, because work is counted and not measured; not collective.
+    ``"profiled"``: measured on global rank 0, on its device, and told to the others; collective over all ranks.
+
+    ``traced`` is the graph of ``module`` for ``batch``. Raises ``ValueError`` where there are fewer layers than stages,
+    or no cut fits into ``memory_limit`` bytes a rank with ``microbatches`` under 1F1B; what a layer raises that fails
+    while it is measured, on every rank.
     """
-    traced = trace(module, {name: InputKind(value.ndim, value.dtype) for name, value in batch.items()}, {}, options)
-    check_layers_ran(traced, layers)
-    costs = count_costs(traced, module, batch)
-    return balanced_cuts(layer_costs(traced, module, costs, layers), stages)
+    stages = parallel_state.get_pipeline_model_parallel_size()
+    device = parallel_state.local_device()
+
+    def cuts() -> list[str]:
+        costs = count_costs(traced, module, batch, device)
+        if partition == "profiled":
+            costs = _measured(traced, module, batch, costs, layers, device)
+        memory = None
+        if memory_limit is not None:
+            shared = shared_bytes(traced, module, costs, layers)
+            memory = MemoryLimit(memory_limit, in_flight_1f1b(stages, microbatches), shared)
+        names = balanced_cuts(layer_costs(traced, module, costs, layers), stages, memory=memory)
+        return check_cuts(names, layers, stages)
+
+    return from_first_rank(cuts) if partition == "profiled" else cuts()
+
+
+def _measured(
+    traced: TracedModel,
+    module: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    costs: Mapping[fx.Node, NodeCost],
+    layers: Sequence[str],
+    device: torch.device,
+) -> dict[fx.Node, NodeCost]:
+    """``costs`` with seconds on ``device`` as their work."""
+    timed = place_nodes(traced, module, {layer: index for index, layer in enumerate(layers)})
+    seconds = profile_nodes(traced, module, batch, timed, device)
+    return {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in costs.items()}

@@ -17,6 +17,7 @@ from nxdpp.pipeline.placement import layers_in_order, parameter_owners, place_no
 from nxdpp.pipeline.split import plan_stages
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import find_layer_classes, layer_names
+from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 
 PARTITIONS = ("even", "balanced")
@@ -26,14 +27,16 @@ PARTITIONS = ("even", "balanced")
 class StageSummary:
     """One stage; FLOPs and bytes that cross are of one microbatch.
 
-    ``peak_activations`` are bytes of all microbatches in flight under 1F1B; ``sent_tensors`` and ``sent_bytes``
-    what its forward sends, to whichever stages; ``estimated`` says that some costs are not counted.
+    ``work`` is forward and backward as ``NodeCost`` has it; ``peak_activations`` are bytes of all microbatches in
+    flight under 1F1B; ``sent_tensors`` and ``sent_bytes`` what its forward sends, to whichever stages; ``estimated``
+    says that some costs are not counted.
     """
 
     layers: list[str]
     state: StateBytes
     forward: float
     backward: float
+    work: float
     peak_activations: int
     sent_tensors: int
     sent_bytes: int
@@ -67,7 +70,9 @@ def summarise_stages(
     if memory_limit is not None and partition != "balanced":
         raise ValueError("a memory limit moves cuts only where they are balanced: add --partition balanced.")
     options = TracingOptions(find_layer_classes(model, None))
-    traced = trace(model, {name: InputKind(v.ndim, v.dtype) for name, v in inputs.items()}, {}, options)
+    traced = trace(
+        model, {name: InputKind(v.ndim, v.dtype) for name, v in inputs.items()}, {}, options, shapes_of(inputs)
+    )
     layers = layers_in_order(traced, layer_names(model, options.layer_classes))
     cuts = even_cuts(layers, stages)
     costs = count_costs(traced, model, inputs)
@@ -87,7 +92,7 @@ def _summaries(
     layer_stages: Mapping[str, int],
     in_flight: Sequence[int],
 ) -> list[StageSummary]:
-    placed = place_nodes(traced, model, layer_stages)
+    placed = place_nodes(traced, model, layer_stages, number=len(in_flight))
     owners = parameter_owners(placed, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in traced.graph.nodes}
@@ -101,6 +106,7 @@ def _summaries(
                 state=state_bytes(parameters[name] for name, stages in owners.items() if plan.stage in stages),
                 forward=sum(costs[node].forward for node in nodes),
                 backward=sum(costs[node].backward for node in nodes),
+                work=sum(costs[node].work for node in nodes),
                 peak_activations=in_flight[plan.stage] * activation_bytes(nodes, costs, traced),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),

@@ -111,7 +111,7 @@ REFUSED = [
     ({}, ["--batch-size", "6"], "a batch of 6 does not divide into 4 microbatches"),
     ({}, ["--seq-length", "200000"], "more than max_position_embeddings=131072"),
     ({}, ["--memory-limit", "80"], "add --partition balanced"),
-    ({"num_hidden_layers": 4}, ["--partition", "balanced", "--memory-limit", "1"], "fits into the limit of 1.00 GiB"),
+    ({"num_hidden_layers": 4}, ["--partition", "balanced", "--memory-limit", "1"], "fits into the limit of 1 GiB"),
 ]
 
 

@@ -24,13 +24,12 @@ def _measure(
     bytes_ = [0] * ranks
     for chunk, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         rank = chunk % ranks
-        in_flight = memory.in_flight[rank] if memory else 0
+        in_flight = memory.in_flight[chunk] if memory else 0
+        bytes_[rank] += in_flight * memory.shared_bytes if memory else 0
         for cost in costs[start:end]:
             work[rank] += cost.work
             bytes_[rank] += cost.state_bytes + in_flight * cost.activation_bytes
-    if memory and any(
-        b + f * memory.shared_bytes > memory.bytes for b, f in zip(bytes_, memory.in_flight, strict=True)
-    ):
+    if memory and max(bytes_) > memory.bytes:
         return None
     return max(work), sum(value * value for value in work)
 
@@ -79,7 +78,15 @@ def test_no_cut_into_interleaved_chunks_is_better(layers: list[tuple[int, int, i
     ranks = data.draw(st.integers(1, min(3, len(layers) // 2)))
     chunks = data.draw(st.integers(2, len(layers) // ranks))
     limit = data.draw(st.none() | st.integers(0, 150))
-    memory = None if limit is None else MemoryLimit(limit, data.draw(st.lists(SIZES, min_size=ranks, max_size=ranks)))
+    memory = (
+        None
+        if limit is None
+        else MemoryLimit(
+            limit,
+            data.draw(st.lists(SIZES, min_size=ranks * chunks, max_size=ranks * chunks)),
+            data.draw(st.integers(0, 3)),
+        )
+    )
 
     _check(_layers(*map(list, zip(*layers, strict=True))), ranks, chunks, memory)
 
@@ -125,14 +132,18 @@ def test_what_does_not_fit_is_said_in_numbers() -> None:
     gib = 2**30
     costs = _layers([1] * 4, state=[2 * gib] * 4, activations=[gib] * 4)
 
-    with pytest.raises(ValueError, match=r"no cut of 4 layers over 2 .* limit of 7\.00 GiB") as caught:
+    with pytest.raises(ValueError, match=r"no cut over 2 .* limit of 7 GiB") as caught:
         balanced_cuts(costs, 2, memory=MemoryLimit(7 * gib, [2, 1]))
 
-    assert "needs 8.00 GiB on stage 0" in str(caught.value)
+    assert "needs 8 GiB on stage 0" in str(caught.value)
     assert "2 microbatches in flight" in str(caught.value)
     assert "more pipeline stages" in str(caught.value)
-    with pytest.raises(ValueError, match=r"no cut into 2 chunks on each of 2 .* limit of 7\.00"):
-        balanced_cuts(costs, 2, 2, MemoryLimit(7 * gib, [2, 1]))
+    # Two layers on each rank: 4 GiB of state, and activations of 2 + 1 and of 1 + 1 microbatches.
+    with pytest.raises(ValueError, match=r"into 2 chunks on each of 2 .* limit of 6 GiB") as caught:
+        balanced_cuts(costs, 2, 2, MemoryLimit(6 * gib, [2, 1, 1, 1]))
+
+    assert "needs 7 GiB on stage 0" in str(caught.value)
+    assert "2, 1 microbatches in flight" in str(caught.value)
 
 
 def test_fewer_layers_than_stages() -> None:

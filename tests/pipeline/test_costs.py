@@ -60,6 +60,71 @@ def test_nodes_add_up_to_the_whole_model(name: str) -> None:
     assert not any(cost.estimated for cost in costs.values())
 
 
+class LinearStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 16), (16, 4), (4, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_a_stack_of_linear_layers_by_hand() -> None:
+    model = LinearStack()
+    model.layers[2].requires_grad_(False)
+    traced = trace(model, {"x": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
+    costs = count_costs(traced, model, {"x": torch.empty(5, 8, device="meta")}, torch.device("cpu"))
+    layers = [_of(costs, f"layers.{index}") for index in range(3)]
+
+    assert [layer.forward for layer in layers] == [2 * 5 * 8 * 16, 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
+    # Of the first's products in the backward that for its input's gradient is left out, of the last's its weight's.
+    assert [layer.backward for layer in layers] == [2 * 5 * 8 * 16, 2 * 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
+    assert [layer.kept_values for layer in layers] == [("x",), ("model_layers_0",), ()]
+    assert [layer.output_bytes for layer in layers] == [5 * 16 * 4, 5 * 4 * 4, 5 * 32 * 4]
+    # At 10 FLOPs a byte each of these small products waits for memory: in, weight, bias and out, 4 bytes each.
+    forward = 10 * 4 * (5 * 4 + 4 * 32 + 32 + 5 * 32)
+    backward = 10 * 4 * (5 * 32 + 4 * 32 + 5 * 4)
+    assert layers[2].work == forward + backward
+
+
+def test_what_has_no_flops_has_work() -> None:
+    costs = count_costs_of_llama(vocab_size=1000)
+    embedding, norm = _of(costs, "model.embed_tokens"), _of(costs, "model.norm")
+
+    assert embedding.forward == embedding.backward == norm.forward == norm.backward == 0
+    # A gradient of 1000 x 32 is made, and added to an earlier one (two reads, a write); and 32 rows go in and out.
+    table, rows = 1000 * 32 * 4, 2 * 16 * 32 * 4
+    indices = 2 * 16 * 8
+    assert embedding.work == 10 * (4 * table + 3 * rows + 2 * indices)
+    assert norm.work > 10 * 5 * rows
+    # A frozen table is looked up only.
+    frozen = _of(count_costs_of_llama(vocab_size=1000, frozen="model.embed_tokens"), "model.embed_tokens")
+    assert frozen.work == 10 * (2 * rows + indices)
+    assert _of(costs, "lm_head").work >= _of(costs, "lm_head").forward + _of(costs, "lm_head").backward
+
+
+def test_a_large_product_takes_its_flops() -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    traced = trace(model, {"input": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
+    inputs = {"input": torch.empty(4096, 512, device="meta")}
+    (linear,) = [cost for cost in count_costs(traced, model, inputs, torch.device("cpu")).values() if cost.forward]
+
+    accumulation = 10 * 3 * 512 * 512 * 4
+    assert linear.work == linear.forward + linear.backward + accumulation
+
+
+def count_costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.Node, NodeCost]:
+    model = llama(**changes)
+    if frozen is not None:
+        model.get_submodule(frozen).requires_grad_(False)
+    batch = _batch("meta")
+    kinds = {name: InputKind(value.ndim, value.dtype) for name, value in batch.items()}
+    traced = trace(model, kinds, {}, TracingOptions(find_layer_classes(model, None)))
+    return count_costs(traced, model, batch, torch.device("cpu"))
+
+
 def test_fused_attention_costs_what_its_products_do() -> None:
     model = make("llama")
     fused = _of(_costs(model, _batch()), "model.layers.0")

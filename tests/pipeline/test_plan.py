@@ -57,11 +57,21 @@ def test_each_stage_has_its_copy_of_a_tied_weight() -> None:
 
 
 def test_balanced_moves_layers_from_a_heavy_head() -> None:
-    even, balanced = (_plan("llama", 2, vocab_size=2000, partition=how) for how in ("even", "balanced"))
+    even, balanced = (_plan("llama", 2, vocab_size=700, partition=how) for how in ("even", "balanced"))
 
     assert [len(stage.layers) for stage in even] == [2, 2]
     assert [len(stage.layers) for stage in balanced] == [3, 1]
-    assert max(s.forward + s.backward for s in balanced) < max(s.forward + s.backward for s in even)
+    assert max(stage.work for stage in balanced) < max(stage.work for stage in even)
+
+
+def test_a_head_that_is_heavier_than_the_layers_is_a_stage_of_its_own() -> None:
+    layers, head = _plan("llama", 2, vocab_size=2000, partition="balanced")
+
+    assert (len(layers.layers), len(head.layers)) == (4, 0)
+    assert head.state.parameters == 2000 * 32 + 32
+    # Matrix products of the head for 32 tokens; what is done to its logits moves more bytes than that.
+    assert head.forward == 2 * 32 * 32 * 2000
+    assert head.work > head.forward + head.backward
 
 
 def test_a_limit_of_memory_moves_the_cut_and_is_kept() -> None:
@@ -72,7 +82,7 @@ def test_a_limit_of_memory_moves_the_cut_and_is_kept() -> None:
 
     assert [len(stage.layers) for stage in limited] != [len(stage.layers) for stage in free]
     assert all(stage.state.total + stage.peak_activations <= limit for stage in limited)
-    with pytest.raises(ValueError, match="no cut of 8 layers over 2 stages fits"):
+    with pytest.raises(ValueError, match="no cut over 2 stages fits"):
         _plan("llama", 2, layers=8, partition="balanced", memory_limit=limit // 3)
 
 
