@@ -18,6 +18,7 @@ from nxdpp.tracing.direct_calls import recorded_direct_calls
 from nxdpp.tracing.errors import calling_line
 from nxdpp.tracing.kinds import constant_of
 from nxdpp.tracing.module_state import unchanged_modules
+from nxdpp.tracing.none_tests import answered_none_tests
 from nxdpp.tracing.opaque import record_opaque_call, recorded
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.shared_state import call_sharing
@@ -82,6 +83,8 @@ class SpineTracer(fx.Tracer):
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
                 builtins = {"isinstance": traced_isinstance, "set": StableSet}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
+            files = {source.__file__ for source in sources(self.spine_modules(model), _TORCH) if source.__file__}
+            stack.enter_context(answered_none_tests(self, files))
             yield
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:
