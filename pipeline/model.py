@@ -27,8 +27,8 @@ from nxdpp.pipeline.step_timer import StepTimer
 from nxdpp.pipeline.tied_weights import TiedGradients, TiedWeight
 from nxdpp.pipeline.transport import Direction, Transport
 from nxdpp.schedules.forward_only import forward_only
-from nxdpp.schedules.lowering import lower
-from nxdpp.schedules.one_forward_one_backward import one_forward_one_backward
+from nxdpp.schedules.lowering import lower_rank
+from nxdpp.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
 from nxdpp.tracing.trace import TracingOptions
 
@@ -362,10 +362,14 @@ class NxDPPModel(nn.Module):
             timer,
             signature,
         )
-        schedule = one_forward_one_backward if train else forward_only
         if train not in program.actions:
-            compute = schedule(self.stages, self.num_microbatches)[self.stage]
-            (program.actions[train],) = lower([compute], program.edges)
+            placement = ONE_FORWARD_ONE_BACKWARD.placement(self.stages)
+            compute = (
+                ONE_FORWARD_ONE_BACKWARD.build(self.stages, self.num_microbatches)
+                if train
+                else forward_only(placement, self.num_microbatches)
+            )
+            program.actions[train] = lower_rank(compute, self.stage, program.edges)
         engine.run(program.actions[train])
         timer.stop()
         self.last_busy_share = timer.busy_share

@@ -5,29 +5,42 @@ import sys
 
 import pytest
 
-from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.actions import Action, ActionKind, parse_action
+
+TEXTS = [
+    (Action(2, ActionKind.FORWARD, 0), "2F0"),
+    (Action(0, ActionKind.BACKWARD, 13), "0B13"),
+    (Action(12, ActionKind.INPUT_GRADIENT, 3), "12I3"),
+    (Action(1, ActionKind.WEIGHT_GRADIENT, 3), "1W3"),
+    (Action(1, ActionKind.SEND_ACTIVATION, 3), "1SEND_F3"),
+    (Action(1, ActionKind.RECEIVE_ACTIVATION, 3), "1RECV_F3"),
+    (Action(1, ActionKind.SEND_GRADIENT, 3), "1SEND_B3"),
+    (Action(1, ActionKind.RECEIVE_GRADIENT, 3, peer=2), "1RECV_B3@2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("action", "text"),
-    [
-        (Action(2, ActionKind.FORWARD, 0), "2F0"),
-        (Action(0, ActionKind.BACKWARD, 13), "0B13"),
-        (Action(1, ActionKind.SEND_ACTIVATION, 3), "1SEND_F3"),
-        (Action(1, ActionKind.RECEIVE_ACTIVATION, 3), "1RECV_F3"),
-        (Action(1, ActionKind.SEND_GRADIENT, 3), "1SEND_B3"),
-        (Action(1, ActionKind.RECEIVE_GRADIENT, 3), "1RECV_B3"),
-    ],
-)
+@pytest.mark.parametrize(("action", "text"), TEXTS)
 def test_text_form(action: Action, text: str) -> None:
     assert str(action) == text
 
 
+@pytest.mark.parametrize(("action", "text"), TEXTS[:4])
+def test_compute_actions_are_read_back(action: Action, text: str) -> None:
+    assert parse_action(f" {text} ") == action
+
+
+@pytest.mark.parametrize("text", ["", "F0", "0F", "0f0", "0X0", "0SEND_F0", "-1F0", "0F0,"])
+def test_other_texts_are_no_actions(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no action\. Write the stage, F"):
+        parse_action(text)
+
+
 def test_schedules_need_no_torch() -> None:
     program = """
-import sys
-from nxdpp.schedules import actions, forward_only, lowering, one_forward_one_backward
-lowering.lower(one_forward_one_backward.one_forward_one_backward(2, 2), {(0, 1)})
+import pkgutil, importlib, sys
+import nxdpp.schedules
+for module in pkgutil.iter_modules(nxdpp.schedules.__path__, "nxdpp.schedules."):
+    importlib.import_module(module.name)
 foreign = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy"})
 assert not foreign, foreign
 print("without torch")

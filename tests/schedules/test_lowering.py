@@ -1,217 +1,146 @@
-"""Sends and receives: each has its partner, comes in time, and nobody waits for ever."""
+"""Sends and receives: each has its partner, and comes in time."""
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
-from nxdpp.schedules.forward_only import forward_only
-from nxdpp.schedules.lowering import StageEdge, lower
-from nxdpp.schedules.one_forward_one_backward import one_forward_one_backward
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.families import FAMILIES
+from nxdpp.schedules.lowering import lower, lower_rank, matching_receive
+from nxdpp.schedules.placement import Placement
+from nxdpp.schedules.written import parse_schedule
+from tests.schedules.pipelines import Pipeline, chain, pipelines
 
-COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
-NEEDED_BY = {ActionKind.RECEIVE_ACTIVATION: ActionKind.FORWARD, ActionKind.RECEIVE_GRADIENT: ActionKind.BACKWARD}
-MADE_BY = {ActionKind.SEND_ACTIVATION: ActionKind.FORWARD, ActionKind.SEND_GRADIENT: ActionKind.BACKWARD}
+_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+COMPUTE = (ActionKind.FORWARD, *_BACKWARDS, ActionKind.WEIGHT_GRADIENT)
+NEEDED_BY = {ActionKind.RECEIVE_ACTIVATION: (ActionKind.FORWARD,), ActionKind.RECEIVE_GRADIENT: _BACKWARDS}
+MADE_BY = {ActionKind.SEND_ACTIVATION: (ActionKind.FORWARD,), ActionKind.SEND_GRADIENT: _BACKWARDS}
 
 AHEAD = st.integers(0, 4)
-schedules = st.sampled_from([one_forward_one_backward, forward_only])
 
 
-@st.composite
-def pipelines(draw: st.DrawFn, ahead: st.SearchStrategy[int] = AHEAD) -> tuple[int, int, frozenset[StageEdge], int]:
-    """Stages, microbatches, edges (any, among them chains with skips) and how early receives are posted."""
-    stages = draw(st.integers(1, 8))
-    possible = [(maker, user) for maker in range(stages) for user in range(maker + 1, stages)]
-    chain = {(stage, stage + 1) for stage in range(stages - 1)}
-    some = draw(st.sets(st.sampled_from(possible))) if possible else set()
-    edges = some if draw(st.booleans()) else some | chain
-    return stages, draw(st.integers(1, 16)), frozenset(edges), draw(ahead)
+def _each(action: Action, pipeline: Pipeline) -> list[Action]:
+    """A send or receive without a peer is one for each peer on another rank."""
+    if action.peer is not None:
+        return [action]
+    to_users = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
+    return [action._replace(peer=peer) for peer in _peers(action.stage, to_users, pipeline)]
 
 
-class Message(NamedTuple):
-    """What one stage sends another of a microbatch."""
-
-    sender: int
-    receiver: int
-    kind: ActionKind
-    microbatch: int
+def _peers(stage: int, users: bool, pipeline: Pipeline) -> list[int]:
+    rank_of = pipeline.placement.rank_of
+    peers = [(user if users else maker) for maker, user in pipeline.edges if stage == (maker if users else user)]
+    return sorted(peer for peer in peers if rank_of(peer) != rank_of(stage))
 
 
-class Network:
-    """Which receives are posted and which sends are started; under rendezvous, neither is over without the other."""
+@given(pipelines(), AHEAD)
+@settings(deadline=None)
+def test_compute_actions_stay_as_they_are(pipeline: Pipeline, ahead: int) -> None:
+    lowered = lower(pipeline.schedule, pipeline.edges, ahead)
 
-    def __init__(self, edges: Collection[StageEdge]) -> None:
-        self.edges = edges
-        self.posted: set[Message] = set()
-        self.started: set[Message] = set()
-
-    def is_over(self, message: Message) -> bool:
-        return message in self.posted and message in self.started
-
-    def messages(self, action: Action) -> list[Message]:
-        """What a send or receive moves, and what a compute action needs."""
-        stage, kind, microbatch = action
-        if kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT):
-            pairs = [(stage, user) for maker, user in self.edges if maker == stage]
-        else:
-            pairs = [(maker, stage) for maker, user in self.edges if user == stage]
-        if kind in (ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT):
-            return [Message(user, maker, ActionKind.SEND_GRADIENT, microbatch) for maker, user in pairs]
-        return [Message(maker, user, ActionKind.SEND_ACTIVATION, microbatch) for maker, user in pairs]
+    assert [[action for action in actions if action.kind in COMPUTE] for actions in lowered] == pipeline.schedule
 
 
-def run_rank(actions: list[Action], network: Network, in_flight: Callable[[int], int]) -> Iterator[Message]:
-    """Do the actions; each message that comes out is one that the rank waits for before it goes on.
-
-    ``in_flight`` says for a distance between stages how many sends can be under way.
-    """
-    sends: dict[tuple[int, ActionKind], deque[Message]] = defaultdict(deque)
-    receives = {use: receive for receive, use in NEEDED_BY.items()}
-    for action in actions:
-        if action.kind in NEEDED_BY:
-            network.posted.update(network.messages(action))
-        elif action.kind in COMPUTE:
-            yield from network.messages(action._replace(kind=receives[action.kind]))
-        else:
-            for message in network.messages(action):
-                network.started.add(message)
-                queue = sends[message.receiver, message.kind]
-                queue.append(message)
-                if len(queue) > in_flight(abs(message.receiver - message.sender)):
-                    yield queue.popleft()
-    for queue in sends.values():
-        yield from queue
-
-
-def simulate(schedule: Schedule, edges: Collection[StageEdge], in_flight: Callable[[int], int]) -> None:
-    """Run all ranks under rendezvous; fail where none can go on."""
-    network = Network(edges)
-    ranks = [run_rank(actions, network, in_flight) for actions in schedule]
-    waits = [next(rank, None) for rank in ranks]
-    while waiting := {rank: message for rank, message in enumerate(waits) if message is not None}:
-        free = [rank for rank, message in waiting.items() if network.is_over(message)]
-        assert free, f"deadlock; the ranks wait for {waiting}"
-        for rank in free:
-            waits[rank] = next(ranks[rank], None)
-
-
-def as_in_the_transport(distance: int) -> int:
-    return max(2, distance)
-
-
-@given(pipelines(), schedules)
-def test_compute_actions_stay_as_they_are(
-    pipeline: tuple[int, int, frozenset[StageEdge], int], make: Callable[[int, int], Schedule]
-) -> None:
-    stages, microbatches, edges, ahead = pipeline
-    schedule = make(stages, microbatches)
-
-    lowered = lower(schedule, edges, ahead)
-
-    assert [[action for action in actions if action.kind in COMPUTE] for actions in lowered] == schedule
-
-
-@given(pipelines(), schedules)
-def test_sends_and_receives_are_just_those_of_the_edges(
-    pipeline: tuple[int, int, frozenset[StageEdge], int], make: Callable[[int, int], Schedule]
-) -> None:
-    stages, microbatches, edges, ahead = pipeline
-    makers = {maker for maker, _ in edges}
-    users = {user for _, user in edges}
+@given(pipelines(), AHEAD)
+@settings(deadline=None)
+def test_sends_and_receives_are_just_those_of_the_edges(pipeline: Pipeline, ahead: int) -> None:
+    """None between stages on one rank; a gradient for each activation, where there is a backward."""
+    remote = [
+        (maker, user)
+        for maker, user in pipeline.edges
+        if pipeline.placement.rank_of(maker) != pipeline.placement.rank_of(user)
+    ]
     expected = Counter(
-        Action(stage, kind, microbatch)
-        for microbatch in range(microbatches)
-        for group, kind, trains in (
-            (makers, ActionKind.SEND_ACTIVATION, False),
-            (users, ActionKind.RECEIVE_ACTIVATION, False),
-            (users, ActionKind.SEND_GRADIENT, True),
-            (makers, ActionKind.RECEIVE_GRADIENT, True),
+        action
+        for maker, user in remote
+        for microbatch in range(pipeline.microbatches)
+        for action in (
+            Action(maker, ActionKind.SEND_ACTIVATION, microbatch, user),
+            Action(user, ActionKind.RECEIVE_ACTIVATION, microbatch, maker),
+            *(
+                (
+                    Action(user, ActionKind.SEND_GRADIENT, microbatch, maker),
+                    Action(maker, ActionKind.RECEIVE_GRADIENT, microbatch, user),
+                )
+                if pipeline.trains
+                else ()
+            ),
         )
-        for stage in group
-        if make is one_forward_one_backward or not trains
     )
 
-    lowered = lower(make(stages, microbatches), edges, ahead)
+    lowered = lower(pipeline.schedule, pipeline.edges, ahead)
 
-    assert Counter(action for actions in lowered for action in actions if action.kind not in COMPUTE) == expected
+    moves = [action for actions in lowered for action in actions if action.kind not in COMPUTE]
+    assert Counter(each for move in moves for each in _each(move, pipeline)) == expected
 
 
-@given(pipelines(), schedules)
-def test_a_receive_is_posted_in_time_and_at_most_so_many_actions_early(
-    pipeline: tuple[int, int, frozenset[StageEdge], int], make: Callable[[int, int], Schedule]
-) -> None:
-    stages, microbatches, edges, ahead = pipeline
+@given(pipelines(), AHEAD)
+@settings(deadline=None)
+def test_receives_between_two_ranks_are_in_the_order_of_the_sends(pipeline: Pipeline, ahead: int) -> None:
+    rank_of = pipeline.placement.rank_of
+    sent, received = defaultdict(list), defaultdict(list)
 
-    for actions in lower(make(stages, microbatches), edges, ahead):
+    for rank, actions in enumerate(lower(pipeline.schedule, pipeline.edges, ahead)):
+        for action in actions:
+            for each in _each(action, pipeline) if action.kind not in COMPUTE else ():
+                assert each.peer is not None
+                if each.kind in MADE_BY:
+                    receive = matching_receive(each)
+                    sent[rank, rank_of(each.peer), receive.kind].append(receive)
+                else:
+                    received[rank_of(each.peer), rank, each.kind].append(each)
+
+    assert sent == received
+
+
+@given(pipelines(), AHEAD)
+@settings(deadline=None)
+def test_a_receive_is_posted_in_time_and_a_send_at_once(pipeline: Pipeline, ahead: int) -> None:
+    for actions in lower(pipeline.schedule, pipeline.edges, ahead):
+        computed: Action | None = None
+        posted: set[Action] = set()
+        for action in actions:
+            if action.kind in NEEDED_BY:
+                posted |= set(_each(action, pipeline))
+            elif action.kind in MADE_BY:
+                assert computed is not None
+                assert (computed.stage, computed.microbatch) == (action.stage, action.microbatch)
+                assert computed.kind in MADE_BY[action.kind]
+            else:
+                computed = action
+                for kind, users in ((ActionKind.RECEIVE_ACTIVATION, False), (ActionKind.RECEIVE_GRADIENT, True)):
+                    if action.kind in NEEDED_BY[kind]:
+                        for peer in _peers(action.stage, users, pipeline):
+                            assert Action(action.stage, kind, action.microbatch, peer) in posted
+
+
+@given(pipelines(names=("gpipe", "1f1b", "1f1b-eager", "zb-h1")), AHEAD)
+@settings(deadline=None)
+def test_with_one_stage_a_rank_no_receive_is_early_and_none_names_its_peer(pipeline: Pipeline, ahead: int) -> None:
+    for actions in lower(pipeline.schedule, pipeline.edges, ahead):
         for position, action in enumerate(actions):
-            if action.kind not in NEEDED_BY:
-                continue
-            use = actions.index(action._replace(kind=NEEDED_BY[action.kind]))
-            between = [a for a in actions[position:use] if a.kind in COMPUTE]
-            assert position < use
-            assert len(between) <= ahead
+            assert action.peer is None
+            if action.kind in NEEDED_BY:
+                uses = {action._replace(kind=kind) for kind in NEEDED_BY[action.kind]}
+                use = next(at for at in range(position, len(actions)) if actions[at] in uses)
+                assert sum(a.kind in COMPUTE for a in actions[position:use]) <= ahead
 
 
-@given(pipelines(), schedules)
-def test_a_send_follows_at_once_after_what_makes_its_value(
-    pipeline: tuple[int, int, frozenset[StageEdge], int], make: Callable[[int, int], Schedule]
-) -> None:
-    stages, microbatches, edges, ahead = pipeline
+@given(pipelines(), AHEAD, st.data())
+@settings(deadline=None, max_examples=50)
+def test_a_rank_needs_its_own_edges_only(pipeline: Pipeline, ahead: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, pipeline.placement.ranks - 1))
+    own = {edge for edge in pipeline.edges if rank in map(pipeline.placement.rank_of, edge)}
+    # Stages without any edge have their place in the schedule all the same.
+    alone = lower_rank(pipeline.schedule, rank, own, ahead)
 
-    for actions in lower(make(stages, microbatches), edges, ahead):
-        for before, action in zip([None, *actions], actions, strict=False):
-            if action.kind in MADE_BY:
-                assert before == action._replace(kind=MADE_BY[action.kind])
-
-
-@pytest.mark.parametrize("under_way", [0, 2])
-@given(stages=st.integers(1, 8), microbatches=st.integers(1, 16), make=schedules)
-@settings(max_examples=60)
-def test_no_deadlock_under_rendezvous_in_a_chain(
-    stages: int, microbatches: int, make: Callable[[int, int], Schedule], under_way: int
-) -> None:
-    edges = {(stage, stage + 1) for stage in range(stages - 1)}
-
-    simulate(lower(make(stages, microbatches), edges), edges, lambda _: under_way)
-
-
-@given(pipelines(ahead=st.just(2)), schedules)
-@settings(max_examples=100)
-def test_no_deadlock_with_connections_that_skip_stages(
-    pipeline: tuple[int, int, frozenset[StageEdge], int], make: Callable[[int, int], Schedule]
-) -> None:
-    stages, microbatches, edges, ahead = pipeline
-
-    simulate(lower(make(stages, microbatches), edges, ahead), sorted(edges), as_in_the_transport)
-
-
-def test_no_deadlock_where_a_value_skips_six_stages() -> None:
-    """Two sends under way would not do: the last stage posts its receives later than the first one sends."""
-    edges = [*((stage, stage + 1) for stage in range(7)), (0, 7)]
-    schedule = lower(one_forward_one_backward(8, 9), edges)
-
-    simulate(schedule, edges, as_in_the_transport)
-    with pytest.raises(AssertionError, match="deadlock"):
-        simulate(schedule, edges, lambda _: 2)
-
-
-def test_the_simulator_finds_a_deadlock() -> None:
-    edges = {(0, 1)}
-    schedule = lower(forward_only(2, 2), edges)
-    schedule[1] = [action for action in schedule[1] if action.kind is not ActionKind.RECEIVE_ACTIVATION]
-
-    with pytest.raises(AssertionError, match="deadlock; the ranks wait for"):
-        simulate(schedule, edges, as_in_the_transport)
+    assert alone == lower(pipeline.schedule, pipeline.edges, ahead)[rank]
 
 
 def test_the_example_in_the_module() -> None:
-    edges = {(0, 1), (1, 2)}
-
-    actions = lower(one_forward_one_backward(3, 4), edges, posted_ahead=1)[1]
+    actions = lower(FAMILIES["1f1b"].build(3, 4), chain(3), posted_ahead=1)[1]
 
     assert list(map(str, actions[:10])) == [
         "1RECV_F0",
@@ -227,5 +156,48 @@ def test_the_example_in_the_module() -> None:
     ]
 
 
+def test_two_stages_on_one_rank_and_a_value_that_skips_two() -> None:
+    """Stage 3's value of stage 0 is sent, and its receive posted, before the one of stage 2 that stage 3 waits for."""
+    schedule = parse_schedule([["0F0", "0F1", "2F0", "2F1"], ["1F0", "1F1", "3F0", "3F1"]])
+
+    lowered = lower(schedule, chain(4) | {(0, 3)}, posted_ahead=0)
+
+    assert " ".join(map(str, lowered[0])) == (
+        "0F0 0SEND_F0@1 0SEND_F0@3 0F1 0SEND_F1@1 0SEND_F1@3 2RECV_F0@1 2F0 2SEND_F0@3 2RECV_F1@1 2F1 2SEND_F1@3"
+    )
+    assert " ".join(map(str, lowered[1])) == (
+        "1RECV_F0@0 1F0 1SEND_F0@2 3RECV_F0@0 1RECV_F1@0 1F1 1SEND_F1@2 3RECV_F1@0 3RECV_F0@2 3F0 3RECV_F1@2 3F1"
+    )
+
+
+def test_gradients_leave_after_the_input_gradient() -> None:
+    schedule = parse_schedule([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
+
+    assert " ".join(map(str, lower(schedule, chain(2))[1])) == "1RECV_F0 1F0 1I0 1SEND_B0 1W0"
+
+
+def test_nothing_is_sent_where_a_v_turns_around() -> None:
+    placement = Placement(2, 2, v_shaped=True)
+    assert placement.rank_of(1) == placement.rank_of(2)
+
+    lowered = lower(FAMILIES["zb-v"].build(2, 3), chain(4))
+
+    assert not {"1SEND_F0@2", "2RECV_F0@1", "2SEND_B0@1", "1RECV_B0@2"} & set(map(str, lowered[1]))
+
+
+@pytest.mark.parametrize("first", ["1F0", "1F1"])
+def test_microbatches_in_another_order_than_they_are_sent(first: str) -> None:
+    """Two makers that send in different orders: no single action could post the receives of both."""
+    other = {"1F0": "1F1", "1F1": "1F0"}[first]
+    schedule = parse_schedule([["0F0", "0F1"], [first, other], ["2F0", "2F1"]])
+
+    last = lower(schedule, {(0, 2), (1, 2)}, posted_ahead=0)[2]
+
+    activations = [str(action) for action in last if action.kind is ActionKind.RECEIVE_ACTIVATION]
+    assert activations == (
+        ["2RECV_F0", "2RECV_F1"] if first == "1F0" else ["2RECV_F0@0", "2RECV_F1@1", "2RECV_F0@1", "2RECV_F1@0"]
+    )
+
+
 def test_stages_without_edges_send_nothing() -> None:
-    assert lower(one_forward_one_backward(2, 2), ()) == one_forward_one_backward(2, 2)
+    assert lower(FAMILIES["zb-v"].build(2, 2), ()) == FAMILIES["zb-v"].build(2, 2)

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxdpp.schedules.actions import ActionKind
-from nxdpp.schedules.one_forward_one_backward import one_forward_one_backward
+from nxdpp.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 
 SIZES = {"stages": st.integers(1, 8), "microbatches": st.integers(1, 16)}
 
 
 @given(**SIZES)
 def test_each_forward_and_backward_is_there_once_on_its_own_rank(stages: int, microbatches: int) -> None:
-    schedule = one_forward_one_backward(stages, microbatches)
+    schedule = ONE_FORWARD_ONE_BACKWARD.build(stages, microbatches)
 
     assert len(schedule) == stages
     for stage, actions in enumerate(schedule):
@@ -26,7 +26,7 @@ def test_each_forward_and_backward_is_there_once_on_its_own_rank(stages: int, mi
 
 @given(**SIZES)
 def test_each_forward_comes_before_its_backward(stages: int, microbatches: int) -> None:
-    for actions in one_forward_one_backward(stages, microbatches):
+    for actions in ONE_FORWARD_ONE_BACKWARD.build(stages, microbatches):
         seen = set()
         for action in actions:
             if action.kind is ActionKind.FORWARD:
@@ -38,14 +38,14 @@ def test_each_forward_comes_before_its_backward(stages: int, microbatches: int) 
 @given(**SIZES)
 def test_gradients_are_accumulated_in_the_order_of_the_microbatches(stages: int, microbatches: int) -> None:
     """The order in which one process adds them up, so that sums are the same to the last bit."""
-    for actions in one_forward_one_backward(stages, microbatches):
+    for actions in ONE_FORWARD_ONE_BACKWARD.build(stages, microbatches):
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             assert [a.microbatch for a in actions if a.kind is kind] == list(range(microbatches))
 
 
 @given(**SIZES)
 def test_stage_s_of_p_holds_at_most_p_minus_s_microbatches(stages: int, microbatches: int) -> None:
-    for stage, actions in enumerate(one_forward_one_backward(stages, microbatches)):
+    for stage, actions in enumerate(ONE_FORWARD_ONE_BACKWARD.build(stages, microbatches)):
         live = peak = 0
         for action in actions:
             live += 1 if action.kind is ActionKind.FORWARD else -1
@@ -55,7 +55,7 @@ def test_stage_s_of_p_holds_at_most_p_minus_s_microbatches(stages: int, microbat
 
 
 def test_the_drawing_in_the_module() -> None:
-    drawn = [" ".join(map(str, actions[:8])) for actions in one_forward_one_backward(4, 8)]
+    drawn = [" ".join(map(str, actions[:8])) for actions in ONE_FORWARD_ONE_BACKWARD.build(4, 8)]
 
     assert drawn == [
         "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5",

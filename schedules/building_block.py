@@ -1,0 +1,181 @@
+"""V-shaped schedules with controllable memory: one building block repeated, then squeezed (arXiv 2405.15362).
+
+A building block says at which slot a rank runs the two forwards and the two input-gradients of microbatch 0; microbatch
+j runs 6 j slots later, since six actions of a microbatch fill a rank. The offsets decide how long a microbatch lives,
+and so how many are live. Weight-gradients go into the slots that are left.
+
+Repeated alone, the block leaves more time unused at the start and at the end than memory demands. Squeezing makes
+use of it, in two steps:
+
+1. each action, in the order of the slots, moves to the earliest free slot in which what it needs is there and in
+   which its rank still holds no more than it may;
+2. all ranks run in the order that results, but weight-gradients wait until there is nothing else to do.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.placement import Placement
+
+_PERIOD = 6
+_FORWARD, _INPUT, _WEIGHT = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+
+
+class BuildingBlock(NamedTuple):
+    """Slots of a rank's actions on microbatch 0; they differ modulo 6."""
+
+    first_forward: int
+    second_forward: int
+    second_input_gradient: int
+    first_input_gradient: int
+
+
+class _Placed(NamedTuple):
+    slot: int
+    action: Action
+
+
+def squeeze(placement: Placement, microbatches: int, block: Callable[[int], BuildingBlock], most_live: int) -> Schedule:
+    """The schedule that repeats ``block(rank)``, with no rank ever holding more than ``most_live`` chunks.
+
+    Repeated as it is, the block must hold no more than that.
+    """
+    repeated = [_repeat(placement.stages_of(rank), microbatches, block(rank)) for rank in range(placement.ranks)]
+    moved = _move_earlier(repeated, placement, microbatches, most_live)
+    return _delay_weights(moved, placement, microbatches, most_live)
+
+
+def _repeat(stages: Sequence[int], microbatches: int, block: BuildingBlock) -> list[_Placed]:
+    """A rank's actions by slot; weight-gradients, the oldest first, wherever nothing else is."""
+    first, second = stages
+    kinds = ((first, _FORWARD), (second, _FORWARD), (second, _INPUT), (first, _INPUT))
+    at = {
+        offset + _PERIOD * microbatch: Action(stage, kind, microbatch)
+        for offset, (stage, kind) in zip(block, kinds, strict=True)
+        for microbatch in range(microbatches)
+    }
+    assert len(at) == len(kinds) * microbatches, "a building block fits into itself"
+    placed: list[_Placed] = []
+    weights: deque[Action] = deque()
+    for slot in count():
+        if slot in at:
+            action = at.pop(slot)
+            placed.append(_Placed(slot, action))
+            if action.kind is _INPUT:
+                weights.append(action._replace(kind=_WEIGHT))
+        elif weights:
+            placed.append(_Placed(slot, weights.popleft()))
+        elif not at:
+            return placed
+    raise AssertionError("counting has no end")
+
+
+class _Slots:
+    """A rank's slots: which are free, and how many chunks it holds in each."""
+
+    def __init__(self, placed: Sequence[_Placed]) -> None:
+        length = placed[-1].slot + 1
+        self._free = bytearray(b"\1" * length)
+        self._live = [0] * length
+        live = before = 0
+        for slot, action in placed:
+            self._live[before:slot] = [live] * (slot - before)
+            live += action.kind is _FORWARD
+            self._live[slot] = live
+            live -= action.kind is _WEIGHT
+            self._free[slot] = 0
+            before = slot + 1
+
+    def move(self, slot: int, kind: ActionKind, earliest: int, most_live: int) -> int:
+        """Move the action in ``slot`` to the first free one from ``earliest`` on; where it is then."""
+        if kind is _FORWARD:
+            earliest = self._first_with_room(slot, earliest, most_live)
+        better = self._free.find(1, earliest, slot)
+        if better < 0:
+            return slot
+        self._free[slot], self._free[better] = 1, 0
+        if kind is _FORWARD:
+            self._hold(better, slot, 1)
+        elif kind is _WEIGHT:
+            self._hold(better + 1, slot + 1, -1)
+        return better
+
+    def _first_with_room(self, slot: int, earliest: int, most_live: int) -> int:
+        while slot > earliest and self._live[slot - 1] < most_live:
+            slot -= 1
+        return slot
+
+    def _hold(self, start: int, stop: int, more: int) -> None:
+        self._live[start:stop] = [live + more for live in self._live[start:stop]]
+
+
+def _move_earlier(
+    repeated: Sequence[list[_Placed]], placement: Placement, microbatches: int, most_live: int
+) -> list[list[Action]]:
+    slots = [_Slots(placed) for placed in repeated]
+    moved: list[list[_Placed]] = [[] for _ in repeated]
+    # The slot after each action, by kind, stage and microbatch; 0 where nothing has to be waited for.
+    after = {kind: [[0] * microbatches for _ in range(placement.stages)] for kind in (_FORWARD, _INPUT, _WEIGHT)}
+    forward_after, input_after = after[_FORWARD], after[_INPUT]
+    in_order = sorted(
+        (slot, rank, action[0], action) for rank, placed in enumerate(repeated) for slot, action in placed
+    )
+    for slot, rank, stage, action in in_order:
+        kind, microbatch = action.kind, action.microbatch
+        earliest = after[kind][stage][microbatch - 1] if microbatch else 0
+        if kind is _FORWARD and stage:
+            earliest = max(earliest, forward_after[stage - 1][microbatch])
+        elif kind is _INPUT:
+            behind = input_after[stage + 1][microbatch] if stage < placement.stages - 1 else 0
+            earliest = max(earliest, forward_after[stage][microbatch], behind)
+        elif kind is _WEIGHT:
+            earliest = max(earliest, input_after[stage][microbatch])
+        slot = slots[rank].move(slot, kind, earliest, most_live)
+        after[kind][stage][microbatch] = slot + 1
+        moved[rank].append(_Placed(slot, action))
+    return [[action for _, action in sorted(placed, key=lambda each: each.slot)] for placed in moved]
+
+
+def _delay_weights(schedule: Schedule, placement: Placement, microbatches: int, most_live: int) -> Schedule:
+    """Run slot by slot in the given order, weight-gradients only where a rank has to wait."""
+    last = placement.stages - 1
+    others = [[action for action in actions if action.kind is not _WEIGHT] for actions in schedule]
+    positions = [0] * placement.ranks
+    live = [0] * placement.ranks
+    weights: list[deque[Action]] = [deque() for _ in schedule]
+    delayed: Schedule = [[] for _ in schedule]
+    # The slot after each action; past every slot where it has not run.
+    never = sum(map(len, schedule)) + 1
+    forward_after = [[never] * microbatches for _ in range(placement.stages)]
+    input_after = [[never] * microbatches for _ in range(placement.stages)]
+
+    def can_run(action: Action, rank: int, slot: int) -> bool:
+        stage, kind, microbatch, _ = action
+        if kind is _FORWARD:
+            return live[rank] < most_live and (stage == 0 or forward_after[stage - 1][microbatch] <= slot)
+        return stage == last or input_after[stage + 1][microbatch] <= slot
+
+    unfinished = list(range(placement.ranks))
+    for slot in count():
+        for rank in unfinished:
+            position = positions[rank]
+            if position < len(others[rank]) and can_run(action := others[rank][position], rank, slot):
+                positions[rank] += 1
+                delayed[rank].append(action)
+                if action.kind is _FORWARD:
+                    live[rank] += 1
+                    forward_after[action.stage][action.microbatch] = slot + 1
+                else:
+                    input_after[action.stage][action.microbatch] = slot + 1
+                    weights[rank].append(action._replace(kind=_WEIGHT))
+            elif weights[rank]:
+                live[rank] -= 1
+                delayed[rank].append(weights[rank].popleft())
+        unfinished = [rank for rank in unfinished if len(delayed[rank]) < len(schedule[rank])]
+        if not unfinished:
+            return delayed
+        assert slot < never, "an order that could run can run with weight-gradients made later"
+    raise AssertionError("counting has no end")

@@ -1,0 +1,126 @@
+"""Whether a schedule can run: what a rank may not do, and in which order all ranks come to their end.
+
+Sends start at once and are waited for by nobody, receives are posted in the order of the sends (``lowering``), so
+ranks wait for each other for ever exactly where the actions wait for each other in a circle. ``rendezvous`` says the
+same of a lowered schedule with a limit on the sends under way.
+"""
+
+from typing import NamedTuple
+
+from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.execution import Blocked, run_in_order
+
+_COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run; the message names the rank, the action and the rule."""
+
+
+class Sizes(NamedTuple):
+    """Of a schedule: its ranks, stages, and microbatches; ``trains`` where it has backwards."""
+
+    ranks: int
+    stages: int
+    microbatches: int
+    trains: bool
+
+
+def check(schedule: Schedule) -> Sizes:
+    """Check the compute actions of all ranks.
+
+    The rules: a stage is on one rank; every stage runs every microbatch, forward once, backward once (or input- and
+    weight-gradient once each); a forward comes before its backward, an input-gradient before its weight-gradient; no
+    rank waits for ever. A schedule without any backward is one for evaluation.
+
+    Raises:
+        ScheduleError: where one is broken.
+    """
+    placed = _place(schedule)
+    stages = len(placed)
+    if not stages:
+        raise ScheduleError("the schedule is empty: no rank has any action.")
+    if set(placed) != set(range(stages)):
+        missing = min(set(range(stages)) - set(placed))
+        raise ScheduleError(f"no rank has an action of stage {missing}, though there is one of stage {max(placed)}.")
+    microbatches = 1 + max(action[2] for actions in schedule for action in actions)
+    done = [bytearray(microbatches) for _ in range(stages)]
+    for rank, actions in enumerate(schedule):
+        _check_rank(rank, actions, done)
+    trains = any(any(stage) and max(stage) > _FORWARD_DONE for stage in done)
+    _check_complete(done, placed, trains)
+    try:
+        run_in_order(schedule, stages, microbatches)
+    except Blocked as blocked:
+        raise ScheduleError(str(blocked)) from None
+    return Sizes(len(schedule), stages, microbatches, trains)
+
+
+# How far a microbatch is on a stage.
+_FORWARD_DONE, _INPUT_GRADIENT_DONE, _ALL_DONE = 1, 2, 3
+
+
+def _place(schedule: Schedule) -> dict[int, int]:
+    """The rank of each stage."""
+    placed: dict[int, int] = {}
+    for rank, actions in enumerate(schedule):
+        for stage in {action[0] for action in actions}:
+            if placed.setdefault(stage, rank) != rank:
+                at, action = next((at, action) for at, action in enumerate(actions) if action.stage == stage)
+                raise _broken(rank, at, action, f"stage {stage} is on rank {placed[stage]}; a stage is on one rank")
+    return placed
+
+
+def _check_rank(rank: int, actions: list[Action], done: list[bytearray]) -> None:
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    input_gradient, weight_gradient = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+    for at, action in enumerate(actions):
+        stage, kind, microbatch, _ = action
+        progress = done[stage][microbatch] if microbatch >= 0 else -1
+        if kind is forward and progress == 0:
+            done[stage][microbatch] = _FORWARD_DONE
+        elif kind is input_gradient and progress == _FORWARD_DONE:
+            done[stage][microbatch] = _INPUT_GRADIENT_DONE
+        elif (kind is weight_gradient and progress == _INPUT_GRADIENT_DONE) or (
+            kind is backward and progress == _FORWARD_DONE
+        ):
+            done[stage][microbatch] = _ALL_DONE
+        else:
+            raise _broken(rank, at, action, _rule(action, progress))
+
+
+def _rule(action: Action, progress: int) -> str:
+    stage, kind, microbatch, _ = action
+    if kind not in _COMPUTE:
+        return "a schedule has compute actions only (F, B, I, W); sends and receives follow from them"
+    if progress < 0:
+        return "microbatches are counted from 0"
+    if kind is ActionKind.FORWARD:
+        return "it ran before; each stage runs each microbatch once"
+    if progress == 0:
+        return f"a backward comes after its forward, {Action(stage, ActionKind.FORWARD, microbatch)}"
+    if progress == _ALL_DONE:
+        return "that backward ran before; each stage runs each microbatch once"
+    if kind is ActionKind.WEIGHT_GRADIENT:
+        return (
+            f"a weight-gradient comes after its input-gradient, {Action(stage, ActionKind.INPUT_GRADIENT, microbatch)}"
+        )
+    return "its input-gradient ran before; each stage runs each microbatch once"
+
+
+def _check_complete(done: list[bytearray], placed: dict[int, int], trains: bool) -> None:
+    for stage, each in enumerate(done):
+        for microbatch, progress in enumerate(each):
+            if progress == _ALL_DONE or (progress == _FORWARD_DONE and not trains):
+                continue
+            missing = {
+                0: (ActionKind.FORWARD, "every stage runs every microbatch"),
+                _FORWARD_DONE: (ActionKind.BACKWARD, "every forward has its backward (B, or I and W)"),
+                _INPUT_GRADIENT_DONE: (ActionKind.WEIGHT_GRADIENT, "every input-gradient has its weight-gradient"),
+            }
+            kind, rule = missing[progress]
+            raise ScheduleError(f"rank {placed[stage]} lacks {Action(stage, kind, microbatch)}: {rule}.")
+
+
+def _broken(rank: int, at: int, action: Action, rule: str) -> ScheduleError:
+    return ScheduleError(f"rank {rank}, action {at} ({action}): {rule}.")

@@ -1,0 +1,55 @@
+"""Schedules that a user wrote: action strings for each rank, as lists or as a CSV file.
+
+A CSV file has one row a rank and one action a cell, ``0F0`` (see ``actions.parse_action``); empty cells are time in
+which nothing is done, and mean nothing::
+
+    0F0,0F1,,,0B0,0B1
+    ,1F0,1B0,1F1,1B1,
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from nxdpp.schedules.actions import Action, Schedule, parse_action
+from nxdpp.schedules.check import check
+
+
+def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
+    """The schedule whose actions of each rank are written in ``ranks``, checked.
+
+    Raises:
+        ValueError: for a text that is no action, with its rank and place.
+        ScheduleError: for a schedule that cannot run.
+    """
+    schedule = [_parse_rank(rank, texts) for rank, texts in enumerate(ranks)]
+    check(schedule)
+    return schedule
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule in a CSV file, checked; raises as ``parse_schedule``, or ``ValueError`` where it cannot be read."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: cannot be read as a CSV file of actions: {error}") from None
+    # A line at the end without anything is no rank.
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    try:
+        return parse_schedule([[cell for cell in row if cell.strip()] for row in rows])
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _parse_rank(rank: int, texts: Sequence[str]) -> list[Action]:
+    if isinstance(texts, str):
+        raise ValueError(f"rank {rank} is the text {texts!r:.40}; give a list of actions, one text each.")
+    actions = []
+    for at, text in enumerate(texts):
+        try:
+            actions.append(parse_action(text))
+        except ValueError as error:
+            raise ValueError(f"rank {rank}, action {at}: {error}") from None
+    return actions

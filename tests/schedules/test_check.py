@@ -1,0 +1,114 @@
+"""What is no schedule, and what is said of it."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdpp.schedules.actions import Action, ActionKind, Schedule, parse_action
+from nxdpp.schedules.check import ScheduleError, Sizes, check
+from nxdpp.schedules.families import FAMILIES
+
+GOOD = ["0F0 0F1 0B0 0I1 0W1", "1F0 1B0 1F1 1I1 1W1"]
+
+
+def _schedule(*ranks: str) -> Schedule:
+    return [[parse_action(text) for text in rank.split()] for rank in ranks]
+
+
+def test_whole_and_split_backwards_may_be_mixed() -> None:
+    assert check(_schedule(*GOOD)) == Sizes(ranks=2, stages=2, microbatches=2, trains=True)
+
+
+def test_forwards_alone_are_a_schedule() -> None:
+    assert check(_schedule("0F0 0F1", "1F0 1F1")) == Sizes(ranks=2, stages=2, microbatches=2, trains=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (["0F0 0B0 0F1 0B1", "1B0 1F0 1F1 1B1"], "rank 1, action 0 (1B0): a backward comes after its forward, 1F0."),
+        (["0F0 0F0"], "rank 0, action 1 (0F0): it ran before; each stage runs each microbatch once."),
+        (["0F0 0B0 0B0"], "rank 0, action 2 (0B0): that backward ran before; each stage runs each microbatch once."),
+        (["0F0 0I0 0I0"], "rank 0, action 2 (0I0): its input-gradient ran before; each stage runs each microbatch"),
+        (["0F0 0I0 0B0"], "rank 0, action 2 (0B0): its input-gradient ran before"),
+        (["0F0 0W0 0I0"], "rank 0, action 1 (0W0): a weight-gradient comes after its input-gradient, 0I0."),
+        (["0F0 0B0 0W0"], "rank 0, action 2 (0W0): that backward ran before"),
+        (["0F0 0F1 0B0"], "rank 0 lacks 0B1: every forward has its backward (B, or I and W)."),
+        (["0F0 0I0"], "rank 0 lacks 0W0: every input-gradient has its weight-gradient."),
+        (["0F0 0F1", "1F1"], "rank 1 lacks 1F0: every stage runs every microbatch."),
+        (["0F0", "0F1"], "rank 1, action 0 (0F1): stage 0 is on rank 0; a stage is on one rank."),
+        (["0F0 2F0"], "no rank has an action of stage 1, though there is one of stage 2."),
+        ([""], "the schedule is empty"),
+    ],
+)
+def test_each_rule_names_rank_action_and_rule(ranks: list[str], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check(_schedule(*ranks))
+
+    assert message in str(caught.value)
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check(_schedule("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
+
+    assert str(caught.value) == (
+        "the ranks wait for each other for ever: rank 0, action 1 (0B0) waits for 1B0 of rank 1, rank 1, action 1 "
+        "(1F1) waits for 0F1 of rank 0, which comes later there."
+    )
+
+
+def test_a_rank_that_waits_for_itself() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0, action 0 \(1F0\) waits for 0F0 of rank 0"):
+        check(_schedule("1F0 0F0"))
+
+
+def test_sends_are_no_part_of_a_schedule() -> None:
+    with pytest.raises(ScheduleError, match=r"\(0SEND_F0\): a schedule has compute actions only"):
+        check([[Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.SEND_ACTIVATION, 0)]])
+
+
+@given(
+    name=st.sampled_from(list(FAMILIES)),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(2, 8),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_missing_or_repeated_action_is_found(name: str, ranks: int, microbatches: int, seed: int) -> None:
+    schedule = FAMILIES[name].build(ranks, microbatches)
+    chance = random.Random(seed)
+    rank = chance.randrange(ranks)
+    at = chance.randrange(len(schedule[rank]))
+    repeated = [list(actions) for actions in schedule]
+    repeated[rank].append(schedule[rank][at])
+    missing = [list(actions) for actions in schedule]
+    del missing[rank][at]
+
+    for broken in (repeated, missing):
+        with pytest.raises(ScheduleError):
+            check(broken)
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+@settings(max_examples=300)
+def test_an_order_is_refused_just_where_it_has_a_circle(first: list[int], second: list[int]) -> None:
+    """Against a search for a circle among all that has to come before something else."""
+    actions = [parse_action(text) for text in ("0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1")]
+    ranks = [[actions[i] for i in order if actions[i].stage == stage] for stage, order in enumerate((first, second))]
+    after = {(a, b) for rank in ranks for a, b in pairwise(rank)}
+    after |= {(parse_action(a), parse_action(b)) for a, b in (("0F0", "1F0"), ("0F1", "1F1"))}
+    after |= {(parse_action(a), parse_action(b)) for a, b in (("1B0", "0B0"), ("1B1", "0B1"))}
+    after |= {(parse_action(f"{s}F{m}"), parse_action(f"{s}B{m}")) for s in (0, 1) for m in (0, 1)}
+    left = set(actions)
+    while free := {a for a in left if not any(b == a and c in left for c, b in after)}:
+        left -= free
+
+    if left:
+        with pytest.raises(ScheduleError):
+            check(ranks)
+    else:
+        check(ranks)

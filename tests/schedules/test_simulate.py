@@ -1,0 +1,147 @@
+"""How long schedules take and what they hold: the figures of their papers, and times worked out by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdpp.schedules.families import FAMILIES
+from nxdpp.schedules.simulate import simulate
+from nxdpp.schedules.written import parse_schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "percent"),
+    [("gpipe", 1, 17.9), ("1f1b", 1, 17.9), ("1f1b-eager", 1, 17.9), ("interleaved", 2, 9.9), ("interleaved", 4, 5.2)],
+)
+def test_idle_share_of_eight_ranks_and_32_microbatches(name: str, chunks: int, percent: float) -> None:
+    timeline = simulate(FAMILIES[name].build(8, 32, chunks))
+
+    assert round(100 * timeline.mean_idle, 1) == percent
+
+
+@pytest.mark.parametrize(
+    ("name", "percent"), [("zb-h1", 6.8), ("zb1p", 3.5), ("zb-v", 3.5), ("v-half", 8.1), ("v-min", 12.3)]
+)
+def test_idle_share_with_split_backwards(name: str, percent: float) -> None:
+    timeline = simulate(FAMILIES[name].build(8, 32))
+
+    assert round(100 * timeline.mean_idle, 1) <= percent
+
+
+@pytest.mark.parametrize(
+    ("name", "peaks"),
+    [
+        ("gpipe", [32] * 8),
+        ("1f1b", [8, 7, 6, 5, 4, 3, 2, 1]),
+        ("1f1b-eager", [15, 13, 11, 9, 7, 5, 3, 1]),
+        ("interleaved", [11.5, 10.5, 9.5, 8.5, 7.5, 6.5, 5.5, 4.5]),
+        ("zb-h1", [8] * 8),
+        ("zb1p", [8] * 8),
+        ("zb-v", [8] * 8),
+        ("v-half", [5] * 8),
+        ("v-min", [4] * 8),
+    ],
+)
+def test_peaks_of_eight_ranks_and_32_microbatches(name: str, peaks: list[float]) -> None:
+    assert simulate(FAMILIES[name].build(8, 32)).peaks == peaks
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 16])
+def test_no_chunk_length_matters_to_the_idle_share(name: str, ranks: int) -> None:
+    schedule = FAMILIES[name].build(ranks, 2 * ranks)
+
+    assert simulate(schedule, 0.5, 0.5, 0.5).mean_idle == pytest.approx(simulate(schedule).mean_idle)
+
+
+@given(
+    name=st.sampled_from(list(FAMILIES)),
+    ranks=st.integers(1, 6),
+    microbatches=st.integers(1, 12),
+    times=st.tuples(*[st.integers(0, 5)] * 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_nothing_starts_before_what_it_needs(
+    name: str, ranks: int, microbatches: int, times: tuple[int, int, int, int]
+) -> None:
+    """Worked out again from the spans alone."""
+    family = FAMILIES[name]
+    placement = family.placement(ranks)
+    transfer = times[3]
+
+    timeline = simulate(family.build(ranks, microbatches), *times)
+
+    ends = {span.action[:3]: span.end for rank in timeline.spans for span in rank}
+    for rank in timeline.spans:
+        clock = 0.0
+        for span in rank:
+            stage, kind, microbatch, _ = span.action
+            needed = [clock]
+            step = {"F": -1, "B": 1, "I": 1}.get(kind.value, 0)
+            if step and (stage + step, kind, microbatch) in ends:
+                moved = transfer if placement.rank_of(stage) != placement.rank_of(stage + step) else 0
+                needed.append(ends[stage + step, kind, microbatch] + moved)
+            assert span.start == max(needed)
+            clock = span.end
+            assert clock <= timeline.makespan
+    assert timeline.makespan == max(ends.values())
+
+
+def test_times_of_each_stage_worked_out_by_hand() -> None:
+    schedule = parse_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1I0", "1F1", "1W0", "1B1"]])
+
+    timeline = simulate(schedule, forward=[1, 4], input_gradient=[2, 3], weight_gradient=[1, 5], transfer=[10, 7])
+
+    assert [(str(span.action), span.start, span.end) for span in timeline.spans[0]] == [
+        ("0F0", 0, 1),
+        ("0F1", 1, 2),
+        ("0B0", 28, 31),
+        ("0B1", 45, 48),
+    ]
+    assert [(str(span.action), span.start, span.end) for span in timeline.spans[1]] == [
+        ("1F0", 11, 15),
+        ("1I0", 15, 18),
+        ("1F1", 18, 22),
+        ("1W0", 22, 27),
+        ("1B1", 27, 35),
+    ]
+    assert timeline.makespan == 48
+    assert timeline.idle == [1 - 8 / 48, 1 - 24 / 48]
+    assert timeline.peaks == [2, 2]
+
+
+def test_one_more_forward_a_hop_hides_the_transfer() -> None:
+    """Plain 1F1B takes F + B + 2 (p - 1) / p transfers a microbatch; the eager one F + B."""
+
+    def per_microbatch(name: str) -> float:
+        long, short = (simulate(FAMILIES[name].build(4, m), transfer=0.5).makespan for m in (32, 24))
+        return (long - short) / 8
+
+    assert per_microbatch("1f1b") == 3 + 2 * 3 / 4 * 0.5
+    assert per_microbatch("1f1b-eager") == 3
+
+
+def test_a_v_has_no_transfer_where_it_turns_around() -> None:
+    assert simulate(FAMILIES["zb-v"].build(1, 4), transfer=100).makespan == 24
+
+
+def test_forward_only_and_times_of_zero() -> None:
+    schedule = parse_schedule([["0F0", "0F1"], ["1F0", "1F1"]])
+
+    assert simulate(schedule).makespan == 3
+    assert simulate(schedule).peaks == [2, 2]
+    assert simulate(schedule, forward=0).idle == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ({"forward": [1, 2, 3]}, "forward has 3 times for 2 stages"),
+        ({"transfer": -1}, "transfer=-1.0 is no time"),
+        ({"weight_gradient": float("nan")}, "weight_gradient=nan is no time"),
+        ({"input_gradient": [1, float("inf")]}, "input_gradient=inf is no time"),
+    ],
+)
+def test_times_that_cannot_be(times: dict[str, float | list[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(FAMILIES["1f1b"].build(2, 2), **times)
