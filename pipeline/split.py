@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
+from nxdpp.tracing.assertions import is_assertion
 from nxdpp.tracing.trace import TracedModel
 from nxdpp.tracing.uses import metadata_arguments
 
@@ -57,15 +58,18 @@ def plan_stages(
 ) -> list[StagePlan]:
     """The plan of each stage, so that the last one ends with the values ``results`` of the graph.
 
-    Nodes that no result needs are left out. Raises ``ValueError`` where a stage needs a value of a later one.
+    Nodes that no result needs are left out, but for assertions. Raises ``ValueError`` where a stage needs a value of a later one.
     """
     plans = [StagePlan(stage) for stage in range(stages)]
     plans[-1].results = [node.name for node in results]
+    assertions = [node for node in traced.graph.nodes if is_assertion(node)]
     by_name = {node.name: node for node in traced.graph.nodes}
     for plan in reversed(plans):
         wanted = [by_name[name] for name in plan.made]
         if plan.stage == stages - 1:
             wanted = list(results)
+        # What is asserted of the inputs alone is checked once, where they come in.
+        wanted += [node for node in assertions if placed.get(node, 0) == plan.stage]
         _collect(plan, plans, wanted, root, placed)
         for name in plan.received.keys() & plan.stand_ins.keys():
             _drop_stand_in(plan, plans, name)

@@ -8,7 +8,9 @@ from types import FrameType
 from typing import Any
 
 from torch import fx
+from torch.fx.proxy import TraceError
 
+from nxdpp.tracing.assertions import asserts, record_assertion
 from nxdpp.tracing.kinds import UNKNOWN, InputKind, kind_of, length_of
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
@@ -24,7 +26,20 @@ _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 
 
 class _SizedProxy(fx.Proxy):
-    """A traced value that gives its length and its items where they follow from the inputs' kinds or sizes."""
+    """A traced value that gives its truth, its length and its items where they follow from the inputs' kinds or sizes.
+
+    The truth of an assertion is taken for granted otherwise, and checked when the graph runs.
+    """
+
+    def __bool__(self) -> bool:
+        try:
+            return self.tracer.to_bool(self)
+        except TraceError:
+            caller = sys._getframe(1)
+            if not asserts(caller):
+                raise
+            record_assertion(self, caller)
+            return True
 
     def __index__(self) -> int:
         return _whole_number(self)
