@@ -58,7 +58,8 @@ def plan_stages(
 ) -> list[StagePlan]:
     """The plan of each stage, so that the last one ends with the values ``results`` of the graph.
 
-    Nodes that no result needs are left out, but for assertions. Raises ``ValueError`` where a stage needs a value of a later one.
+    Nodes that no result needs are left out, but for assertions. Raises ``ValueError`` where a stage needs a value of
+    a later one.
     """
     plans = [StagePlan(stage) for stage in range(stages)]
     plans[-1].results = [node.name for node in results]

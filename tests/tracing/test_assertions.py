@@ -6,30 +6,19 @@ import torch
 from nxdpp.tracing.assertions import is_assertion
 from nxdpp.tracing.errors import TracingError
 from tests.pipeline.chained_stages import ChainedStages
+from tests.tracing.asserting_model import AssertingModel
 from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 GOOD = {"x": torch.ones(2, 4)}
 BAD = {"x": torch.tensor([[1.0, 2, 3, 4], [-1, 2, 3, 4]])}
 
 
-class _Asserting(PlainModel):
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert hidden.isfinite().all().item(), "the embedding has gone wrong"
-        return hidden
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert (x > 0).all()
-        assert x.size(1) == 4
-        assert x.ndim == 2 and (x < 9).all()  # noqa: PT018
-        return super().forward(x)
-
-
 def test_each_is_checked_on_one_stage() -> None:
-    model = _Asserting()
+    model = AssertingModel()
     stages = ChainedStages(model, GOOD, 2, options_for(model, PlainLayer))
     assert [sum(map(is_assertion, plan.nodes)) for plan in stages.plans] == [3, 0]
     assert torch.equal(stages.run(GOOD), model(**GOOD))
-    with pytest.raises(AssertionError, match=r"does not hold, at .*test_assertions.py:\d+, in forward"):
+    with pytest.raises(AssertionError, match=r"does not hold, at .*asserting_model.py:\d+, in forward"):
         stages.run(BAD)
     stages.run(GOOD)
     with pytest.raises(AssertionError, match=r"in prepare"):
