@@ -19,11 +19,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.pipeline.arrival import Arrival
-from nxdpp.pipeline.layout import check_layout, layout_of, tensors_of
+from nxdpp.pipeline.layout import check_layout, layout_of, shared_memory, tensors_of
 from nxdpp.pipeline.program import Agreement, Crossing, StageProgram
 from nxdpp.pipeline.stand_in import stand_in
 from nxdpp.pipeline.step_timer import StepTimer
 from nxdpp.pipeline.transport import Direction, Transport
+from nxdpp.pipeline.unchanged import expect_unchanged, versions
 from nxdpp.schedules.actions import Action, ActionKind
 
 # Descriptions go under this tag, tensors under those after it.
@@ -133,8 +134,11 @@ class Engine:
         arrivals = [Arrival(wait()) for wait in self._arriving.pop(microbatch, [])]
         received = self._put_together(agreement, arrivals)
         arguments = self._program.arguments(self._inputs[microbatch], received, agreement.stand_ins)
+        guarded = [(n, received[n], versions(received[n])) for n, v in agreement.received.items() if v.shares_memory]
         with self._timer.computing():
             values = self._program.module(*arguments)
+        for name, value, before in guarded:
+            expect_unchanged(value, before, name)
         made = dict(zip(self._plan.made, values, strict=True))
         if first:
             self._describe(agreement, made)
@@ -168,7 +172,8 @@ class Engine:
 
     def _describe(self, agreement: Agreement, made: dict[str, Any]) -> None:
         """Tell the users of this stage's values what they look like."""
-        agreement.sent = {name: layout_of(made[name]) for name in self._plan.sent}
+        shared = shared_memory(made[name] for name in self._plan.sent)
+        agreement.sent = {name: layout_of(made[name], shared) for name in self._plan.sent}
         agreement.note_sent(self._plan)
         stands_for = {name: layout_of(made[name]) for name in self._plan.described}
         for user in self._plan.users:

@@ -9,8 +9,13 @@ from nxdpp.pipeline.placement import Owners
 
 
 def local_names(owners: Owners, stage: int) -> set[str]:
-    """Names of the parameters that ``stage`` holds."""
+    """Names of the parameters, and of the buffers that change, that ``stage`` holds."""
     return {name for name, stages in owners.items() if stage in stages}
+
+
+def names_elsewhere(owners: Owners, stage: int) -> set[str]:
+    """Names of the parameters, and of the buffers that change, that only other stages hold."""
+    return {name for name, stages in owners.items() if stage not in stages}
 
 
 def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[int]]]:
@@ -25,32 +30,40 @@ def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[in
     return [(group, stages) for group, stages in tied if len(stages) > 1]
 
 
-def build_local_module(root: nn.Module, local: Collection[str], layers: Collection[str]) -> nn.Module:
+def build_local_module(
+    root: nn.Module, local: Collection[str], layers: Collection[str], elsewhere: Collection[str] = ()
+) -> nn.Module:
     """A tree that holds, under their original names, the modules of ``root`` whose parameters are ``local``.
 
-    Modules without parameters are held too: what follows from the inputs alone is computed on every rank.
-    Modules that stand above ``layers``, or whose parameters are on several stages, are empty vessels with their
-    own local parameters and buffers. The held modules and parameters are the same objects as in ``root``.
+    Modules without parameters are held too: what follows from the inputs alone is computed on every rank. Those
+    with a buffer that is ``elsewhere``, because running them changes it, are not. Modules that stand above
+    ``layers``, or whose parameters are on several stages, are empty vessels with their own local parameters and
+    buffers. The held modules and parameters are the same objects as in ``root``.
     """
     vessel = nn.Module()
     vessel.train(root.training)
-    _fill(vessel, root, "", local, layers)
+    _fill(vessel, root, "", _Held(local, elsewhere), layers)
     return vessel
 
 
-def free_others(root: nn.Module, local: Collection[str]) -> None:
+def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[str] = ()) -> None:
     """Put every parameter of ``root`` that is not ``local`` on the meta device, and the buffers beside it.
 
-    What was one parameter stays one.
+    Buffers that are ``elsewhere`` go, too. What was one parameter stays one.
     """
+    held = _Held(local, elsewhere)
     replaced: dict[int, nn.Parameter] = {}
-    for prefix, module in root.named_modules():
+    # A module may stand in several places of the model, and be wanted here in one of them.
+    prefixes: dict[nn.Module, list[str]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        prefixes.setdefault(module, []).append(prefix)
+    for module, places in prefixes.items():
         for key, parameter in module._parameters.items():
-            if parameter is not None and _join(prefix, key) not in local:
+            if parameter is not None and not any(_join(prefix, key) in local for prefix in places):
                 meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
         for key, buffer in module._buffers.items():
-            if buffer is not None and _is_elsewhere(module, prefix, local):
+            if buffer is not None and all(held.is_elsewhere(module, prefix) for prefix in places):
                 module._buffers[key] = torch.empty_like(buffer, device="meta")
 
 
@@ -63,37 +76,46 @@ def write_back(tree: nn.Module, root: nn.Module) -> None:
             original._buffers.update(vessel._buffers)
 
 
-def _fill(vessel: nn.Module, module: nn.Module, prefix: str, local: Collection[str], layers: Collection[str]) -> None:
+def _fill(vessel: nn.Module, module: nn.Module, prefix: str, held: "_Held", layers: Collection[str]) -> None:
     for key, parameter in module._parameters.items():
-        if parameter is not None and _join(prefix, key) in local:
+        if parameter is not None and _join(prefix, key) in held.local:
             vessel.register_parameter(key, parameter)
     for key, buffer in module._buffers.items():
-        if buffer is not None and not _is_elsewhere(module, prefix, local):
+        if buffer is not None and not held.is_elsewhere(module, prefix):
             vessel.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
     for key, child in module.named_children():
         name = _join(prefix, key)
-        if _is_elsewhere(child, name, local):
+        if held.is_elsewhere(child, name):
             continue
-        if any(layer.startswith(f"{name}.") for layer in layers) or not _is_all_here(child, name, local):
+        if any(layer.startswith(f"{name}.") for layer in layers) or not held.is_whole(child, name):
             below = nn.Module()
             below.train(child.training)
-            _fill(below, child, name, local, layers)
+            _fill(below, child, name, held, layers)
             vessel.add_module(key, below)
         else:
             vessel.add_module(key, child)
 
 
-def _parameter_names(module: nn.Module, prefix: str) -> list[str]:
-    return [_join(prefix, key) for key, _ in module.named_parameters(remove_duplicate=False)]
+class _Held:
+    """What one stage holds, asked module by module."""
 
+    def __init__(self, local: Collection[str], elsewhere: Collection[str]) -> None:
+        self.local = local
+        self._elsewhere = elsewhere
 
-def _is_elsewhere(module: nn.Module, prefix: str, local: Collection[str]) -> bool:
-    names = _parameter_names(module, prefix)
-    return bool(names) and not any(name in local for name in names)
+    def is_elsewhere(self, module: nn.Module, prefix: str) -> bool:
+        """Whether other stages run ``module``, because all it has that belongs to a stage is there."""
+        names = self._names(module, prefix)
+        return bool(names) and not any(name in self.local for name in names)
 
+    def is_whole(self, module: nn.Module, prefix: str) -> bool:
+        """Whether all that ``module`` has is here."""
+        return all(name in self.local for name in self._names(module, prefix))
 
-def _is_all_here(module: nn.Module, prefix: str, local: Collection[str]) -> bool:
-    return all(name in local for name in _parameter_names(module, prefix))
+    def _names(self, module: nn.Module, prefix: str) -> list[str]:
+        parameters = [_join(prefix, key) for key, _ in module.named_parameters(remove_duplicate=False)]
+        buffers = [_join(prefix, key) for key, _ in module.named_buffers(remove_duplicate=False)]
+        return parameters + [name for name in buffers if name in self.local or name in self._elsewhere]
 
 
 def _join(prefix: str, key: str) -> str:

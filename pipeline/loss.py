@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nxdpp.tracing.containers import fields_of, is_dataclass_instance
+
 LossSpec = Mapping[str, Any] | tuple[Any, ...] | list[Any] | bool | None
 
 
@@ -26,6 +28,7 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
 
     Raises ``ValueError`` where the output has no such value.
     """
+    output = _named(output)
     if spec is not None:
         return _follow(output, spec, spec)
     if isinstance(output, Mapping):
@@ -45,6 +48,11 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
     return output
 
 
+def _named(output: Any) -> Any:
+    is_plain_dataclass = is_dataclass_instance(output) and not isinstance(output, Mapping)
+    return fields_of(output) if is_plain_dataclass else output
+
+
 def _count(spec: Any) -> int:
     if isinstance(spec, bool):
         return int(spec)
@@ -56,6 +64,7 @@ def _count(spec: Any) -> int:
 
 
 def _follow(output: Any, spec: Any, whole: Any) -> Any:
+    output = _named(output)
     if isinstance(spec, bool):
         return output
     if isinstance(spec, Mapping):

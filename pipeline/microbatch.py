@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from nxdpp.tracing.containers import flatten, leaves_of
+
 _ACCEPTED = (torch.Tensor, int, float, str, type(None))
 
 
@@ -58,9 +60,9 @@ def join_outputs(outputs: list[Any]) -> Any:
 
     What is no tensor is taken from the first microbatch.
     """
-    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
+    columns = zip(*(leaves_of(output) for output in outputs), strict=True)
     leaves = [_join(list(column)) for column in columns]
-    return pytree.tree_unflatten(leaves, pytree.tree_structure(outputs[0]))
+    return pytree.tree_unflatten(leaves, flatten(outputs[0])[1])
 
 
 def _join(parts: list[Any]) -> Any:

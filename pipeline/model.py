@@ -14,7 +14,14 @@ from nxdpp.pipeline import arguments
 from nxdpp.pipeline.engine import Engine
 from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.fingerprint import parameter_lines
-from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, tied_names, write_back
+from nxdpp.pipeline.local_module import (
+    build_local_module,
+    free_others,
+    local_names,
+    names_elsewhere,
+    tied_names,
+    write_back,
+)
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
@@ -178,8 +185,9 @@ class NxDPPModel(nn.Module):
             for number, (names, stages) in enumerate(tied_names(module, owners))
             if self.stage in stages
         ]
-        free_others(module, local)
-        self.local_module = build_local_module(module, local, self.layers)
+        elsewhere = names_elsewhere(owners, self.stage)
+        free_others(module, local, elsewhere)
+        self.local_module = build_local_module(module, local, self.layers, elsewhere)
         self._tied = TiedGradients(self.local_module, weights, self.stage)
 
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:

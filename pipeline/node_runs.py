@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
+
+from nxdpp.tracing.containers import flatten, leaves_of, map_leaves
 
 
 @dataclass
@@ -47,12 +48,12 @@ def cut_off(value: Any) -> Any:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to each tensor in it."""
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in ``value``."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def signature(run: NodeRun) -> Any:
@@ -62,7 +63,7 @@ def signature(run: NodeRun) -> Any:
     """
     if run.module is None or not any(True for _ in run.module.parameters()):
         return None
-    leaves, structure = pytree.tree_flatten((run.args, run.kwargs))
+    leaves, structure = flatten((run.args, run.kwargs))
     arguments = tuple(_kind(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     modules = tuple((name, type(module), module.training) for name, module in run.module.named_modules())
     parameters = tuple((name, _kind(parameter)) for name, parameter in run.module.named_parameters())

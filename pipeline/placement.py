@@ -14,11 +14,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx, nn
 
+from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.shared_state import contents
 from nxdpp.tracing.trace import TracedModel
-from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
+from nxdpp.tracing.uses import (
+    changed_buffers,
+    draws_random_numbers,
+    is_from_torch,
+    may_change_buffers,
+    metadata_arguments,
+)
 
-# For each parameter name, the stages that hold it.
+# For each name of a parameter, or of a buffer that changes, the stages that hold it.
 Owners = dict[str, set[int]]
 
 
@@ -85,7 +92,12 @@ def parameter_owners(nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
     parameters = dict(root.named_parameters(remove_duplicate=False))
     owners: Owners = {name: set() for name in parameters}
     by_identity: dict[int, set[int]] = {id(parameter): set() for parameter in parameters.values()}
-    for node, stage in nodes.items():
+    users = dict(nodes)
+    for node in next(iter(nodes)).graph.nodes if nodes else ():
+        if node.op == "output":
+            # What the model gives is given by the last stage.
+            users[node] = max(nodes.values())
+    for node, stage in users.items():
         for name in parameters_used(node, root):
             owners[name].add(stage)
             by_identity[id(parameters[name])].add(stage)
@@ -94,6 +106,37 @@ def parameter_owners(nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
         # A second name of a parameter that is used under another one goes where that is.
         previous = stages or by_identity[id(parameters[name])] or {max(previous)}
         owners[name] = set(previous)
+    return owners
+
+
+def buffer_owners(traced: TracedModel, nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
+    """For each buffer that a module's forward may change (``tracing/uses.py``), the stages that run the module.
+
+    Others, a rotary table say, are constants, and every rank keeps them. Raises ``ValueError`` where two stages
+    would each change a copy of their own, or where a changing buffer is also read outside its module.
+    """
+    stages: dict[int, set[int]] = {}
+    for node, stage in nodes.items():
+        if node.op == "call_module":
+            for child in root.get_submodule(str(node.target)).modules():
+                stages.setdefault(id(child), set()).add(stage)
+    owners: Owners = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if id(module) not in stages or not may_change_buffers(module):
+            continue
+        held = stages[id(module)]
+        if len(held) > 1 and is_from_torch(module):
+            raise ValueError(
+                f"{path}, a {type(module).__name__}, keeps statistics of what it is given and runs on the stages "
+                f"{sorted(held)}; it has to run on one. Use a module for each place, or cut elsewhere (pipeline_cuts)."
+            )
+        owners |= {f"{path}.{name}": set(held) for name, buffer in module._buffers.items() if buffer is not None}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and node.target in owners and node.users:
+            raise ValueError(
+                f"forward reads the buffer {node.target}, which its module changes when it runs, outside that module "
+                f"at {model_line(node.stack_trace)}. Have the module give it as a result."
+            )
     return owners
 
 
@@ -113,6 +156,12 @@ def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
         module = root.get_submodule(str(node.target))
         names += [f"{node.target}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
     return names
+
+
+def _buffers_used(node: fx.Node, root: nn.Module) -> list[str]:
+    if node.op != "call_module":
+        return []
+    return [f"{node.target}.{name}" for name in changed_buffers(root.get_submodule(str(node.target)))]
 
 
 def is_parameter(node: fx.Node, root: nn.Module) -> bool:
@@ -140,7 +189,8 @@ def _stage_of(
         return stages[argument]
     if owners is None:
         return current
-    possible = _common(owners[name] for name in parameters_used(node, root))
+    used = [*parameters_used(node, root), *(name for name in _buffers_used(node, root) if name in owners)]
+    possible = _common(owners[name] for name in used)
     if possible is None or current in possible:
         return current
     if not possible:

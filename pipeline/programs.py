@@ -11,9 +11,17 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.pipeline.loss import LossSpec, pick_loss
-from nxdpp.pipeline.placement import Owners, check_last_stage, check_layers_ran, parameter_owners, place_nodes
+from nxdpp.pipeline.placement import (
+    Owners,
+    buffer_owners,
+    check_last_stage,
+    check_layers_ran,
+    parameter_owners,
+    place_nodes,
+)
 from nxdpp.pipeline.program import StageProgram
 from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
+from nxdpp.tracing.containers import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
@@ -102,6 +110,7 @@ class ProgramCache:
         self._owners = parameter_owners(placed, self._module)
         if self._stages - 1 not in layer_stages.values():
             check_last_stage(self._owners, self._stages, list(layer_stages)[-1])
+        self._owners |= buffer_owners(first, placed, self._module)
         return self._owners
 
     def _placed(self, variant: Variant, shapes: Shapes) -> TracedVariant:
@@ -173,7 +182,9 @@ class ProgramCache:
 
     def has_named_loss(self, variant: TracedVariant) -> bool:
         """Whether the output names a loss; a lone value may be one, which only its shape tells."""
-        if self._loss_spec is None and not isinstance(variant.output, Mapping):
+        if self._loss_spec is None and not (
+            isinstance(variant.output, Mapping) or is_dataclass_instance(variant.output)
+        ):
             return False
         try:
             return isinstance(pick_loss(variant.output, self._loss_spec), fx.Node)
@@ -183,7 +194,7 @@ class ProgramCache:
     def output_program(self, variant: TracedVariant) -> StageProgram:
         """The program that ends with all values of the output."""
         if "output" not in variant.programs:
-            values = [leaf for leaf in pytree.tree_leaves(variant.output) if isinstance(leaf, fx.Node)]
+            values = [leaf for leaf in leaves_of(variant.output) if isinstance(leaf, fx.Node)]
             variant.programs["output"] = self._build(variant, "output", list(dict.fromkeys(values)))
         return variant.programs["output"]
 
@@ -204,4 +215,4 @@ def _constants(values: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...]:
 
 def fill_output(output: Any, values: Mapping[str, Any]) -> Any:
     """``output`` with each node replaced by the value of its name."""
-    return pytree.tree_map(lambda leaf: values[leaf.name] if isinstance(leaf, fx.Node) else leaf, output)
+    return map_leaves(lambda leaf: values[leaf.name] if isinstance(leaf, fx.Node) else leaf, output)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from nxdpp.tracing.assertions import is_assertion
+from nxdpp.pipeline.unchanged import Watch, may_change_arguments
 from nxdpp.tracing.trace import TracedModel
-from nxdpp.tracing.uses import metadata_arguments
+from nxdpp.tracing.uses import changed_buffers, metadata_arguments
 
 
 @dataclass
@@ -32,6 +32,7 @@ class StagePlan:
     described: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that stand in for it
     results: list[str] = field(default_factory=list)  # values of the model's output, on the last stage
     nodes: set[fx.Node] = field(default_factory=set)
+    elsewhere: set[fx.Node] = field(default_factory=set)  # of the nodes, those of which a later stage has a copy
 
     @property
     def made(self) -> list[str]:
@@ -58,22 +59,24 @@ def plan_stages(
 ) -> list[StagePlan]:
     """The plan of each stage, so that the last one ends with the values ``results`` of the graph.
 
-    Nodes that no result needs are left out, but for assertions. Raises ``ValueError`` where a stage needs a value of
-    a later one.
+    Nodes that no result needs are left out, unless they change buffers. Raises ``ValueError`` where a stage needs a
+    value of a later one.
     """
     plans = [StagePlan(stage) for stage in range(stages)]
     plans[-1].results = [node.name for node in results]
-    assertions = [node for node in traced.graph.nodes if is_assertion(node)]
     by_name = {node.name: node for node in traced.graph.nodes}
     for plan in reversed(plans):
         wanted = [by_name[name] for name in plan.made]
         if plan.stage == stages - 1:
             wanted = list(results)
-        # What is asserted of the inputs alone is checked once, where they come in.
-        wanted += [node for node in assertions if placed.get(node, 0) == plan.stage]
+        wanted += [node for node, stage in placed.items() if stage == plan.stage and _changes_buffers(node, root)]
         _collect(plan, plans, wanted, root, placed)
         for name in plan.received.keys() & plan.stand_ins.keys():
             _drop_stand_in(plan, plans, name)
+    later: set[fx.Node] = set()
+    for plan in reversed(plans):
+        plan.elsewhere = plan.nodes & later
+        later |= plan.nodes
     for plan in plans:
         plan.inputs = [name for name in traced.inputs if any(n.target == name for n in plan.nodes)]
     return plans
@@ -92,11 +95,27 @@ def build_stage(plan: StagePlan, traced: TracedModel, root: nn.Module, placed: M
         copies[by_name[name]] = graph.placeholder(f"received_{name}")
     for name in plan.stand_ins:
         stand_ins[by_name[name]] = graph.placeholder(f"stand_in_{name}")
+    over_all, over_one = Watch(graph), Watch(graph)
+    for name in _on_several_stages(plan, root, placed):
+        over_all.begin_buffers(root.get_submodule(name), name)
+    for name in plan.received:
+        if by_name[name] in plan.elsewhere:
+            over_all.begin(copies[by_name[name]], by_name[name])
     for node in traced.graph.nodes:
         if node in plan.nodes and node not in copies:
+            if node in placed and may_change_arguments(node, root):
+                for argument in node.all_input_nodes:
+                    if argument in copies and _follows_from_shared(argument, plan, placed):
+                        over_one.begin(copies[argument], argument, node)
             copies[node] = _copy(graph, node, copies, stand_ins, root)
+            over_one.end()
+    over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))
     return fx.GraphModule(root, graph, class_name=f"Stage{plan.stage}")
+
+
+def _changes_buffers(node: fx.Node, root: nn.Module) -> bool:
+    return node.op == "call_module" and bool(changed_buffers(root.get_submodule(str(node.target))))
 
 
 def _collect(
@@ -124,6 +143,29 @@ def _collect(
                 _request(plan, plans[maker], argument.name, plan.stand_ins, plans[maker].described)
             else:
                 pending.append(argument)
+
+
+def _on_several_stages(plan: StagePlan, root: nn.Module, placed: Mapping[fx.Node, int]) -> list[str]:
+    """Modules that this stage and others run, and that might change their buffers."""
+    stages: dict[str, set[int]] = {}
+    for node, stage in placed.items():
+        if _changes_buffers(node, root):
+            stages.setdefault(str(node.target), set()).add(stage)
+    return [name for name, held in stages.items() if len(held) > 1 and plan.stage in held]
+
+
+def _follows_from_shared(value: fx.Node, plan: StagePlan, placed: Mapping[fx.Node, int]) -> bool:
+    """Whether ``value`` is computed on every stage, and it or what it may be a view of is on a later one, too."""
+    pending, seen = [value], set()
+    while pending:
+        node = pending.pop()
+        if node in seen or node in placed:
+            continue
+        seen.add(node)
+        if node in plan.elsewhere:
+            return True
+        pending += node.all_input_nodes
+    return False
 
 
 def _request(plan: StagePlan, maker: StagePlan, name: str, taken: dict[str, int], given: dict[str, list[int]]) -> None:

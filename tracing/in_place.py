@@ -12,6 +12,7 @@ from torch import fx
 
 from nxdpp.tracing.errors import TracingError, model_line
 from nxdpp.tracing.proxy import assign_item
+from nxdpp.tracing.spine import ROOT
 
 _VIEWS = frozenset(
     {"T", "chunk", "contiguous", "data", "detach", "diagonal", "expand", "expand_as", "flatten", "getitem", "mT",
@@ -21,11 +22,12 @@ _VIEWS = frozenset(
 
 
 def refuse_lost_changes(graph: fx.Graph) -> None:
-    """Raise ``TracingError`` for a change in place whose memory is read later under another name."""
+    """Raise ``TracingError`` for a change in place that is read later under another name, or outlives the step."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if not _changes_in_place(node) or not isinstance(node.args[0], fx.Node):
             continue
+        _refuse_lasting_change(node)
         for alias in _aliases(node.args[0]):
             late = [user for user in alias.users if user is not node and position[user] > position[node]]
             if late:
@@ -45,13 +47,29 @@ def _changes_in_place(node: fx.Node) -> bool:
 
 def _aliases(node: fx.Node) -> Iterator[fx.Node]:
     """The value, what it is a view of, and all views of that."""
-    while _is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    pending = [node]
+    pending = [_viewed(node)]
     while pending:
         alias = pending.pop()
         yield alias
         pending += [user for user in alias.users if _is_view(user) and user.args[0] is alias]
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _refuse_lasting_change(node: fx.Node) -> None:
+    changed = _viewed(node.args[0]) if isinstance(node.args[0], fx.Node) else node
+    if changed.op == "get_attr":
+        name = str(changed.target).removeprefix(f"{ROOT}.")
+        raise TracingError(
+            f"forward changes {name}, a parameter or buffer, in place outside the transformer layers, and "
+            f"several ranks have a copy of it\n  at {model_line(node.stack_trace)}\n"
+            f"Make the buffer and the code that changes it a module of its own, which then runs as one node on one "
+            f"stage."
+        )
 
 
 def _is_view(node: fx.Node) -> bool:

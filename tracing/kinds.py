@@ -98,7 +98,8 @@ def _infer(node: fx.Node, root: nn.Module) -> InputKind:
         module = root.get_submodule(owner)
         # Not by getattr, which gives a traced value while a model is traced.
         tensor = module._parameters.get(name, module._buffers.get(name))
-        return UNKNOWN if tensor is None else InputKind(tensor.ndim, tensor.dtype)
+        # A traced value stands there where forward has set the attribute, which is refused later.
+        return InputKind(tensor.ndim, tensor.dtype) if isinstance(tensor, torch.Tensor) else UNKNOWN
     if node.op == "call_module":
         return _of_module(node, root)
     if node.op == "call_method":

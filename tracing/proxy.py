@@ -8,11 +8,8 @@ from types import FrameType
 from typing import Any
 
 from torch import fx
-from torch.fx.proxy import TraceError
 
-from nxdpp.tracing.assertions import asserts, record_assertion
 from nxdpp.tracing.kinds import UNKNOWN, InputKind, kind_of, length_of
-from nxdpp.tracing.optional_masks import is_mask, item_of_mask
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
 
@@ -27,20 +24,7 @@ _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 
 
 class _SizedProxy(fx.Proxy):
-    """A traced value that gives its truth, its length and its items where they follow from the inputs' kinds or sizes.
-
-    The truth of an assertion is taken for granted otherwise, and checked when the graph runs.
-    """
-
-    def __bool__(self) -> bool:
-        try:
-            return self.tracer.to_bool(self)
-        except TraceError:
-            caller = sys._getframe(1)
-            if not asserts(caller):
-                raise
-            record_assertion(self, caller)
-            return True
+    """A traced value that gives its length and its items where they follow from the inputs' kinds or sizes."""
 
     def __index__(self) -> int:
         return _whole_number(self)
@@ -73,11 +57,6 @@ class RecordingProxy(_SizedProxy):
         if name.endswith("_") and not name.endswith("__"):
             return _InPlaceMethod(self, name)
         return RecordingAttribute(self, name)
-
-    def __getitem__(self, index: Any) -> fx.Proxy:
-        if is_mask(self):
-            return item_of_mask(self, index, sys._getframe(1))
-        return super().__getitem__(index)  # type: ignore[misc, no-any-return]
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node

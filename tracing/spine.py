@@ -13,7 +13,6 @@ import numpy
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from nxdpp.tracing.autograd_functions import recorded_autograd_functions
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.direct_calls import recorded_direct_calls
 from nxdpp.tracing.errors import calling_line
@@ -77,7 +76,6 @@ class SpineTracer(fx.Tracer):
             stack.enter_context(unchanged_modules(self.spine_modules(model)))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
-            stack.enter_context(recorded_autograd_functions())
             leaves = (module for name, module in model.named_modules() if name not in self._spine)
             stack.enter_context(recorded_direct_calls(self, leaves))
             # fx itself looks for wrapped functions behind a module's forward, which a decorator hides.

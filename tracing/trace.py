@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from nxdpp.tracing.containers import flatten
 from nxdpp.tracing.errors import TracingError, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.in_place import refuse_lost_changes
@@ -117,7 +118,7 @@ class _Entry(nn.Module):
             output = module(**proxies, **self._constants)
         if isinstance(output, ModelOutput) and not getattr(module.config, "return_dict", True):
             output = output.to_tuple()
-        values, self.output_spec = pytree.tree_flatten(output)
+        values, self.output_spec = flatten(output)
         return values
 
     def _placeholder(self, name: str, kind: InputKind) -> fx.Proxy:

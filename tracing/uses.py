@@ -26,6 +26,8 @@ _RANDOM = frozenset(
      torch.dropout, torch.multinomial, torch.normal, torch.poisson, torch.rand_like, torch.randint_like,
      torch.randn_like}
 )  # fmt: skip
+# Weights of classes are all that losses keep.
+_CONSTANT_BUFFERS = frozenset({"torch.nn.modules.loss"})
 _RANDOM_METHODS = frozenset(
     {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal_",
      "random_", "uniform_"}
@@ -44,7 +46,7 @@ def metadata_arguments(node: fx.Node, root: nn.Module) -> set[fx.Node]:
 
 
 def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
-    """Whether running ``node`` twice may give two results.
+    """Whether running ``node`` twice may give two results, or change a buffer twice.
 
     Of modules and functions that neither torch nor transformers wrote, nothing is known: they may.
     """
@@ -59,7 +61,35 @@ def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _may_draw(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.dropout._DropoutNd) or not _KNOWN.match(type(module).__module__)
+    known = _KNOWN.match(type(module).__module__)
+    return isinstance(module, nn.modules.dropout._DropoutNd) or not known or may_change_buffers(module)
+
+
+def is_from_torch(module: nn.Module) -> bool:
+    """Whether torch wrote the class of ``module``."""
+    return type(module).__module__.partition(".")[0] == "torch"
+
+
+def may_change_buffers(module: nn.Module) -> bool:
+    """Whether a forward of ``module`` itself, not of one in it, may change buffers that it has.
+
+    Of torch's modules those do that keep running statistics, spectral norms and observers; of transformers' own
+    none that matters to others than themselves (a rotary table grows); of other classes nothing is known.
+    """
+    if not any(buffer is not None for buffer in module._buffers.values()):
+        return False
+    return type(module).__module__ not in _CONSTANT_BUFFERS and not type(module).__module__.startswith("transformers.")
+
+
+def changed_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers in ``module`` and below that its forward may change."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, child in module.named_modules(remove_duplicate=False)
+        if may_change_buffers(child)
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _references(node: fx.Node, root: nn.Module) -> list[fx.Node]:

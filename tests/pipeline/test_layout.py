@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from nxdpp.pipeline.layout import check_layout, layout_of, tensors_of
+from nxdpp.pipeline.layout import check_layout, layout_of, shared_memory, tensors_of
 
 A = torch.randn(2, 3)
 B = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -88,3 +88,23 @@ def test_a_gradient_that_nobody_expects_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"hidden .* now requires a gradient .* Call refresh\(\) on every rank"):
         check_layout("hidden", A.clone().requires_grad_(), layout_of(A))
     check_layout("hidden", B.detach(), layout_of(B))
+
+
+def test_one_tensor_twice_travels_once() -> None:
+    layout = layout_of((A, {"again": A}))
+
+    first, rest = layout.build([A])
+
+    assert len(layout.tensors) == 1
+    assert rest["again"] is first
+    with pytest.raises(RuntimeError, match="crosses stages is now"):
+        check_layout("hidden", (A, {"again": A.clone()}), layout)
+
+
+def test_tensors_of_one_memory_are_known_as_such() -> None:
+    base = torch.zeros(4, 3)
+
+    shared = shared_memory([base, (base[:2], A), A.clone()])
+
+    assert layout_of((base[1:], A), shared).shares_memory
+    assert not layout_of(A, shared).shares_memory

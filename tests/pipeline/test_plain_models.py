@@ -1,0 +1,225 @@
+"""Models that users write themselves, over real processes, against the same model in one."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.loss import pick_loss
+from nxdpp.tracing.containers import flatten
+from tests.distributed import run_ranks
+from tests.pipeline import plain_models as models
+from tests.pipeline.plain_models import WIDTH, Block
+
+MICROBATCHES = 4
+
+
+def rows(width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(8, width)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its inputs, and the parameters whose gradient is a sum in another order than in one process."""
+
+    make: Callable[[], nn.Module]
+    inputs: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: {"x": rows})
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    reordered: tuple[str, ...] = ()
+
+    def batch(self, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        return {name: make() for name, make in self.inputs.items()}
+
+
+SEVERAL = {"x": rows, "late": rows, "target": lambda: rows(1)}
+FIRST_OF_TWO = {"output_loss_value_spec": (True, False)}
+CASES = {
+    "skips": Case(models.Skips, reordered=("embedding", "blocks.0", "blocks.1")),
+    "several inputs": Case(models.SeveralInputs, {**SEVERAL, "scale": lambda: 3.0}),
+    "defaults": Case(models.SeveralInputs, SEVERAL),
+    "keyword inputs": Case(
+        models.SeveralInputs,
+        {**SEVERAL, "extra": lambda: rows(1)},
+        {"input_names": ["x", "late", "target", "extra"]},
+    ),
+    "dataclasses": Case(models.Dataclasses),
+    "attributes of dataclasses": Case(models.DataclassAttributes),
+    "named tuples": Case(models.NamedTuples),
+    "dicts": Case(models.Dicts),
+    "batch norms": Case(models.BatchNorms),
+    "weight and spectral norm": Case(models.Normalised),
+    "modules used twice": Case(models.UsedTwice, reordered=("projection", "norm")),
+    "a shared submodule": Case(models.TiedBlocks, reordered=("blocks",)),
+    "a sequential": Case(models.sequential, {"input": rows}),
+    "a sequential with a loss": Case(
+        models.WithLoss,
+        {"x": rows, "labels": lambda: torch.randint(0, WIDTH, (8,))},
+        {**FIRST_OF_TWO, "input_names": ["x", "labels"]},
+    ),
+    "containers of layers": Case(models.Containers),
+    "constants": Case(models.Constants, reordered=("scale",)),
+    "parameters as outputs": Case(
+        models.OutputsParameters, arguments=FIRST_OF_TWO, reordered=("embedding.weight", "scale")
+    ),
+    "a dataclass as output": Case(models.DataclassOutput),
+    "activations in place": Case(models.InPlaceActivations),
+    "two towers": Case(models.TwoTowers, {"x": rows, "y": rows}, FIRST_OF_TWO, reordered=("cls", "left")),
+    "train and eval": Case(models.WithMode),
+}
+
+
+def wrap(case: Case) -> tuple[NxDPPModel, nn.Module]:
+    torch.manual_seed(1)
+    model = case.make()
+    whole = copy.deepcopy(model)
+    wrapped = NxDPPModel(model, transformer_layer_cls=Block, num_microbatches=MICROBATCHES, **case.arguments)
+    wrapped.move_model_to_device()
+    return wrapped, whole
+
+
+def parts_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    columns = {
+        n: v.chunk(MICROBATCHES) if isinstance(v, torch.Tensor) else (v,) * MICROBATCHES for n, v in batch.items()
+    }
+    return [{name: column[i] for name, column in columns.items()} for i in range(MICROBATCHES)]
+
+
+def train_whole(whole: nn.Module, case: Case, batch: Mapping[str, Any]) -> torch.Tensor:
+    losses = []
+    for part in parts_of(batch):
+        loss = pick_loss(whole(**part), case.arguments.get("output_loss_value_spec"))
+        (loss / MICROBATCHES).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def check_gradients(wrapped: NxDPPModel, whole: nn.Module, reordered: tuple[str, ...]) -> None:
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    for name, parameter in wrapped.local_named_parameters(remove_duplicate=False):
+        ours, theirs = parameter.grad, expected[name].grad
+        if theirs is None or ours is None:
+            assert ours is theirs, name
+        elif name.startswith(reordered) and reordered:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * theirs.abs().max().item(), msg=name)
+        else:
+            assert torch.equal(ours, theirs), name
+
+
+def train(rank: int, name: str, stages: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    case = CASES[name]
+    wrapped, whole = wrap(case)
+    for seed in (2, 3):
+        batch = case.batch(seed)
+        loss = wrapped.run_train(**batch)
+        expected = train_whole(whole, case, batch)
+        assert (loss is None) == (rank < stages - 1)
+        assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, expected))
+    check_gradients(wrapped, whole, case.reordered)
+    buffers = dict(whole.named_buffers())
+    for buffer_name, buffer in wrapped.local_named_buffers():
+        assert torch.equal(buffer, buffers[buffer_name]), buffer_name
+    for module in (wrapped, whole):
+        module.eval()
+    loss = wrapped.run_eval(**batch)
+    with torch.no_grad():
+        outputs = [whole(**part) for part in parts_of(batch)]
+    losses = torch.stack([pick_loss(output, case.arguments.get("output_loss_value_spec")) for output in outputs])
+    # Whether a lone value is a loss is not known before it is there: the microbatches' values are then joined.
+    expected = losses if isinstance(outputs[0], torch.Tensor) else losses.mean()
+    assert loss is None or torch.equal(loss, expected)
+    return wrapped.local_state_dict()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_buffers_are_those_of_one_process(name: str) -> None:
+    states = run_ranks(3, train, name, 3)
+
+    expected = CASES[name].make().state_dict()
+    assert {key for state in states for key in state} == expected.keys()
+    changing = [key for key in expected if key.rpartition(".")[2] in ("running_mean", "num_batches_tracked", "steps")]
+    assert all(sum(key in state for state in states) == 1 for key in changing)
+    assert bool(changing) == (name == "batch norms")
+
+
+OUTPUTS = {
+    "a dict": Case(models.DictOutput),
+    "a tuple": Case(models.OutputsParameters, arguments=FIRST_OF_TWO),
+    "a dataclass": Case(models.DataclassWithoutLoss),
+    "a named tuple": Case(models.NamedTupleOutput),
+    "a tensor": Case(models.WithLoss),
+}
+
+
+def evaluate(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    for name, case in OUTPUTS.items():
+        wrapped, whole = wrap(Case(case.make))
+        for module in (wrapped, whole):
+            module.eval()
+        batch = case.batch(5)
+        output = wrapped.run_eval(**batch)
+        if rank == 0:
+            assert output is None, name
+            continue
+        with torch.no_grad():
+            parts = [flatten(whole(**part)) for part in parts_of(batch)]
+        leaves, structure = flatten(output)
+        assert structure == parts[0][1], name
+        for leaf, *expected in zip(leaves, *(leaves for leaves, _ in parts), strict=True):
+            if isinstance(leaf, torch.Tensor):
+                assert torch.equal(leaf, torch.cat(expected) if expected[0].ndim else torch.stack(expected)), name
+            else:
+                assert leaf == expected[0], name
+
+
+def test_outputs_are_those_of_the_module() -> None:
+    run_ranks(2, evaluate)
+
+
+REFUSED = {
+    "what the next layer changes in place is used further on": (
+        models.ChangesSkip,
+        r"the value model_blocks_0, of which several stages have copies, is changed in place",
+    ),
+    "an input that is changed and used further on": (
+        models.ChangesInput,
+        r"the value x, .* by blocks\.0, at .*plain_models\.py:\d+",
+    ),
+    "a recomputed value that is changed": (
+        models.ChangesTable,
+        r"the value view, .* by changer, at .*plain_models\.py",
+    ),
+    "two values of one memory": (models.Aliases, r"the value getitem\w*, .* is changed in place"),
+    "a counter on several stages": (models.SharedCounter, r"counter\.forward changes its buffer steps"),
+    "a batch norm on several stages": (models.SharedBatchNorm, r"norm, a BatchNorm1d, .* runs on the stages \[1, 2\]"),
+    "statistics that are read elsewhere": (
+        models.ReadsStatistics,
+        r"buffer norm\.running_mean, .*plain_models\.py:\d+",
+    ),
+    "a buffer changed by a method": (models.in_place_method, r"forward changes steps, .*\n  at .*plain_models\.py:\d+"),
+    "an item of a buffer": (models.in_place_item, r"forward changes steps, .*\n  at .*plain_models\.py:\d+"),
+    "a view of a buffer": (models.in_place_view, r"forward changes steps, .*\n  at .*plain_models\.py:\d+"),
+    "a buffer that is added to": (models.in_place_operator, r"CountsInForward\.steps"),
+    "a buffer that is set": (models.assignment, r"CountsInForward\.steps"),
+    "an object of its own between layers": (models.Objects, r"a Holder with a tensor in it crosses stages"),
+}
+
+
+def refuse(rank: int, name: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    case = Case(REFUSED[name][0])
+    wrapped, _ = wrap(case)
+    wrapped.run_train(**case.batch(2))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused(name: str) -> None:
+    with pytest.raises(AssertionError, match=REFUSED[name][1]):
+        run_ranks(3, refuse, name)

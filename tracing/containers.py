@@ -1,0 +1,68 @@
+"""What torch's pytree knows as containers, and dataclasses as well."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+
+class Leaf:
+    """Base of dataclasses that are leaves all the same."""
+
+
+class _Opened:
+    """A dataclass that pytree may look into; what it puts together again is the dataclass itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    names = [field.name for field in dataclasses.fields(value)]
+    # An attribute that is no field, set in __post_init__ say, goes along.
+    names += [name for name in getattr(value, "__dict__", {}) if name not in names]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _flatten_opened(opened: _Opened) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+    fields = fields_of(opened.value)
+    return [_open(field) for field in fields.values()], (type(opened.value), tuple(fields))
+
+
+def _build(fields: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    cls, names = context
+    value: Any = object.__new__(cls)
+    for name, field in zip(names, fields, strict=True):
+        # A frozen dataclass refuses plain assignment.
+        object.__setattr__(value, name, field)
+    return value
+
+
+pytree.register_pytree_node(_Opened, _flatten_opened, _build, serialized_type_name="nxdpp.tracing.containers.dataclass")
+
+
+def _open(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: _Opened(leaf) if is_dataclass_instance(leaf) else leaf, value)
+
+
+def is_dataclass_instance(value: Any) -> bool:
+    """Whether ``value`` is an instance of a dataclass, not the class, and no ``Leaf``."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Leaf)
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of ``value``, and what ``pytree.tree_unflatten`` puts together again, dataclasses included."""
+    return pytree.tree_flatten(_open(value))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of ``value``."""
+    return flatten(value)[0]
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to each leaf."""
+    leaves, structure = flatten(value)
+    return pytree.tree_unflatten([function(leaf) for leaf in leaves], structure)
