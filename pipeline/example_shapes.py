@@ -42,7 +42,8 @@ def _sizes(module: nn.Module, name: str, dimensions: int) -> list[int]:
         # Two frames of sound make one position of the encoder.
         frames = 2 * _first(configs, ("max_source_positions",), _LENGTH)
         return [_ROWS, _first(configs, ("num_mel_bins", "feature_size"), _LENGTH), frames]
-    length = min(_LENGTH, _first(configs, ("max_position_embeddings", "n_positions"), _LENGTH))
+    # Half of what a model has positions for: some, such as ProphetNet, cannot run at their full length.
+    length = min(_LENGTH, _first(configs, ("max_position_embeddings", "n_positions"), 2 * _LENGTH) // 2 or 1)
     # Models of sound have a row for each code book.
     return [_ROWS * _first(configs, ("num_codebooks",), 1), *[length] * (dimensions - 1)]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from nxdpp.pipeline.unchanged import Watch, may_change_arguments
+from nxdpp.tracing.assertions import is_assertion
 from nxdpp.tracing.trace import TracedModel
 from nxdpp.tracing.uses import changed_buffers, metadata_arguments
 
@@ -59,8 +60,8 @@ def plan_stages(
 ) -> list[StagePlan]:
     """The plan of each stage, so that the last one ends with the values ``results`` of the graph.
 
-    Nodes that no result needs are left out, unless they change buffers. Raises ``ValueError`` where a stage needs a
-    value of a later one.
+    Nodes that no result needs are left out, unless they change buffers or check an assertion of the model. Raises
+    ``ValueError`` where a stage needs a value of a later one.
     """
     plans = [StagePlan(stage) for stage in range(stages)]
     plans[-1].results = [node.name for node in results]
@@ -70,6 +71,7 @@ def plan_stages(
         if plan.stage == stages - 1:
             wanted = list(results)
         wanted += [node for node, stage in placed.items() if stage == plan.stage and _changes_buffers(node, root)]
+        wanted += [n for n in traced.graph.nodes if is_assertion(n) and placed.get(n, 0) == plan.stage]
         _collect(plan, plans, wanted, root, placed)
         for name in plan.received.keys() & plan.stand_ins.keys():
             _drop_stand_in(plan, plans, name)

@@ -54,6 +54,12 @@ def model_line(stack: str | None) -> str:
     return f"{file}:{line}, in {function}: {linecache.getline(file, int(line)).strip()}"
 
 
+def line_of(frame: FrameType) -> str:
+    """The line that ``frame`` is at, as ``file:line, in function: code``."""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{line}, in {frame.f_code.co_name}: {linecache.getline(file, line).strip()}"
+
+
 @cache
 def _is_machinery(file: str) -> bool:
     return any(part in file for part in _MACHINERY)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from nxdpp.tracing.errors import line_of
 from nxdpp.tracing.opaque import record_opaque_call
 from nxdpp.tracing.sizes import UnknownSizeError
 
@@ -91,8 +92,7 @@ def _answer(tracer: Any, frame: FrameType, name: str, value: fx.Proxy) -> None:
         if tracer.fact(value.node, is_none):
             frame.f_locals[name] = None
     except UnknownSizeError:
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}: {name} is None"
-        value.node = record_opaque_call(expect_not_none, (value, place), {}).node
+        value.node = record_opaque_call(expect_not_none, (value, line_of(frame)), {}).node
 
 
 def _may_be_none(node: fx.Node, root: nn.Module) -> bool:

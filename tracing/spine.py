@@ -13,6 +13,7 @@ import numpy
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
+from nxdpp.tracing.assertions import record_assertion
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.direct_calls import recorded_direct_calls
 from nxdpp.tracing.errors import calling_line
@@ -120,6 +121,9 @@ class SpineTracer(fx.Tracer):
         try:
             return bool(self.fact(obj.node, bool))
         except UnknownSizeError as error:
+            # Two calls up, beyond the proxy's __bool__, is the code that asks.
+            if record_assertion(obj, sys._getframe(2)):
+                return True
             raise TraceError(
                 f"which code runs depends here on {obj.node.name}, which only the data tells ({error}); a graph has "
                 f"one way for all data"

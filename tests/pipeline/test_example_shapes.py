@@ -11,13 +11,13 @@ from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.tracing.kinds import InputKind
 
 
-def test_tokens_are_as_long_as_the_model_takes_at_most() -> None:
+def test_tokens_take_half_of_the_positions_that_the_model_has() -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         max_position_embeddings=32,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    assert example_shapes(model, first_inputs(model, None))["input_ids"] == ((2, 32), torch.int64)
+    assert example_shapes(model, first_inputs(model, None))["input_ids"] == ((2, 16), torch.int64)
 
 
 def test_images_are_of_the_models_size() -> None:

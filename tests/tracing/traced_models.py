@@ -96,3 +96,16 @@ class PlainModel(nn.Module):
             hidden = layer(hidden)
         result: torch.Tensor = self.head(hidden).mean()
         return result
+
+
+class Asserts(PlainModel):
+    """Wants positive inputs, and finite hidden states. Not in a test, where pytest rewrites assertions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.all(x > 0).item(), "x must be positive"
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        assert hidden.isfinite().all()
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
