@@ -1,69 +1,84 @@
-"""The slowest stage against the mean, cut evenly and balanced: predicted by FLOPs, measured in seconds.
+"""The slowest stage against the mean, cut evenly, balanced and profiled: predicted, and measured.
 
-    python benchmarks/partition.py
+    python -m benchmarks.partition
 
-Predicted for a Llama of 16 layers and a vocabulary of 128,256 (the shape of Llama 3.2 1B, its head not tied) over 4
-stages. Measured for one of half the width and half the vocabulary, whose head is as many layers heavy: forward and
-backward of each stage run alone in this process, the two partitions in alternation, medians.
+Predicted for a Llama of 16 layers and a vocabulary of 128,256 (the shape of Llama 3.2 1B, its head not tied, 16 bits,
+microbatches of one sequence of 2048) over 4 stages. Predicted and measured for one of half the width and half the
+vocabulary: forward and backward of each stage alone in this process, on one thread, gradients added to those of an
+earlier microbatch; the partitions in alternation, the first round not counted. CPU time is what counts where other
+processes run; wall-clock time is shown beside it.
 """
 
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import fx, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from nxdpp.pipeline.partition import stages_of_layers
+from nxdpp.pipeline.balance import LayerCost, balanced_cuts
+from nxdpp.pipeline.costs import count_costs
+from nxdpp.pipeline.layer_costs import layer_costs
+from nxdpp.pipeline.partition import even_cuts, stages_of_layers
 from nxdpp.pipeline.placement import place_nodes
-from nxdpp.pipeline.plan import summarise_stages
-from nxdpp.pipeline.split import build_stage, plan_stages
+from nxdpp.pipeline.profile import profile_nodes
+from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import find_layer_classes
-from nxdpp.tracing.trace import TracingOptions, trace
+from nxdpp.tracing.sizes import shapes_of
+from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 
 STAGES = 4
 ROUNDS = 5
 TOKENS = 128
+LARGE_TOKENS = 2048
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 def main() -> None:
     """Print one table."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    small = LlamaForCausalLM(_config(1))
-    with torch.device("meta"):
-        large = LlamaForCausalLM(_config(2))
-    ids = torch.randint(0, 64000, (1, TOKENS))
+    small: PreTrainedModel = LlamaForCausalLM(_config(1))
+    ids = torch.randint(0, small.config.vocab_size, (1, TOKENS))
     batch = {"input_ids": ids, "labels": ids}
-    on_meta = {name: torch.empty(1, 2048, dtype=torch.int64, device="meta") for name in batch}
-    partitions = ("even", "balanced")
-    plans = {how: summarise_stages(small, batch, STAGES, 1, how) for how in partitions}
-    seconds: dict[str, list[list[float]]] = {how: [[] for _ in range(STAGES)] for how in partitions}
-    for _ in range(ROUNDS):
-        for how in partitions:
-            cuts = [stage.layers[-1] for stage in plans[how][:-1]]
-            layers = [layer for stage in plans[how] for layer in stage.layers]
-            for stage, taken in enumerate(stage_seconds(small, batch, stages_of_layers(cuts, layers))):
-                seconds[how][stage].append(taken)
-    table = Table(
-        "partition", "layers", "predicted", "predicted, half size", "measured, half size", "seconds of each stage"
-    )
-    for how in partitions:
-        taken = [statistics.median(stage) for stage in seconds[how]]
-        predicted = summarise_stages(large, on_meta, STAGES, 1, how)
+    traced = _trace(small, batch)
+    counted = _counted(traced, small, batch, CPU)
+    timed = _timed(traced, small, batch)
+    large = _large()
+    cuts = {
+        "even": even_cuts(traced.layers, STAGES),
+        "balanced": balanced_cuts(counted, STAGES),
+        "profiled": balanced_cuts(timed, STAGES),
+    }
+    # Two ways to cut may come to the same cut.
+    runs = {tuple(at): _StageRuns(traced, small, batch, at) for at in cuts.values()}
+    seconds: dict[tuple[str, ...], list[list[_Seconds]]] = {at: [] for at in runs}
+    for _ in range(ROUNDS + 1):
+        for at, run in runs.items():
+            seconds[at].append(run.measure())
+    table = Table("partition", "of the large", "predicted", "of the half", "predicted", "CPU time", "wall", "CPU s")
+    for how, cut in cuts.items():
+        rounds = seconds[tuple(cut)][1:]
+        large_cuts = even_cuts(traced.layers, STAGES) if how == "even" else balanced_cuts(large, STAGES)
+        known = how != "profiled"
         table.add_row(
             how,
-            "/".join(str(len(stage.layers)) for stage in predicted),
-            f"{_ratio([stage.forward + stage.backward for stage in predicted]):.3f}",
-            f"{_ratio([stage.forward + stage.backward for stage in plans[how]]):.3f}",
-            f"{_ratio(taken):.3f}",
-            " ".join(f"{value:.2f}" for value in taken),
+            _sizes(large, large_cuts) if known else "",
+            f"{_ratio(_sums(large, large_cuts)):.3f}" if known else "",
+            _sizes(counted, cut),
+            f"{_ratio(_sums(timed if how == 'profiled' else counted, cut)):.3f}",
+            _spread([[stage.cpu for stage in stages] for stages in rounds]),
+            _spread([[stage.wall for stage in stages] for stages in rounds]),
+            " ".join(f"{value:.2f}" for value in _medians([[stage.cpu for stage in stages] for stages in rounds])),
         )
-    Console(width=120).print(table)
+    Console(width=160).print(table)
 
 
 def _config(scale: int) -> LlamaConfig:
@@ -77,29 +92,104 @@ def _config(scale: int) -> LlamaConfig:
     )
 
 
-def _ratio(work: list[float]) -> float:
+def _trace(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> TracedModel:
+    options = TracingOptions(find_layer_classes(model, None))
+    kinds = {name: InputKind(value.ndim, value.dtype) for name, value in batch.items()}
+    return trace(model, kinds, {}, options, shapes_of(batch))
+
+
+def _counted(
+    traced: TracedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
+) -> list[LayerCost]:
+    return layer_costs(traced, model, count_costs(traced, model, batch, device), traced.layers)
+
+
+def _timed(traced: TracedModel, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> list[LayerCost]:
+    placed = place_nodes(traced, model, {layer: index for index, layer in enumerate(traced.layers)})
+    seconds = profile_nodes(traced, model, batch, placed, CPU)
+    costs = count_costs(traced, model, batch, CPU)
+    timed = {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in costs.items()}
+    return layer_costs(traced, model, timed, traced.layers)
+
+
+def _large() -> list[LayerCost]:
+    with torch.device("meta"):
+        model: PreTrainedModel = LlamaForCausalLM(_config(2)).to(torch.bfloat16)  # type: ignore[arg-type]
+    ids = torch.empty(1, LARGE_TOKENS, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    return _counted(_trace(model, batch), model, batch, GPU)
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    cpu: float
+    wall: float
+
+
+class _StageRuns:
+    """The stages of one partition, to be run one after the other."""
+
+    def __init__(
+        self, traced: TracedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], cuts: Sequence[str]
+    ) -> None:
+        placed = place_nodes(traced, model, stages_of_layers(cuts, traced.layers), number=STAGES)
+        loss = next(node for node in traced.graph.nodes if node.name == "ForCausalLMLoss")
+        self._batch = batch
+        self._stages: list[tuple[StagePlan, fx.GraphModule]] = [
+            (plan, build_stage(plan, traced, model, placed))
+            for plan in plan_stages(traced, model, placed, [loss], STAGES)
+        ]
+
+    def measure(self) -> list[_Seconds]:
+        """Seconds of forward and backward of each stage."""
+        values: dict[str, Any] = {}
+        taken = []
+        for plan, stage in self._stages:
+            received = [values[name].detach().requires_grad_() for name in plan.received]
+            given = [
+                *(self._batch[name] for name in plan.inputs),
+                *received,
+                *(values[name] for name in plan.stand_ins),
+            ]
+            wall, cpu = time.perf_counter(), time.process_time()
+            made = stage(*given)
+            ends = [value for value in made if value.requires_grad]
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+            taken.append(_Seconds(time.process_time() - cpu, time.perf_counter() - wall))
+            values |= {name: value.detach() for name, value in zip(plan.made, made, strict=True)}
+        return taken
+
+
+def _sums(costs: Sequence[LayerCost], cuts: Sequence[str]) -> list[float]:
+    return [sum(cost.work for cost in stage) for stage in _runs(costs, cuts)]
+
+
+def _sizes(costs: Sequence[LayerCost], cuts: Sequence[str]) -> str:
+    *others, last = [len(stage) for stage in _runs(costs, cuts)]
+    return "/".join(map(str, [*others, last - 1]))  # without the head
+
+
+def _runs(costs: Sequence[LayerCost], cuts: Sequence[str]) -> list[list[LayerCost]]:
+    found: list[list[LayerCost]] = [[]]
+    for cost in costs:
+        found[-1].append(cost)
+        if cost.layer in cuts:
+            found.append([])
+    return found
+
+
+def _medians(rounds: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(stage) for stage in zip(*rounds, strict=True)]
+
+
+def _spread(rounds: Sequence[Sequence[float]]) -> str:
+    each = [_ratio(stages) for stages in rounds]
+    return f"{_ratio(_medians(rounds)):.3f} ({min(each):.3f} to {max(each):.3f})"
+
+
+def _ratio(work: Sequence[float]) -> float:
     return max(work) / statistics.mean(work)
 
 
-def stage_seconds(model: nn.Module, batch: dict[str, torch.Tensor], layer_stages: dict[str, int]) -> list[float]:
-    """Seconds of forward and backward of each stage, one after the other."""
-    options = TracingOptions(find_layer_classes(model, None))
-    traced = trace(model, {name: InputKind(v.ndim, v.dtype) for name, v in batch.items()}, {}, options)
-    placed = place_nodes(traced, model, layer_stages)
-    loss = next(node for node in traced.graph.nodes if node.name == "ForCausalLMLoss")
-    values: dict[str, Any] = {}
-    taken = []
-    for plan in plan_stages(traced, model, placed, [loss], STAGES):
-        stage = build_stage(plan, traced, model, placed)
-        received = [values[name].detach().requires_grad_() for name in plan.received]
-        given = [*(batch[name] for name in plan.inputs), *received, *(values[name] for name in plan.stand_ins)]
-        started = time.perf_counter()
-        made = stage(*given)
-        ends = [value for value in made if value.requires_grad]
-        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        taken.append(time.perf_counter() - started)
-        values |= dict(zip(plan.made, made, strict=True))
-    return taken
-
-
-main()
+if __name__ == "__main__":
+    main()

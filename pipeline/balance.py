@@ -7,7 +7,7 @@
     even    └────────┘ └────┘ └────┘ └─────────┘        5, 4, 4, 9
     best    └────────┘ └────────┘ └────────┘ └─┘        5, 6, 6, 5
 
-With several chunks a rank, chunk ``c`` is on rank ``c % ranks``, and a rank's work is that of all its chunks.
+With several chunks a rank, a rank's work is that of all its chunks. By default chunk ``c`` is on rank ``c % ranks``.
 """
 
 import math
@@ -53,10 +53,15 @@ def in_flight_1f1b(stages: int, microbatches: int) -> list[int]:
 
 
 def balanced_cuts(
-    costs: Sequence[LayerCost], ranks: int, chunks: int = 1, memory: MemoryLimit | None = None
+    costs: Sequence[LayerCost],
+    ranks: int,
+    chunks: int = 1,
+    memory: MemoryLimit | None = None,
+    rank_of: Sequence[int] | None = None,
 ) -> list[str]:
     """The layers after which to cut for ``chunks`` contiguous chunks on each of ``ranks``.
 
+    ``rank_of`` gives the rank of each chunk, in the order of the model; by default they are dealt out in turn.
     The slowest rank has as little work as possible; among such cuts the sum of the squares of the ranks' work is
     the smallest. One chunk a rank: exact, in ranks times layers squared. Several: exact as long as at most 500
     partial cuts are open at once, else the best of the most even ones.
@@ -71,7 +76,7 @@ def balanced_cuts(
             f"least one (what follows the last one counts as one, if it has parameters). Use at most {len(costs)} "
             f"stages."
         )
-    problem = _Problem(costs, ranks, memory)
+    problem = _Problem(costs, ranks, memory, rank_of or [chunk % ranks for chunk in range(ranks * chunks)])
     ends = _cut_stages(problem) if chunks == 1 else _cut_chunks(problem, chunks)
     if ends is None and memory is not None:
         ends = _thriftiest(problem, chunks)
@@ -84,10 +89,14 @@ def balanced_cuts(
 class _Problem:
     """Work and bytes of runs of layers, each run given by its first layer and the one after its last."""
 
-    def __init__(self, costs: Sequence[LayerCost], ranks: int, memory: MemoryLimit | None) -> None:
+    def __init__(
+        self, costs: Sequence[LayerCost], ranks: int, memory: MemoryLimit | None, rank_of: Sequence[int]
+    ) -> None:
+        assert sorted(set(rank_of)) == list(range(ranks))
         self.layers = len(costs)
         self.ranks = ranks
         self.memory = memory
+        self.rank_of = rank_of
         self._work = list(accumulate((cost.work for cost in costs), initial=0))
         self._state = list(accumulate((cost.state_bytes for cost in costs), initial=0))
         self._activations = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
@@ -115,7 +124,7 @@ class _Problem:
         """Each rank's sum over its chunks with these ends."""
         totals = [0.0] * self.ranks
         for chunk, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            totals[chunk % self.ranks] += load(chunk, start, end)
+            totals[self.rank_of[chunk]] += load(chunk, start, end)
         return totals
 
 
@@ -201,7 +210,7 @@ def _search(problem: _Problem, chunks: int, load: _Load, size: _Load, room: floa
     share = sum(loads) / total
     open_cuts: dict[tuple[int, _Loads], list[int]] = {(0, ((0.0, 0.0),) * problem.ranks): []}
     for chunk in range(total):
-        rank = chunk % problem.ranks
+        rank = problem.rank_of[chunk]
         last = problem.layers - (total - chunk - 1)
         grown: dict[tuple[int, _Loads], list[int]] = {}
         for (start, so_far), ends in open_cuts.items():
@@ -210,16 +219,13 @@ def _search(problem: _Problem, chunks: int, load: _Load, size: _Load, room: floa
                 if own[0] > bound or own[1] > room:
                     break
                 grown.setdefault((end, (*so_far[:rank], own, *so_far[rank + 1 :])), [*ends, end])
-        open_cuts = _most_even(grown, [share * _made(rank, chunk, problem.ranks) for rank in range(problem.ranks)])
+        open_cuts = _most_even(
+            grown, [share * problem.rank_of[: chunk + 1].count(rank) for rank in range(problem.ranks)]
+        )
     finished = [([value for value, _ in so_far], ends) for (_, so_far), ends in open_cuts.items()]
     if not finished:
         return one_good if fits else None
     return min(finished, key=lambda cut: (max(cut[0]), sum(value * value for value in cut[0])))[1]
-
-
-def _made(rank: int, chunk: int, ranks: int) -> int:
-    """How many of the chunks up to ``chunk`` are on ``rank``."""
-    return (chunk + ranks - rank) // ranks
 
 
 def _most_even(cuts: dict[tuple[int, _Loads], list[int]], due: list[float]) -> dict[tuple[int, _Loads], list[int]]:
@@ -238,7 +244,7 @@ def _does_not_fit(problem: _Problem, chunks: int, ends: list[int]) -> str:
     sizes = problem.sizes(ends)
     rank = sizes.index(max(sizes))
     into = f"over {problem.ranks} stages" if chunks == 1 else f"into {chunks} chunks on each of {problem.ranks} ranks"
-    in_flight = ", ".join(str(count) for count in problem.memory.in_flight[rank :: problem.ranks])
+    in_flight = ", ".join(str(problem.memory.in_flight[c]) for c, of in enumerate(problem.rank_of) if of == rank)
     return (
         f"no cut {into} fits into the limit of {problem.memory.bytes / _GIB:.3g} GiB a "
         f"rank: the thriftiest needs {sizes[rank] / _GIB:.3g} GiB on stage {rank} for weights, gradients, optimizer "

@@ -16,15 +16,20 @@ _TASKS = {
     "sequence-to-sequence LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     "masked LM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
     "causal LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "speech recognition": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     "image classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    "audio classification": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
 }
+_ENCODES_AND_DECODES = ("sequence-to-sequence LM", "speech recognition")
 _DEFAULT_LENGTH = 2048
+# Ten seconds of 16 kHz.
+_DEFAULT_SAMPLES = 160_000
 
 
 def read_configuration(path: Path) -> PreTrainedConfig:
     """The configuration in a file, or in ``config.json`` of a folder.
 
-    Raises ``ValueError`` where there is none, where it is no JSON object, or of a type unknown to transformers.
+    Raises ``ValueError`` where there is none, where it is no JSON object, and where transformers does not take it.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -40,45 +45,72 @@ def read_configuration(path: Path) -> PreTrainedConfig:
             f"{file}: model_type is {model_type!r}, which the installed transformers does not know. "
             f"It must be one of its types (llama, qwen3, bert, ...)."
         )
-    return AutoConfig.from_pretrained(str(file))  # type: ignore[no-any-return]
+    try:
+        return AutoConfig.from_pretrained(str(file))  # type: ignore[no-any-return]
+    except Exception as error:
+        raise ValueError(f"{file} is refused by transformers: {type(error).__name__}: {error}") from error
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """The model that ``architectures`` names, or else the first of its type's; in the configuration's dtype.
 
-    Raises ``ValueError`` where it is of none of the four tasks that are trained with labels.
+    Raises ``ValueError`` where it is of none of the six tasks, and where the model refuses its configuration.
     """
     model_class = _model_class(config)
-    with torch.device("meta"):
-        model: PreTrainedModel = model_class._from_config(config, dtype=config.dtype or torch.float32)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = model_class._from_config(config, dtype=config.dtype or torch.float32)
+    except Exception as error:
+        raise ValueError(
+            f"{model_class.__name__} cannot be built from this configuration: {type(error).__name__}: {error}"
+        ) from error
     nn.Module.to(model, "meta")  # a few parameters are made elsewhere regardless
     model.train()
     return model
 
 
 def microbatch_on_meta(model: PreTrainedModel, size: int, length: int | None) -> dict[str, torch.Tensor]:
-    """Inputs and labels of ``size`` samples without data: tokens of ``length`` (by default 2048), or images.
+    """Inputs and labels of ``size`` samples without data.
+
+    ``length`` is that of tokens (by default 2048, or as many as there are positions), or of a waveform (ten seconds
+    of 16 kHz); images and spectrograms have the configuration's size.
 
     Raises ``ValueError`` for a length that the model has no positions for, and for a model of other inputs.
     """
-    config = model.config
-    if model.main_input_name == "pixel_values":
-        if length is not None:
-            raise ValueError(f"{type(model).__name__} takes images: leave --seq-length out.")
-        sides = getattr(config, "image_size", None) or 224
-        height, width = (sides, sides) if isinstance(sides, int) else sides
-        pixels = torch.empty(size, getattr(config, "num_channels", 3), height, width, device="meta", dtype=model.dtype)
-        return {"pixel_values": pixels, "labels": _tokens(size)}
-    if model.main_input_name != "input_ids":
+    config, name = model.config, str(model.main_input_name)
+    if name == "input_ids":
+        length = _length(config, "max_position_embeddings", length)
+        return {name: _tokens(size, length), "labels": _tokens(size, length)}
+    if name == "input_features" and config.is_encoder_decoder and hasattr(config, "num_mel_bins"):
+        # Two frames make one position of the encoder.
+        frames = _floats(model, size, config.num_mel_bins, 2 * config.max_source_positions)
+        return {name: frames, "labels": _tokens(size, _length(config, "max_target_positions", length))}
+    if name == "input_values" and not hasattr(config, "num_mel_bins"):
+        return {name: _floats(model, size, length or _DEFAULT_SAMPLES), "labels": _tokens(size)}
+    if name not in ("pixel_values", "input_values"):
         raise ValueError(
-            f"{type(model).__name__} takes {model.main_input_name}; stages are planned for models of tokens "
-            f"(input_ids) and of images (pixel_values)."
+            f"{type(model).__name__} takes {name}; stages are planned for models of tokens (input_ids), of images "
+            f"(pixel_values), of waveforms or spectrograms (input_values), and of spectrograms with an encoder, a "
+            f"decoder and num_mel_bins (input_features)."
         )
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or length or _DEFAULT_LENGTH
-    length = min(_DEFAULT_LENGTH, most) if length is None else length
-    if length > most:
-        raise ValueError(f"a sequence length of {length} is more than max_position_embeddings={most}.")
-    return {"input_ids": _tokens(size, length), "labels": _tokens(size, length)}
+    if length is not None:
+        raise ValueError(f"{type(model).__name__} takes {name} of the configuration's size: leave --seq-length out.")
+    if name == "input_values":
+        return {name: _floats(model, size, config.max_length, config.num_mel_bins), "labels": _tokens(size)}
+    sides = getattr(config, "image_size", None) or 224
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    return {name: _floats(model, size, getattr(config, "num_channels", 3), height, width), "labels": _tokens(size)}
+
+
+def _length(config: PreTrainedConfig, positions: str, length: int | None) -> int:
+    most: int = getattr(config.get_text_config(), positions, None) or length or _DEFAULT_LENGTH
+    if length is not None and length > most:
+        raise ValueError(f"a sequence length of {length} is more than {positions}={most}.")
+    return min(_DEFAULT_LENGTH, most) if length is None else length
+
+
+def _floats(model: PreTrainedModel, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=model.dtype, device="meta")
 
 
 def _tokens(*shape: int) -> torch.Tensor:
@@ -97,7 +129,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         )
     encodes_and_decodes = bool(config.is_encoder_decoder)
     for task, mapping in _TASKS.items():
-        if (task == "sequence-to-sequence LM") == encodes_and_decodes and (classes := _classes(mapping, config)):
+        if (task in _ENCODES_AND_DECODES) == encodes_and_decodes and (classes := _classes(mapping, config)):
             return classes[0]
     raise ValueError(f"transformers has no model of type {config.model_type} for {', '.join(_TASKS)}.")
 

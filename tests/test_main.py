@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BeitConfig, BertConfig, GPT2Config, PreTrainedConfig, T5Config
+from transformers import (
+    ASTConfig,
+    BeitConfig,
+    BertConfig,
+    GPT2Config,
+    PreTrainedConfig,
+    Speech2TextConfig,
+    T5Config,
+    Wav2Vec2Config,
+    WhisperConfig,
+)
 
 from nxdpp.__main__ import main
 
@@ -74,13 +84,37 @@ def test_80_layers_without_their_memory(tmp_path: Path) -> None:
         (BertConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4), "BertForMaskedLM"),
         (BertConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, is_decoder=True), "BertLMHeadModel"),
         (BeitConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4), "BeitForImageClassification"),
+        (ASTConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4), "ASTForAudioClassification"),
+        (
+            Wav2Vec2Config(
+                num_hidden_layers=4,
+                hidden_size=64,
+                num_attention_heads=4,
+                conv_dim=(64,) * 7,
+                num_conv_pos_embeddings=16,
+                num_conv_pos_embedding_groups=4,
+                layerdrop=0.0,
+            ),
+            "Wav2Vec2ForSequenceClassification",
+        ),
+        (
+            WhisperConfig(
+                encoder_layers=2,
+                decoder_layers=2,
+                d_model=64,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                pad_token_id=0,
+            ),
+            "WhisperForConditionalGeneration",
+        ),
         (
             T5(num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=64, decoder_start_token_id=0),
             "T5ForConditionalGeneration",
         ),
     ],
 )
-def test_models_of_four_tasks(
+def test_models_of_six_tasks(
     config: PreTrainedConfig, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config.architectures = [model] if model == "BertLMHeadModel" else None
@@ -111,6 +145,8 @@ REFUSED = [
     ({}, ["--batch-size", "6"], "a batch of 6 does not divide into 4 microbatches"),
     ({}, ["--seq-length", "200000"], "more than max_position_embeddings=131072"),
     ({}, ["--memory-limit", "80"], "add --partition balanced"),
+    ({"num_attention_heads": 0}, [], "is refused by transformers: ZeroDivisionError"),
+    ({"pad_token_id": 200000}, [], "LlamaForCausalLM cannot be built from this configuration"),
     ({"num_hidden_layers": 4}, ["--partition", "balanced", "--memory-limit", "1"], "fits into the limit of 1 GiB"),
 ]
 
@@ -124,6 +160,14 @@ def test_what_cannot_be_planned(
     assert _plan(folder, "--pipeline-parallel-size", "4", *arguments) == 2
 
     assert message in capsys.readouterr().err
+
+
+def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Speech2TextConfig(encoder_layers=2, decoder_layers=2, d_model=64).save_pretrained(tmp_path)
+
+    assert _plan(str(tmp_path), "--pipeline-parallel-size", "2") == 2
+
+    assert "takes input_features; stages are planned for models of tokens" in capsys.readouterr().err
 
 
 def test_files_that_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,13 +17,17 @@ def _layers(work: Sequence[float], state: Sequence[int] = (), activations: Seque
 
 
 def _measure(
-    costs: Sequence[LayerCost], ends: Sequence[int], ranks: int, memory: MemoryLimit | None
+    costs: Sequence[LayerCost],
+    ends: Sequence[int],
+    ranks: int,
+    memory: MemoryLimit | None,
+    rank_of: Sequence[int] | None = None,
 ) -> tuple[float, float] | None:
     """The work of the slowest rank and the sum of squares, for chunks that end before ``ends``; None: too big."""
     work = [0.0] * ranks
     bytes_ = [0] * ranks
     for chunk, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        rank = chunk % ranks
+        rank = rank_of[chunk] if rank_of else chunk % ranks
         in_flight = memory.in_flight[chunk] if memory else 0
         bytes_[rank] += in_flight * memory.shared_bytes if memory else 0
         for cost in costs[start:end]:
@@ -35,10 +39,10 @@ def _measure(
 
 
 def _best(
-    costs: Sequence[LayerCost], ranks: int, chunks: int, memory: MemoryLimit | None
+    costs: Sequence[LayerCost], ranks: int, chunks: int, memory: MemoryLimit | None, rank_of: Sequence[int] | None
 ) -> tuple[float, float] | None:
     all_cuts = combinations(range(1, len(costs)), ranks * chunks - 1)
-    measured = (_measure(costs, [*cuts, len(costs)], ranks, memory) for cuts in all_cuts)
+    measured = (_measure(costs, [*cuts, len(costs)], ranks, memory, rank_of) for cuts in all_cuts)
     return min((m for m in measured if m is not None), default=None)
 
 
@@ -47,16 +51,22 @@ def _ends(costs: Sequence[LayerCost], cuts: Sequence[str]) -> list[int]:
     return [*(names.index(cut) + 1 for cut in cuts), len(costs)]
 
 
-def _check(costs: Sequence[LayerCost], ranks: int, chunks: int, memory: MemoryLimit | None) -> None:
-    best = _best(costs, ranks, chunks, memory)
+def _check(
+    costs: Sequence[LayerCost],
+    ranks: int,
+    chunks: int,
+    memory: MemoryLimit | None,
+    rank_of: Sequence[int] | None = None,
+) -> None:
+    best = _best(costs, ranks, chunks, memory, rank_of)
     if best is None:
         with pytest.raises(ValueError, match="GiB"):
-            balanced_cuts(costs, ranks, chunks, memory)
+            balanced_cuts(costs, ranks, chunks, memory, rank_of)
         return
-    ends = _ends(costs, balanced_cuts(costs, ranks, chunks, memory))
+    ends = _ends(costs, balanced_cuts(costs, ranks, chunks, memory, rank_of))
     assert ends == sorted(set(ends))
     assert len(ends) == ranks * chunks
-    assert _measure(costs, ends, ranks, memory) == best
+    assert _measure(costs, ends, ranks, memory, rank_of) == best
 
 
 SIZES = st.integers(0, 9)
@@ -98,7 +108,7 @@ def test_seconds_are_as_good_as_whole_numbers(work: list[float]) -> None:
 
     ends = _ends(costs, balanced_cuts(costs, 3))
 
-    measured, best = _measure(costs, ends, 3, None), _best(costs, 3, 1, None)
+    measured, best = _measure(costs, ends, 3, None), _best(costs, 3, 1, None, None)
     assert measured is not None
     assert best is not None
     assert measured[0] == pytest.approx(best[0], rel=1e-6)
