@@ -3,6 +3,7 @@
 ::
 
     python -m nxdpp plan CONFIG --pipeline-parallel-size 4 --num-microbatches 16
+    python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
 """
 
 import argparse
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nxdpp.schedules import command
 
 if TYPE_CHECKING:
     from nxdpp.pipeline.plan import StageSummary
@@ -25,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        _plan(options)
+        options.run(options)
     except (ValueError, RuntimeError) as error:
-        print(f"nxdpp plan: {error}", file=sys.stderr)
+        print(f"nxdpp {options.command}: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -49,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample (2048, or what there is)")
     plan.add_argument("--partition", choices=("even", "balanced"), default="even", help="how to cut (even)")
     plan.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
+    plan.set_defaults(run=_plan)
+    command.add_parser(commands)
     return parser
 
 
