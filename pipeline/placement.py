@@ -50,7 +50,12 @@ def check_layers_ran(traced: TracedModel, layers: Sequence[str]) -> None:
     raise ValueError(
         "a pipeline needs every transformer layer to run once, in the order of the model. "
         + (f"Not run with the inputs {list(traced.inputs)}: {missing}. " if missing else "")
-        + (f"Run several times: {repeated}. " if repeated else "")
+        + (
+            f"Run several times: {repeated}; for one layer several times make a module for each time and share the "
+            f"weights between them (b.weight = a.weight). "
+            if repeated
+            else ""
+        )
         + f"The order of execution is {list(traced.layers)}. Name another transformer_layer_cls, one whose "
         f"instances follow each other."
     )

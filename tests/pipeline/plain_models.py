@@ -575,6 +575,19 @@ class TiedBlocks(Base):
         return self.run(x)
 
 
+class SharedWeights(Base):
+    """What stands for one layer that runs several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *others = [module for module in self.blocks.modules() if isinstance(module, nn.Linear)]
+        for other in others:
+            other.weight, other.bias = first.weight, first.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
 class TwoTowers(nn.Module):
     """Two stacks, of which the second one's layers also see the first one's end, and a loss with aux values."""
 

@@ -71,6 +71,7 @@ CASES = {
     "activations in place": Case(models.InPlaceActivations),
     "two towers": Case(models.TwoTowers, {"x": rows, "y": rows}, FIRST_OF_TWO, reordered=("cls", "left")),
     "train and eval": Case(models.WithMode),
+    "weights that are shared one by one": Case(models.SharedWeights, reordered=("blocks",)),
 }
 
 
@@ -208,6 +209,8 @@ REFUSED = {
     "a view of a buffer": (models.in_place_view, r"forward changes steps, .*\n  at .*plain_models\.py:\d+"),
     "a buffer that is added to": (models.in_place_operator, r"CountsInForward\.steps"),
     "a buffer that is set": (models.assignment, r"CountsInForward\.steps"),
+    "a layer that runs twice": (models.Repeats, r"Run several times: \['blocks\.0'\]; .* share the weights"),
+    "one layer for all": (models.Universal, r"Run several times: \['block'\]; .* share the weights"),
     "an object of its own between layers": (models.Objects, r"a Holder with a tensor in it crosses stages"),
 }
 

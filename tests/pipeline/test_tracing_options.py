@@ -1,0 +1,135 @@
+"""Each tracing option on a model that cannot be cut without it and is exact with it, over real processes."""
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.distributed import run_ranks
+from tests.pipeline.plain_models import WIDTH, Base, Block
+
+
+def by_sign(hidden: torch.Tensor) -> torch.Tensor:
+    """A decision that depends on the data."""
+    return hidden * 2 if hidden.sum() > 0 else hidden / 2
+
+
+helpers = types.ModuleType("helpers")
+helpers.by_sign = by_sign  # type: ignore[attr-defined]
+
+
+class Decision(nn.Module):
+    """The same decision in a module."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return by_sign(hidden)
+
+
+class CallsFunction(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.close(by_sign(self.through(self.blocks, by_sign(self.embedding(x)))))
+
+
+class CallsPythonModule(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.close(helpers.by_sign(self.through(self.blocks, self.embedding(x))))
+
+
+class HasModule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decision = Decision()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.close(self.decision(self.through(self.blocks, self.embedding(x))))
+
+
+class ChecksItself(Base):
+    """Asks what only a tracer of its own can answer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x == x).all():
+            return self.run(x)
+        raise ValueError("not a number")
+
+
+class TrustingTracer(fx.Tracer):
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return True
+
+
+class DecisionIsLeaf(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Decision) or super().is_leaf_module(m, module_qualified_name)
+
+
+class Runner(nn.Module):
+    """Runs layers that are registered elsewhere: it does not stand above them."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class RunsElsewhere(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = Runner(list(self.blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.close(self.runner(self.embedding(x)))
+
+
+# The model, the arguments with which it cannot be cut and why, those with which it can.
+OPTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, dict[str, Any]]] = {
+    "autowrap_functions": (CallsFunction, {}, "in by_sign", {"autowrap_functions": [by_sign]}),
+    "autowrap_modules": (CallsPythonModule, {}, "in by_sign", {"autowrap_modules": [helpers]}),
+    "leaf_module_cls": (
+        HasModule,
+        {"tracer_cls": "torch"},
+        "in by_sign",
+        {"tracer_cls": "torch", "leaf_module_cls": ["Decision"]},
+    ),
+    "a tracer that answers": (ChecksItself, {}, "in forward: if", {"tracer_cls": TrustingTracer}),
+    "a tracer that knows leaves": (HasModule, {"tracer_cls": "torch"}, "in by_sign", {"tracer_cls": DecisionIsLeaf}),
+    "torch": (RunsElsewhere, {}, "Not run with the inputs", {"tracer_cls": "torch"}),
+}
+
+
+def train(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    for name, (make, without, why, arguments) in OPTIONS.items():
+        torch.manual_seed(1)
+        model = make()
+        whole = copy.deepcopy(model)
+        with pytest.raises((RuntimeError, ValueError), match=why):
+            NxDPPModel(copy.deepcopy(model), transformer_layer_cls=Block, num_microbatches=4, **without)
+        wrapped = NxDPPModel(model, transformer_layer_cls=Block, num_microbatches=4, **arguments)
+        x = torch.randn(8, WIDTH)
+        loss = wrapped.run_train(x=x)
+        losses = []
+        for part in x.chunk(4):
+            value = whole(part)
+            (value / 4).backward()
+            losses.append(value.detach())
+        assert loss is None or (isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(losses).mean())), name
+        expected = dict(whole.named_parameters())
+        for parameter_name, parameter in wrapped.local_named_parameters():
+            gradient = expected[parameter_name].grad
+            assert parameter.grad is not None
+            assert gradient is not None
+            assert torch.equal(parameter.grad, gradient), (name, parameter_name)
+
+
+def test_a_model_that_needs_an_option_is_exact_with_it() -> None:
+    run_ranks(3, train)
