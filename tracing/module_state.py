@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 
@@ -15,7 +16,14 @@ def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
     """
     stores = [(module, store) for module in modules for store in (vars(module), module._buffers, module._parameters)]
     before = [dict(store) for _, store in stores]
+    tensors = [(m, n, v, v._version) for m in modules for n, v in vars(m).items() if isinstance(v, torch.Tensor)]
     yield
+    for module, name, tensor, version in tensors:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"forward changes {type(module).__name__}.{name}, a tensor that is neither buffer nor parameter, in "
+                f"place; that would happen at tracing only. Make it a buffer of a module that changes it."
+            )
     lost = []
     for (module, store), old in zip(stores, before, strict=True):
         for name in [name for name, value in store.items() if isinstance(value, fx.Proxy)]:

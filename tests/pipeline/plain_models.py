@@ -528,6 +528,18 @@ class CountsInForward(Base):
         return self.close(self.through(self.blocks, self.embedding(x)) * self.steps)
 
 
+class ChangesAttribute(Base):
+    """Changes a tensor that is an attribute and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table.add_(1)
+        return self.close(self.through(self.blocks, self.embedding(x) + self.table))
+
+
 class ReadsStatistics(Base):
     """Reads what a batch norm keeps."""
 

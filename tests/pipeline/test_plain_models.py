@@ -208,6 +208,11 @@ REFUSED = {
     "an item of a buffer": (models.in_place_item, r"forward changes steps, .*\n  at .*plain_models\.py:\d+"),
     "a view of a buffer": (models.in_place_view, r"forward changes steps, .*\n  at .*plain_models\.py:\d+"),
     "a buffer that is added to": (models.in_place_operator, r"CountsInForward\.steps"),
+    "a tensor that is no buffer": (
+        models.ChangesAttribute,
+        r"forward changes ChangesAttribute\.table, a tensor",
+    ),
+    "a tensor of the Python module": (models.GlobalConstant, r"register them as buffers"),
     "a buffer that is set": (models.assignment, r"CountsInForward\.steps"),
     "a layer that runs twice": (models.Repeats, r"Run several times: \['blocks\.0'\]; .* share the weights"),
     "one layer for all": (models.Universal, r"Run several times: \['block'\]; .* share the weights"),
