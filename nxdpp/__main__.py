@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
     plan.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="number of stages")
     plan.add_argument("--num-microbatches", type=_count, required=True, metavar="N", help="microbatches of a step")
+    plan.add_argument("--virtual-pipeline-size", type=_count, default=1, metavar="N", help="stages of a rank (1)")
     plan.add_argument("--batch-size", type=_count, metavar="N", help="samples of a step (one a microbatch)")
     plan.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample (2048, or what there is)")
     plan.add_argument("--partition", choices=("even", "balanced"), default="even", help="how to cut (even)")
@@ -77,18 +78,20 @@ def _plan(options: argparse.Namespace) -> None:
     model = build_on_meta(read_configuration(options.config))
     inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
     limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
+    ranks = options.pipeline_parallel_size
     stages = summarise_stages(
-        model, inputs, options.pipeline_parallel_size, microbatches, options.partition, memory_limit=limit
+        model, inputs, ranks, microbatches, options.partition, limit, options.virtual_pipeline_size
     )
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
-    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages)
+    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks)
 
 
-def _show(title: str, stages: "Sequence[StageSummary]") -> None:
+def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("stage", "layers", title=title)
+    chunked = len(stages) > ranks
+    table = Table("stage (rank)" if chunked else "stage", "layers", title=title)
     for name in (
         "parameters", "TFLOPs forward", "TFLOPs backward", "work / mean", "weights", "gradients", "AdamW",
         "peak activations", "crosses: tensors", "bytes",
@@ -98,7 +101,7 @@ def _show(title: str, stages: "Sequence[StageSummary]") -> None:
     for index, stage in enumerate(stages):
         mark = " *" if stage.estimated else ""
         table.add_row(
-            str(index),
+            f"{index} ({index % ranks})" if chunked else str(index),
             f"{len(stage.layers)}: {_short(stage.layers[0])}..{_short(stage.layers[-1])}" if stage.layers else "0",
             f"{stage.state.parameters:,}",
             f"{stage.forward / 1e12:.4g}{mark}",
@@ -114,10 +117,14 @@ def _show(title: str, stages: "Sequence[StageSummary]") -> None:
     # Read by people and by scripts: as wide as it is, where the output is no terminal.
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    console.print(f"slowest stage / mean: {max(stage.work for stage in stages) / mean:.3f}")
+    slowest = max(sum(stage.work for stage in stages[rank::ranks]) for rank in range(ranks))
+    what = "rank" if chunked else "stage"
+    console.print(f"slowest {what} / mean: {slowest / (mean * len(stages) / ranks):.3f}")
     if any(stage.estimated for stage in stages):
         console.print("* estimated from the parameters: layers there cannot run without data")
     console.print("FLOPs, and what crosses in the forward, are of one microbatch; activations are peaks under 1F1B.")
+    if chunked:
+        console.print("1F1B is interleaved; not all stages of a rank need be at their peak at the same time.")
     console.print("Work is FLOPs, or those that an accelerator could do while it moves the bytes, where that is more.")
 
 

@@ -47,11 +47,6 @@ class MemoryLimit:
     shared_bytes: int = 0
 
 
-def in_flight_1f1b(stages: int, microbatches: int) -> list[int]:
-    """How many microbatches each stage keeps activations of under 1F1B."""
-    return [min(stages - stage, microbatches) for stage in range(stages)]
-
-
 def balanced_cuts(
     costs: Sequence[LayerCost],
     ranks: int,

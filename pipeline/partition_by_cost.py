@@ -13,8 +13,9 @@ from torch import fx, nn
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.first_rank import from_first_rank
-from nxdpp.pipeline.balance import MemoryLimit, balanced_cuts, in_flight_1f1b
+from nxdpp.pipeline.balance import MemoryLimit, balanced_cuts
 from nxdpp.pipeline.costs import NodeCost, count_costs
+from nxdpp.pipeline.in_flight import microbatches_in_flight
 from nxdpp.pipeline.layer_costs import layer_costs, shared_bytes
 from nxdpp.pipeline.partition import check_cuts
 from nxdpp.pipeline.placement import place_nodes
@@ -87,7 +88,7 @@ def cuts_by_cost(
         memory = None
         if memory_limit is not None:
             shared = shared_bytes(traced, module, costs, layers)
-            memory = MemoryLimit(memory_limit, in_flight_1f1b(stages, microbatches), shared)
+            memory = MemoryLimit(memory_limit, microbatches_in_flight(stages, microbatches), shared)
         names = balanced_cuts(layer_costs(traced, module, costs, layers), stages, memory=memory)
         return check_cuts(names, layers, stages)
 

@@ -8,8 +8,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from nxdpp.pipeline.balance import MemoryLimit, balanced_cuts, in_flight_1f1b
+from nxdpp.pipeline.balance import MemoryLimit, balanced_cuts
 from nxdpp.pipeline.costs import NodeCost, count_costs
+from nxdpp.pipeline.in_flight import microbatches_in_flight
 from nxdpp.pipeline.layer_costs import StateBytes, activation_bytes, layer_costs, shared_bytes, state_bytes
 from nxdpp.pipeline.loss import pick_loss
 from nxdpp.pipeline.partition import even_cuts, stages_of_layers
@@ -28,8 +29,8 @@ class StageSummary:
     """One stage; FLOPs and bytes that cross are of one microbatch.
 
     ``work`` is forward and backward as ``NodeCost`` has it; ``peak_activations`` are bytes of all microbatches in
-    flight under 1F1B; ``sent_tensors`` and ``sent_bytes`` what its forward sends, to whichever stages; ``estimated``
-    says that some costs are not counted.
+    flight under 1F1B, interleaved where ranks have several stages; ``sent_tensors`` and ``sent_bytes`` what its
+    forward sends, to whichever stages; ``estimated`` says that some costs are not counted.
     """
 
     layers: list[str]
@@ -50,16 +51,18 @@ def summarise_stages(
     microbatches: int,
     partition: str = "even",
     memory_limit: int | None = None,
+    chunks: int = 1,
 ) -> list[StageSummary]:
     """The stages of ``model`` for microbatches like ``inputs``.
 
     Args:
         model: may be on the meta device; it is as before afterwards.
         inputs: one microbatch, with what the loss needs; may be on the meta device.
-        stages: ranks of the pipeline.
+        stages: ranks of the pipeline, each with one stage or, with several chunks, that many.
         microbatches: how many a step has.
         partition: ``"even"`` or ``"balanced"``.
         memory_limit: bytes of a rank; with ``"balanced"`` only.
+        chunks: stages of each rank, the virtual pipeline size; stage ``s`` is on rank ``s % stages``.
 
     Raises:
         ValueError: for an argument that cannot be honoured, too many stages, or where no cut fits.
@@ -74,15 +77,16 @@ def summarise_stages(
         model, {name: InputKind(v.ndim, v.dtype) for name, v in inputs.items()}, {}, options, shapes_of(inputs)
     )
     layers = layers_in_order(traced, layer_names(model, options.layer_classes))
-    cuts = even_cuts(layers, stages)
+    cuts = even_cuts(layers, stages * chunks)
+    in_flight = microbatches_in_flight(stages, microbatches, chunks)
     costs = count_costs(traced, model, inputs)
     if partition == "balanced":
         memory = None
         if memory_limit is not None:
             shared = shared_bytes(traced, model, costs, layers)
-            memory = MemoryLimit(memory_limit, in_flight_1f1b(stages, microbatches), shared)
-        cuts = balanced_cuts(layer_costs(traced, model, costs, layers), stages, memory=memory)
-    return _summaries(traced, model, costs, stages_of_layers(cuts, layers), in_flight_1f1b(stages, microbatches))
+            memory = MemoryLimit(memory_limit, in_flight, shared)
+        cuts = balanced_cuts(layer_costs(traced, model, costs, layers), stages, chunks, memory)
+    return _summaries(traced, model, costs, stages_of_layers(cuts, layers), in_flight)
 
 
 def _summaries(

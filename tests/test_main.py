@@ -138,6 +138,17 @@ def test_a_file_and_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "4 microbatches of input_ids [2, 128], labels [2, 128]" in capsys.readouterr().out
 
 
+def test_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 8})
+
+    assert _plan(folder, "--pipeline-parallel-size", "2", "--virtual-pipeline-size", "2", "--seq-length", "64") == 0
+
+    output = capsys.readouterr().out
+    rows = [line.split("│")[1].strip() for line in output.splitlines() if line.startswith("│")]
+    assert rows == ["0 (0)", "1 (1)", "2 (0)", "3 (1)"]
+    assert "slowest rank / mean: 1." in output
+
+
 REFUSED = [
     ({}, ["--pipeline-parallel-size", "81"], "80 transformer layers cannot be split over 81"),
     ({"model_type": "lama"}, [], "model_type is 'lama', which the installed transformers does not know"),

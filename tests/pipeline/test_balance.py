@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdpp.pipeline.balance import LayerCost, MemoryLimit, balanced_cuts, in_flight_1f1b
+from nxdpp.pipeline.balance import LayerCost, MemoryLimit, balanced_cuts
+from nxdpp.pipeline.in_flight import microbatches_in_flight
 
 
 def _layers(work: Sequence[float], state: Sequence[int] = (), activations: Sequence[int] = ()) -> list[LayerCost]:
@@ -77,7 +78,9 @@ SIZES = st.integers(0, 9)
 def test_no_cut_is_better(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, min(len(layers), 5)))
     limit = data.draw(st.none() | st.integers(0, 120))
-    memory = None if limit is None else MemoryLimit(limit, in_flight_1f1b(ranks, 4), data.draw(st.integers(0, 3)))
+    memory = (
+        None if limit is None else MemoryLimit(limit, microbatches_in_flight(ranks, 4), data.draw(st.integers(0, 3)))
+    )
 
     _check(_layers(*map(list, zip(*layers, strict=True))), ranks, 1, memory)
 
@@ -173,8 +176,3 @@ def test_large_models_take_a_moment(layers: int, ranks: int, chunks: int) -> Non
     measured = _measure(costs, ends, ranks, None)
     assert measured is not None
     assert measured[0] <= sum(work) / ranks + 10
-
-
-def test_microbatches_in_flight_are_bounded_by_those_there_are() -> None:
-    assert in_flight_1f1b(4, 16) == [4, 3, 2, 1]
-    assert in_flight_1f1b(4, 2) == [2, 2, 2, 1]

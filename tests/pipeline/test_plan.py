@@ -8,7 +8,7 @@ from tests.pipeline.models import make
 
 
 def _plan(name: str, stages: int = 2, microbatches: int = 4, **changes: object) -> list[StageSummary]:
-    arguments = {key: changes.pop(key) for key in ("partition", "memory_limit") if key in changes}
+    arguments = {key: changes.pop(key) for key in ("partition", "memory_limit", "chunks") if key in changes}
     with torch.device("meta"):
         model = make(name, **changes)
     ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
@@ -84,6 +84,18 @@ def test_a_limit_of_memory_moves_the_cut_and_is_kept() -> None:
     assert all(stage.state.total + stage.peak_activations <= limit for stage in limited)
     with pytest.raises(ValueError, match="no cut over 2 stages fits"):
         _plan("llama", 2, layers=8, partition="balanced", memory_limit=limit // 3)
+
+
+def test_chunks_even_out_what_the_head_weighs() -> None:
+    one, two = (_plan("llama", 2, layers=8, vocab_size=700, partition="balanced", chunks=n) for n in (1, 2))
+    ranks = [sum(stage.work for stage in two[rank::2]) for rank in range(2)]
+
+    assert (len(one), len(two)) == (2, 4)
+    assert max(ranks) <= max(stage.work for stage in one)
+    assert sum(len(stage.layers) for stage in two) == 8
+    # Of four microbatches the first stage keeps all, before the last stage gives back the first.
+    (even,) = [_plan("llama", 2, chunks=2)]
+    assert [stage.peak_activations / even[1].peak_activations for stage in even[1:3]] == [1, pytest.approx(2 / 3)]
 
 
 def test_bad_arguments() -> None:
