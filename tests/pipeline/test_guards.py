@@ -1,0 +1,132 @@
+"""One wrapped model, given one kind of input after the other: each time the numbers of the unwrapped model.
+
+What a trace took for granted (that there is a mask, its type, a mode) must never hold for the next inputs unasked.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.microbatch import split_inputs
+from tests.distributed import run_ranks
+from tests.pipeline.models import gradient_differences, make, padded_batch, reference
+
+MICROBATCHES = 2
+ROWS, LENGTH = 4, 10
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def kinds_of_inputs(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Batches that differ in which inputs there are, and in their shapes and types."""
+    whole = padded_batch(ROWS, LENGTH)
+    mask = whole["attention_mask"]
+    tokens = {name: whole[name] for name in ("input_ids", "labels")}
+    yield "a mask", whole
+    yield "no mask", tokens
+    yield "the mask None", tokens | {"attention_mask": None}
+    yield "a mask again", whole
+    yield "a mask that hides nothing", tokens | {"attention_mask": torch.ones_like(mask)}
+    yield "a mask of booleans", tokens | {"attention_mask": mask.bool()}
+    yield "a mask that hides the beginning", tokens | {"attention_mask": mask.flip(1)}
+    window = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-4).expand(ROWS, 1, LENGTH, LENGTH)
+    yield "a mask of 4 dimensions", tokens | {"attention_mask": window}
+    hidden = torch.zeros(window.shape).masked_fill(~window, torch.finfo(torch.float32).min)
+    yield "a mask of 4 dimensions to be added", tokens | {"attention_mask": hidden}
+    whole_rows = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    packed = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand(ROWS, LENGTH)
+    yield "positions", tokens | {"position_ids": whole_rows}
+    yield "positions for all rows", tokens | {"position_ids": whole_rows[:1]}
+    yield "positions of two sequences in a row", tokens | {"position_ids": packed}
+    yield "positions again", tokens | {"position_ids": whole_rows}
+    yield "positions of two sequences in some rows", tokens | {"position_ids": torch.cat([packed[:1], whole_rows[1:]])}
+    yield "two sequences in a row and a mask", whole | {"position_ids": packed}
+    yield "one row for each microbatch", padded_batch(MICROBATCHES, LENGTH)
+    yield (
+        "two sequences in the row of each microbatch",
+        {name: value[:MICROBATCHES] for name, value in (tokens | {"position_ids": packed}).items()},
+    )
+    yield "longer", padded_batch(ROWS, 2 * LENGTH)
+    yield "two tokens", {name: value[:, :2].contiguous() for name, value in tokens.items()}
+    yield "more rows", padded_batch(3 * MICROBATCHES, LENGTH)
+    embedded = torch.randn(ROWS, LENGTH, width, generator=torch.Generator().manual_seed(3))
+    yield "embeddings", {"inputs_embeds": embedded, "labels": tokens["labels"]}
+    yield "embeddings and a mask", {"inputs_embeds": embedded, "labels": tokens["labels"], "attention_mask": mask}
+    yield "tokens again", tokens
+    yield "tokens of 32 bits", {"input_ids": tokens["input_ids"].int(), "labels": tokens["labels"]}
+    yield "a number of tokens", tokens | {"num_items_in_batch": 11}
+    yield "another number of tokens", tokens | {"num_items_in_batch": 12}
+    yield (
+        "no labels to learn from in a row",
+        tokens | {"labels": tokens["labels"].index_fill(0, torch.tensor([0]), -100)},
+    )
+
+
+def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bool = False) -> list[str]:
+    """What of a training step, and of an evaluation, is not bit for bit that of ``whole``."""
+    context = torch.autocast("cpu", torch.bfloat16) if amp else nullcontext()
+    losses, evaluated = [], []
+    with context:
+        for microbatch in split_inputs(inputs, MICROBATCHES):
+            loss = whole(**microbatch).loss
+            losses.append(loss.detach())
+            (loss / MICROBATCHES).backward()
+            with torch.no_grad():
+                evaluated.append(whole(**microbatch).loss)
+        trained, tested = wrapped.run_train(**inputs), wrapped.run_eval(**inputs)
+    wrong = []
+    if wrapped.stage == wrapped.stages - 1:
+        assert isinstance(trained, torch.Tensor)
+        wrong += [] if torch.equal(trained, torch.stack(losses).mean()) else ["the loss"]
+        wrong += [] if torch.equal(tested, torch.stack(evaluated).mean()) else ["the loss without gradients"]
+    uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
+    for parameter, distance in gradient_differences(wrapped, whole).items():
+        # The sum of a tied weight's two gradients is made in another order.
+        is_tied = uses[id(whole.get_parameter(parameter))] > 1
+        wrong += [] if is_tied and distance is not None and distance < ROUNDING[whole.dtype] else [parameter]
+    wrapped.zero_grad()
+    whole.zero_grad()
+    return wrong
+
+
+def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[str, list[str]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make(name, **changes)
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES)
+    wrong = {}
+    for step, (what, inputs) in enumerate(kinds_of_inputs(model.config.hidden_size)):
+        for training in (True, False, True) if step < 4 else (step % 2 == 0,):
+            wrapped.train(training)
+            whole.train(training)
+            wrong[f"{what}, {training}"] = differences(wrapped, whole, inputs)
+    batch = padded_batch(ROWS, LENGTH)
+    wrong["autocast"] = differences(wrapped, whole, batch, amp=True)
+    wrong["after autocast"] = differences(wrapped, whole, batch)
+    wrapped.to(torch.bfloat16)
+    whole.to(torch.bfloat16)
+    wrong["bfloat16"] = differences(wrapped, whole, batch)
+    wrong["bfloat16 without a mask"] = differences(wrapped, whole, {k: batch[k] for k in ("input_ids", "labels")})
+    wrapped.float()
+    whole.float()
+    wrong["float32 again"] = differences(wrapped, whole, batch)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"attn_implementation": "eager"}),
+        ("gpt2", {}),
+        ("mixtral", {}),
+        ("bert", {}),
+    ],
+)
+def test_every_kind_of_input_gives_the_numbers_of_the_unwrapped_model(name: str, changes: dict[str, Any]) -> None:
+    for wrong in run_ranks(2, one_after_the_other, name, changes, timeout=120):
+        assert {what: parts for what, parts in wrong.items() if parts} == {}
