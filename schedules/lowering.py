@@ -62,6 +62,7 @@ class Exchanges:
 
     def __init__(self, schedule: Schedule, edges: Collection[StageEdge]) -> None:
         self.rank_of = {stage: rank for rank, actions in enumerate(schedule) for stage in {a.stage for a in actions}}
+        assert all(stage in self.rank_of for edge in edges for stage in edge), "edges join stages of the schedule"
         remote = [edge for edge in sorted(edges) if self.rank_of[edge[0]] != self.rank_of[edge[1]]]
         self.users: defaultdict[int, list[int]] = defaultdict(list)
         self.makers: defaultdict[int, list[int]] = defaultdict(list)
