@@ -14,6 +14,7 @@ MODULES = (
     "torch.fx",
     "transformers",
     "transformers.models.bert.modeling_bert",
+    "transformers.models.gemma4.modeling_gemma4",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",

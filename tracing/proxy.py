@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from nxdpp.tracing.kinds import UNKNOWN, InputKind, kind_of, length_of
+from nxdpp.tracing.optional_masks import is_mask, item_of_mask
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
 
@@ -57,6 +58,11 @@ class RecordingProxy(_SizedProxy):
         if name.endswith("_") and not name.endswith("__"):
             return _InPlaceMethod(self, name)
         return RecordingAttribute(self, name)
+
+    def __getitem__(self, index: Any) -> fx.Proxy:
+        if is_mask(self):
+            return item_of_mask(self, index, sys._getframe(1))
+        return super().__getitem__(index)  # type: ignore[misc, no-any-return]
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node
