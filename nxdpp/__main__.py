@@ -7,6 +7,7 @@
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"nxdpp {options.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever reads has read enough; nothing is left to be written to it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

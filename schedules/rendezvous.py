@@ -8,9 +8,9 @@ Whether all ranks come to their end does not depend on how fast each of them is:
 over, stays so. One run tells.
 """
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
-from itertools import count
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import ScheduleError
@@ -38,6 +38,32 @@ def check_lowered(lowered: Schedule, edges: Collection[StageEdge], under_way: in
     exchanges = Exchanges(lowered, edges)
     _check_streams(lowered, exchanges)
     _check_posted(lowered, exchanges)
+    _check_waits(lowered, exchanges, under_way)
+
+
+def sends_under_way(lowered: Schedule, edges: Collection[StageEdge]) -> int:
+    """The fewest sends from one stage to another that must be allowed under way for ``lowered`` to end.
+
+    Raises ``ScheduleError`` where no number is enough.
+    """
+    check_lowered(lowered, edges)
+    exchanges = Exchanges(lowered, edges)
+    enough = 0
+    while not _ends(lowered, exchanges, enough):
+        enough = 2 * enough or 1
+    # More than half of it is needed: less was tried.
+    return bisect_left(range(enough), True, lo=enough // 2, key=lambda limit: _ends(lowered, exchanges, limit))
+
+
+def _ends(lowered: Schedule, exchanges: Exchanges, under_way: int) -> bool:
+    try:
+        _check_waits(lowered, exchanges, under_way)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _check_waits(lowered: Schedule, exchanges: Exchanges, under_way: int | None) -> None:
     network = _Network(exchanges)
     limit = sum(map(len, lowered)) if under_way is None else under_way
     ranks = [_run_rank(actions, network, limit) for actions in lowered]
@@ -55,21 +81,6 @@ def check_lowered(lowered: Schedule, edges: Collection[StageEdge], under_way: in
             + ", ".join(_waiting(rank, at, lowered[rank], send, exchanges) for rank, at, send in stuck)
             + ("." if under_way is None else f", with {under_way} sends under way from a stage to another.")
         )
-
-
-def sends_under_way(lowered: Schedule, edges: Collection[StageEdge]) -> int:
-    """The fewest sends from one stage to another that must be allowed under way for ``lowered`` to end.
-
-    Raises ``ScheduleError`` where no number is enough.
-    """
-    check_lowered(lowered, edges)
-    for under_way in count():
-        try:
-            check_lowered(lowered, edges, under_way)
-        except ScheduleError:
-            continue
-        return under_way
-    raise AssertionError("counting has no end")
 
 
 def _each(action: Action, exchanges: Exchanges) -> list[Action]:

@@ -112,6 +112,21 @@ def test_a_terminal_of_ascii_letters() -> None:
     assert finished.stdout.isascii()
 
 
+@pytest.mark.parametrize("output", [[], ["--json"]])
+def test_a_reader_that_has_read_enough(output: list[str]) -> None:
+    """More than fits into a pipe."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "nxdpp", "schedule", "zb-v", "--ranks", "16", "--microbatches", "128", *output],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as running:  # fmt: skip
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.read(10)
+        running.stdout.close()
+        assert running.stderr.read() == ""
+        assert running.wait(60) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
