@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture: a row a rank, time to the right."""
+"""A timeline as an SVG picture: a row a rank, time to the right, then the rank's idle share and peak."""
 
 from html import escape
 
@@ -7,7 +7,7 @@ from nxdpp.schedules.labels import NAMES, RankLabels, has_chunks, kinds_in
 from nxdpp.schedules.simulate import Timeline
 
 # Pixels.
-_ROW, _GAP, _LEFT, _TOP, _FONT = 24, 4, 70, 64, 11
+_ROW, _GAP, _LEFT, _RIGHT, _TOP, _FONT = 24, 4, 70, 150, 64, 11
 _TEXT_WIDTH = 7
 # No picture is wider, if its labels have to be left out.
 _WIDEST = 20_000
@@ -24,7 +24,7 @@ _FILLS = {
 def svg(timeline: Timeline, title: str) -> str:
     """The picture, as the text of an SVG file."""
     scale = _pixels_per_time(timeline)
-    width = max(_LEFT + round(timeline.makespan * scale) + 20, 720)
+    width = max(_LEFT + round(timeline.makespan * scale) + _RIGHT, len(title) * _TEXT_WIDTH, 720)
     height = _TOP + len(timeline.spans) * (_ROW + _GAP) + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -56,6 +56,7 @@ def _row(timeline: Timeline, rank: int, scale: float) -> list[str]:
     parts = [
         _text(8, top + 16, f"rank {rank}"),
         f'<rect x="{_LEFT}" y="{top}" width="{length:.2f}" height="{_ROW}" fill="#eeeeee"/>',
+        _text(_LEFT + length + 8, top + 16, f"idle {100 * timeline.idle[rank]:.1f} %, peak {timeline.peaks[rank]:g}"),
     ]
     for span in spans:
         start, long = _LEFT + span.start * scale, (span.end - span.start) * scale
