@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,12 +30,21 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name) for name in _RANDOM}
-    replacements |= {name: _lost_mode(name) for name in _MODES}
     replacements |= {name: _limits_recorder(tracer, getattr(torch, name)) for name in _TYPE_LIMITS}
     replacements["is_tensor"] = traced_is_tensor
-    own = {name: _in_this_thread(new, getattr(torch, name)) for name, new in replacements.items()}
-    with swapped(vars(torch), own):
+    with _in_torch(replacements), refused_modes():
         yield
+
+
+@contextmanager
+def refused_modes() -> Iterator[None]:
+    """Refuse ``no_grad``, autocast and their like, which would hold for the tracing only."""
+    with _in_torch({name: _lost_mode(name) for name in _MODES}):
+        yield
+
+
+def _in_torch(replacements: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
+    return swapped(vars(torch), {n: _in_this_thread(new, getattr(torch, n)) for n, new in replacements.items()})
 
 
 def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

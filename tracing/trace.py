@@ -12,7 +12,7 @@ Every module that does not stand above a transformer layer is one node.
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from nxdpp.tracing.autograd_functions import recorded_autograd_functions
+from nxdpp.tracing.constructors import refused_modes
 from nxdpp.tracing.containers import flatten
 from nxdpp.tracing.errors import TracingError, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
@@ -114,7 +116,13 @@ class _Entry(nn.Module):
     def forward(self) -> list[Any]:
         module = self.get_submodule(ROOT)
         proxies = {name: self._placeholder(name, kind) for name, kind in self._inputs.items()}
-        with self._surroundings(module, next(iter(proxies.values()), None)):
+        with ExitStack() as stack:
+            stack.enter_context(recorded_autograd_functions())
+            if isinstance(self._tracer, SpineTracer):
+                first_input = next(iter(proxies.values()), None)
+                stack.enter_context(self._tracer.surroundings(module, first_input))
+            else:
+                stack.enter_context(refused_modes())
             output = module(**proxies, **self._constants)
         if isinstance(output, ModelOutput) and not getattr(module.config, "return_dict", True):
             output = output.to_tuple()
@@ -125,11 +133,6 @@ class _Entry(nn.Module):
         proxy = self._tracer.create_proxy("placeholder", name, (), {})
         proxy.node.meta["kind"] = kind
         return proxy
-
-    def _surroundings(self, module: nn.Module, first_input: fx.Proxy | None) -> AbstractContextManager[None]:
-        if isinstance(self._tracer, SpineTracer):
-            return self._tracer.surroundings(module, first_input)
-        return nullcontext()
 
 
 def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: TracingOptions, shapes: Shapes) -> fx.Tracer:

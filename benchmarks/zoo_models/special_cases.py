@@ -105,6 +105,7 @@ ARGUMENTS: dict[str, dict[str, list[str]]] = {
     "flaubert": {"transformer_layer_cls": ["TransformerFFN"]},
     "fsmt": {"transformer_layer_cls": ["EncoderLayer", "DecoderLayer"]},
     "funnel": {"transformer_layer_cls": ["FunnelLayer"]},
+    "git": {"input_names": ["input_ids", "pixel_values", "labels"]},
     "ibert": {"transformer_layer_cls": ["IBertLayer"]},
     "mobilenet_v1": {"transformer_layer_cls": ["MobileNetV1ConvLayer"]},
     "mobilenet_v2": {"transformer_layer_cls": ["MobileNetV2InvertedResidual"]},

@@ -78,3 +78,15 @@ def test_constructors_are_torchs_own_afterwards() -> None:
         _trace(Prepared(lambda h: h + torch.rand(4)))
 
     assert {name for name in before if vars(torch)[name] is not before[name]} == set()
+
+
+@pytest.mark.parametrize("tracer", ["hf", "torch"])
+def test_modes_that_tracing_would_lose_are_refused_with_every_tracer(tracer: str) -> None:
+    class Frozen(PlainModel):
+        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return hidden * 2
+
+    model = Frozen()
+    with pytest.raises(TracingError, match=r"torch.no_grad is used outside .*\n  at .*test_constructors.py:\d+"):
+        trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
