@@ -31,6 +31,11 @@ def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
                 f"forward sets {type(module).__name__}.{name} to a value that it computes; outside the transformer "
                 f"layers that would be lost"
             )
+        if module in modules and _is_number(value) and _is_number(old := vars(module).get(name)) and value != old:
+            raise RuntimeError(
+                f"forward changes {type(module).__name__}.{name} from {old} to {value}; that would happen at tracing "
+                f"only, and every step would use one value. Make it a buffer of a module that changes it."
+            )
         set_attribute(module, name, value)
 
     try:
@@ -46,6 +51,10 @@ def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
         for store, old in zip(stores, before, strict=True):
             for name in [name for name, value in store.items() if isinstance(value, fx.Proxy)]:
                 _put_back(store, name, old)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_moved(node: Any, module: nn.Module, name: str, proxy: fx.Proxy) -> bool:

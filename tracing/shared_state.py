@@ -124,3 +124,13 @@ def _takes_part(module: nn.Module) -> bool:
     """Whether the layer may use the container; where its attention layers say so themselves, that is checked."""
     attentions = [child for child in module.modules() if hasattr(child, "is_kv_shared_layer")]
     return not attentions or any(child.is_kv_shared_layer or child.store_full_length_kv for child in attentions)
+
+
+def refuse_empty_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``RuntimeError`` for an empty list, dict or set that a leaf is given: what it puts there would be lost."""
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if type(value) in (list, dict, set) and not value:
+            raise RuntimeError(
+                f"{type(module).__name__} is given an empty {type(value).__name__} ({name!r}), as if to fill it; what "
+                f"it puts there would be lost. Return the values, or share them in a collections.UserDict"
+            )

@@ -22,7 +22,7 @@ from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.none_tests import answered_none_tests
 from nxdpp.tracing.opaque import record_opaque_call, recorded
 from nxdpp.tracing.proxy import RecordingProxy
-from nxdpp.tracing.shared_state import call_sharing
+from nxdpp.tracing.shared_state import call_sharing, refuse_empty_containers
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError
 from nxdpp.tracing.stable_set import StableSet, stable_attributes
 from nxdpp.tracing.swap import swapped
@@ -104,6 +104,7 @@ class SpineTracer(fx.Tracer):
             return record_opaque_call(m, args, kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
+            refuse_empty_containers(m, args, kwargs)
             return call_sharing(self, m, args, kwargs, record)
         return record(args, kwargs)
 

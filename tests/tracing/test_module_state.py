@@ -26,6 +26,7 @@ class Keeping(nn.Module):
         self.change = change
         self.blocks = nn.ModuleList([nn.Linear(4, 4)])
         self.register_buffer("table", torch.arange(4.0))
+        self.blocks_run = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self, x)
@@ -52,13 +53,20 @@ def moves_to_what_is_computed(module: Any, x: Tensor) -> None:
     module.table = module.table.to(x * 2)
 
 
+def counts_in_python(module: Any, x: Tensor) -> None:
+    module.blocks_run += 1
+
+
 @pytest.mark.parametrize(
-    "change", [keeps_an_input, counts, takes_from_the_input, moves_another, moves_to_what_is_computed]
+    "change",
+    [keeps_an_input, counts, takes_from_the_input, moves_another, moves_to_what_is_computed, counts_in_python],
 )
 def test_a_forward_that_keeps_what_it_computes_is_refused(change: Callable[[Any, Tensor], Any]) -> None:
     module = Keeping(change)
     table, attributes = module.table, set(vars(module))
-    with pytest.raises(TracingError, match=rf"forward sets Keeping\.\w+ to(.|\n)*\.py:\d+, in {change.__name__}: "):
+    with pytest.raises(
+        TracingError, match=rf"forward (sets|changes) Keeping\.\w+ (to|from)(.|\n)*\.py:\d+, in {change.__name__}: "
+    ):
         trace(module, KINDS, {}, OPTIONS)
     assert module.table is table
     assert set(vars(module)) == attributes

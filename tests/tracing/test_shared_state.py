@@ -140,3 +140,27 @@ def test_a_layer_that_shares_against_its_word_is_an_error() -> None:
     model = SharingModel(Attentive(None, keeps_to_it=False))
     with pytest.raises(RuntimeError, match=r"Attentive uses the UserDict that layers share"):
         run_graph(model, traced(model), {"x": torch.randn(3, 4)})
+
+
+class Appending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        losses.append(x.square().mean())
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class AppendingModel(SharingModel):
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, losses)
+        return x.mean() + sum(losses)
+
+
+def test_a_list_that_layers_would_fill_is_refused() -> None:
+    model = AppendingModel(Appending(), Appending())
+    with pytest.raises(TracingError, match=r"Appending is given an empty list .*\n  at .*test_shared_st.*.py:\d+"):
+        trace(model, INPUTS, {}, TracingOptions((Appending,)))
