@@ -10,6 +10,9 @@ use of it, in two steps:
 1. each action, in the order of the slots, moves to the earliest free slot in which what it needs is there and in
    which its rank still holds no more than it may;
 2. all ranks run in the order that results, but weight-gradients wait until there is nothing else to do.
+
+The blocks of ``v_half`` and ``v_min``, and the first step, follow the authors' published scheduler
+(sail-sg/zero-bubble-pipeline-parallelism, ``zbv_greedy.py``).
 """
 
 from collections import deque

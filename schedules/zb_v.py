@@ -1,4 +1,5 @@
-"""ZB-V: two chunks a rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2405.15362).
+"""ZB-V: two chunks a rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2401.10241,
+section 6).
 
 p = 4, 8 microbatches; small letters are the first chunk::
 
@@ -19,7 +20,8 @@ also has the loss; input-gradients go the same way back. A rank
 
 At most p microbatches are live, counted in full stages (two chunks). With F = I = W a rank waits for p - 1 chunks in
 all, where there are at least 2 p - 1 microbatches. For fewer the list of 2 p - 1 is made, and the microbatches
-beyond the last are left out of it.
+beyond the last are left out of it. The steps, their lengths and the leaving out are those of
+``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind
