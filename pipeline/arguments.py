@@ -25,14 +25,8 @@ _TOKENS = InputKind(2, torch.int64)
 _UNKNOWN = InputKind(None, None)
 
 
-def check_later_features(virtual_pipeline_size: int, param_init_fn: Any, trace_file_path: Any) -> None:
-    """Raise ``NotImplementedError`` for what is not built yet, ``ValueError`` for a size that is none."""
-    if virtual_pipeline_size < 1:
-        raise ValueError(f"virtual_pipeline_size={virtual_pipeline_size} must be at least 1.")
-    if virtual_pipeline_size > 1:
-        raise NotImplementedError(
-            f"virtual_pipeline_size={virtual_pipeline_size}: the interleaved schedule is not built yet; use 1."
-        )
+def check_later_features(param_init_fn: Any, trace_file_path: Any) -> None:
+    """Raise ``NotImplementedError`` for what is not built yet."""
     if param_init_fn is not None:
         raise NotImplementedError("param_init_fn: materialising a model from the meta device is not built yet.")
     if trace_file_path is not None:

@@ -1,6 +1,6 @@
 """What a rank keeps of a model: a tree of its own modules under their original names, the rest freed."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -8,26 +8,31 @@ from torch import nn
 from nxdpp.pipeline.placement import Owners
 
 
-def local_names(owners: Owners, stage: int) -> set[str]:
-    """Names of the parameters, and of the buffers that change, that ``stage`` holds."""
-    return {name for name, stages in owners.items() if stage in stages}
+def local_names(owners: Owners, rank: int) -> set[str]:
+    """Names of the parameters, and of the buffers that change, that ``rank`` holds."""
+    return {name for name, ranks in owners.items() if rank in ranks}
 
 
-def names_elsewhere(owners: Owners, stage: int) -> set[str]:
-    """Names of the parameters, and of the buffers that change, that only other stages hold."""
-    return {name for name, stages in owners.items() if stage not in stages}
+def names_elsewhere(owners: Owners, rank: int) -> set[str]:
+    """Names of the parameters, and of the buffers that change, that only other ranks hold."""
+    return {name for name, ranks in owners.items() if rank not in ranks}
+
+
+def owners_by_rank(owners: Owners, rank_of: Callable[[int], int]) -> Owners:
+    """For each name, the ranks that hold it; ``owners`` are stages."""
+    return {name: {rank_of(stage) for stage in stages} for name, stages in owners.items()}
 
 
 def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[int]]]:
-    """Parameters that several stages hold: the names of each, and its stages.
+    """Parameters that several ranks hold: the names of each, and its ranks.
 
-    Ties are found by identity: one parameter under several names, or one module that several stages use.
+    Ties are found by identity: one parameter under several names, or one module that several ranks use.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     tied = [(group, sorted(set().union(*(owners[name] for name in group)))) for group in names.values()]
-    return [(group, stages) for group, stages in tied if len(stages) > 1]
+    return [(group, ranks) for group, ranks in tied if len(ranks) > 1]
 
 
 def build_local_module(
@@ -37,7 +42,7 @@ def build_local_module(
 
     Modules without parameters are held too: what follows from the inputs alone is computed on every rank. Those
     with a buffer that is ``elsewhere``, because running them changes it, are not. Modules that stand above
-    ``layers``, or whose parameters are on several stages, are empty vessels with their own local parameters and
+    ``layers``, or whose parameters are on several ranks, are empty vessels with their own local parameters and
     buffers. The held modules and parameters are the same objects as in ``root``.
     """
     vessel = nn.Module()
@@ -97,14 +102,14 @@ def _fill(vessel: nn.Module, module: nn.Module, prefix: str, held: "_Held", laye
 
 
 class _Held:
-    """What one stage holds, asked module by module."""
+    """What one rank holds, asked module by module."""
 
     def __init__(self, local: Collection[str], elsewhere: Collection[str]) -> None:
         self.local = local
         self._elsewhere = elsewhere
 
     def is_elsewhere(self, module: nn.Module, prefix: str) -> bool:
-        """Whether other stages run ``module``, because all it has that belongs to a stage is there."""
+        """Whether other ranks run ``module``, because all it has that belongs to a stage is there."""
         names = self._names(module, prefix)
         return bool(names) and not any(name in self.local for name in names)
 

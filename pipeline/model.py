@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from nxdpp.parallel_layers import failure_watch, move_model_to_device, parallel_state
+from nxdpp.parallel_layers import move_model_to_device, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.engine import Engine
+from nxdpp.pipeline.chosen_schedule import ChosenSchedule, Written
 from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.fingerprint import parameter_lines
 from nxdpp.pipeline.local_module import (
@@ -19,6 +19,7 @@ from nxdpp.pipeline.local_module import (
     free_others,
     local_names,
     names_elsewhere,
+    owners_by_rank,
     tied_names,
     write_back,
 )
@@ -27,15 +28,11 @@ from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
 from nxdpp.pipeline.partition_by_cost import check_partition, cuts_by_cost
 from nxdpp.pipeline.placement import Owners, layers_in_order
-from nxdpp.pipeline.program import Agreement, StageProgram
+from nxdpp.pipeline.program import RankProgram
 from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
-from nxdpp.pipeline.same_graph import SameStep, Step, check_replicas
-from nxdpp.pipeline.step_timer import StepTimer
+from nxdpp.pipeline.same_graph import check_replicas
+from nxdpp.pipeline.steps import Steps
 from nxdpp.pipeline.tied_weights import TiedGradients, TiedWeight
-from nxdpp.pipeline.transport import Direction, Transport
-from nxdpp.schedules.forward_only import forward_only
-from nxdpp.schedules.lowering import lower_rank
-from nxdpp.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
 from nxdpp.tracing.trace import TracingOptions
 
@@ -53,7 +50,7 @@ class NxDPPModel(nn.Module):
         transformer_layer_cls: class, or name of a class, of the layers after which can be cut; by default what
             a Hugging Face model declares in ``_no_split_modules``, or its ``GradientCheckpointingLayer`` classes.
         num_microbatches: into how many microbatches a batch is split.
-        virtual_pipeline_size: 1; more is not built yet.
+        virtual_pipeline_size: stages a rank; 1 leaves it to a ``schedule`` that needs more.
         output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss; by default the
             ``loss`` of a dict or ``ModelOutput``, or a lone value.
         return_mb_loss: return a list with the loss of each microbatch in place of their mean.
@@ -81,7 +78,10 @@ class NxDPPModel(nn.Module):
             for inputs like these; by default it is for a Hugging Face model's main input and labels, or the inputs
             that another module's ``forward`` cannot do without.
         partition_memory_limit: bytes that a rank has for its weights, gradients, AdamW's state and the activations
-            that 1F1B keeps; where no balanced cut fits, ``ValueError``.
+            that the schedule keeps; where no balanced cut fits, ``ValueError``.
+        schedule: the name of a family (``python -m nxdpp schedule --compare`` shows them all), the path of a CSV file,
+            or the actions of each rank (``[["0F0", "0B0"], ["1F0", "1B0"]]``). By default ``"1f1b"``, and
+            ``"interleaved"`` with several stages a rank.
 
     Raises:
         ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
@@ -113,13 +113,18 @@ class NxDPPModel(nn.Module):
         partition: str = "even",
         partition_batch: Mapping[str, torch.Tensor] | None = None,
         partition_memory_limit: int | None = None,
+        schedule: Written | None = None,
     ) -> None:
         super().__init__()
         arguments.check_kinds(module, pipeline_cuts, input_names, leaf_module_cls)
-        self.stage = parallel_state.get_pipeline_model_parallel_rank()
-        self.stages = parallel_state.get_pipeline_model_parallel_size()
-        arguments.check_later_features(virtual_pipeline_size, param_init_fn, trace_file_path)
+        self.rank = parallel_state.get_pipeline_model_parallel_rank()
+        ranks = parallel_state.get_pipeline_model_parallel_size()
+        arguments.check_later_features(param_init_fn, trace_file_path)
         arguments.check_number_of_microbatches(num_microbatches)
+        chosen = ChosenSchedule(schedule, ranks, num_microbatches, virtual_pipeline_size)
+        self.stages = chosen.placement.stages
+        self.local_stages = chosen.placement.stages_of(self.rank)
+        self.holds_last_stage = self.stages - 1 in self.local_stages
         arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
         arguments.check_tracer(tracer_cls)
         arguments.check_wraps(autowrap_functions or (), autowrap_modules or ())
@@ -129,6 +134,8 @@ class NxDPPModel(nn.Module):
         if auto_partition and pipeline_cuts is not None:
             raise ValueError("auto_partition=True and pipeline_cuts exclude each other: give one of them.")
         check_partition(partition, partition_batch, partition_memory_limit, pipeline_cuts, auto_partition)
+        if partition_batch is not None:
+            arguments.check_names(module, list(partition_batch), "partition_batch")
 
         options = TracingOptions(
             layer_classes=find_layer_classes(module, transformer_layer_cls),
@@ -138,11 +145,12 @@ class NxDPPModel(nn.Module):
             tracer_cls=tracer_cls,
         )
         settings = {
+            "schedule": chosen.name,
             "stages": self.stages,
             "num_microbatches": num_microbatches,
             "broadcast_and_average_loss": broadcast_and_average_loss,
         }
-        self._programs = ProgramCache(module, options, output_loss_value_spec, self.stage, settings)
+        self._programs = ProgramCache(module, options, output_loss_value_spec, self.local_stages, settings)
         kinds = arguments.first_inputs(module, input_names, partition_batch)
         first = self._programs.trace(
             Variant(tuple(sorted(kinds.items())), (), module.training), example_shapes(module, kinds, partition_batch)
@@ -150,48 +158,53 @@ class NxDPPModel(nn.Module):
         self.layers = layers_in_order(first, layer_names(module, options.layer_classes))
         if pipeline_cuts is not None:
             self.pipeline_cuts = check_cuts(pipeline_cuts, self.layers, self.stages)
-        elif partition_batch is not None:
+        elif partition_batch is not None and partition != "even":
             self.pipeline_cuts = cuts_by_cost(
-                first, module, partition_batch, self.layers, partition, num_microbatches, partition_memory_limit
+                first, module, partition_batch, self.layers, partition, chosen, partition_memory_limit
             )
         else:
             self.pipeline_cuts = even_cuts(self.layers, self.stages)
         arguments.warn_of_lost_hooks(module, self.layers)
         layer_stages = stages_of_layers(self.pipeline_cuts, self.layers)
-        self.stage_layers = [layer for layer, stage in layer_stages.items() if stage == self.stage]
+        self.stage_layers = [layer for layer, stage in layer_stages.items() if stage in self.local_stages]
         self.num_microbatches = num_microbatches
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
         self.input_names = None if input_names is None else list(input_names)
         self.use_zero1_optimizer = use_zero1_optimizer
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
-        self.last_busy_share = 0.0
-        self._transport: Transport | None = None
-        self._same_step = SameStep(parallel_state.get_pipeline_control_group())
+        self._rank_of_last_stage = chosen.placement.rank_of(self.stages - 1)
+        self._steps = Steps(chosen, self.rank, keep_outputs=not deallocate_pipeline_outputs)
         self._replicas_agree = False
         # The whole model, for tracing; not a submodule, because most of it is not here.
         self.__dict__["original_module"] = module
-        self._take_own_part(module, self._programs.place(first, layer_stages, self.stages))
+        owners = self._programs.place(first, layer_stages, self.stages)
+        self._take_own_part(module, owners_by_rank(owners, chosen.placement.rank_of))
         self.train(module.training)
 
     original_module: nn.Module
     local_module: nn.Module
 
+    @property
+    def last_busy_share(self) -> float:
+        """Share of the last step, between 0 and 1, in which this rank computed."""
+        return self._steps.busy_share
+
     def _take_own_part(self, module: nn.Module, owners: Owners) -> None:
-        local = local_names(owners, self.stage)
+        local = local_names(owners, self.rank)
         # Numbered over the whole model: all ranks must mean the same weight by a number.
         weights = [
-            TiedWeight(next(name for name in names if name in local), tuple(stages), number)
-            for number, (names, stages) in enumerate(tied_names(module, owners))
-            if self.stage in stages
+            TiedWeight(next(name for name in names if name in local), tuple(ranks), number)
+            for number, (names, ranks) in enumerate(tied_names(module, owners))
+            if self.rank in ranks
         ]
-        elsewhere = names_elsewhere(owners, self.stage)
+        elsewhere = names_elsewhere(owners, self.rank)
         free_others(module, local, elsewhere)
         self.local_module = build_local_module(module, local, self.layers, elsewhere)
-        self._tied = TiedGradients(self.local_module, weights, self.stage)
+        self._tied = TiedGradients(self.local_module, weights, self.rank)
 
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
-        """Forward and backward of all microbatches, with the 1F1B schedule; collective over all ranks.
+        """Forward and backward of all microbatches; collective over all ranks.
 
         Args:
             inputs: the model's inputs, the same on all ranks of a pipeline. Tensors are split along dimension 0;
@@ -199,8 +212,9 @@ class NxDPPModel(nn.Module):
                 to every microbatch.
 
         Returns:
-            On the last pipeline rank the detached mean of the microbatches' losses (a list of them with
-            ``return_mb_loss``), ``None`` on others; with ``broadcast_and_average_loss`` the mean on every rank.
+            On the rank that has the last stage (``holds_last_stage``: the last rank, or the first where the schedule is
+            V-shaped) the detached mean of the microbatches' losses (a list of them with ``return_mb_loss``), ``None``
+            on others; with ``broadcast_and_average_loss`` the mean on every rank.
             Gradients of the mean are added to ``.grad``.
 
         Raises:
@@ -214,8 +228,8 @@ class NxDPPModel(nn.Module):
         variant = self._programs.for_inputs(microbatches[0], self.original_module.training)
         program = self._programs.loss_program(variant)
         self._tied.set_aside()
-        results = self._run(program, microbatches, train=True)
-        self._tied.add_up(self._get_transport())
+        results = self._steps.run(program, microbatches, self._device(), train=True)
+        self._tied.add_up(self._steps.transport(self._device()))
         if not self.use_zero1_optimizer:
             self._average_gradients()
         return self._return_loss([result[0] for result in results if result])
@@ -224,7 +238,7 @@ class NxDPPModel(nn.Module):
         """Forward of all microbatches, without gradients; collective over all ranks.
 
         Takes inputs as ``run_train`` does. Returns the loss as that does where the output has one; otherwise,
-        on the last pipeline rank, the model's output with the microbatches concatenated along dimension 0.
+        on the rank of the last stage, the model's output with the microbatches concatenated along dimension 0.
         """
         microbatches = self._microbatches(positional, inputs)
         variant = self._programs.for_inputs(microbatches[0], self.original_module.training)
@@ -232,7 +246,7 @@ class NxDPPModel(nn.Module):
         make = self._programs.loss_program if has_loss else self._programs.output_program
         program = make(variant)
         with torch.no_grad():
-            results = self._run(program, microbatches, train=False)
+            results = self._steps.run(program, microbatches, self._device(), train=False)
         if has_loss:
             return self._return_loss([result[0] for result in results if result])
         return self._return_output(variant, program, results)
@@ -258,7 +272,7 @@ class NxDPPModel(nn.Module):
 
         To be called by every rank after ``requires_grad`` of parameters has changed.
         """
-        self._programs.forget_agreements()
+        self._programs.forget_engines()
         self._replicas_agree = False
 
     def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -319,21 +333,11 @@ class NxDPPModel(nn.Module):
     def _after_move(self) -> None:
         write_back(self.local_module, self.original_module)
         self._programs.forget_modules()
-        self._transport = None
+        self._steps.forget_device()
 
     def _device(self) -> torch.device:
         parameter = next(self.local_parameters(), None)
         return parallel_state.local_device() if parameter is None else parameter.device
-
-    def _get_transport(self) -> Transport:
-        if self._transport is None:
-            groups = {
-                Direction.ACTIVATION: parallel_state.get_pipeline_model_parallel_group(),
-                Direction.GRADIENT: parallel_state.get_pipeline_gradient_group(),
-            }
-            control = parallel_state.get_pipeline_control_group()
-            self._transport = Transport(groups, control, self._device())
-        return self._transport
 
     def _microbatches(self, positional: Sequence[Any], inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         arguments.check_not_positional(positional)
@@ -349,51 +353,9 @@ class NxDPPModel(nn.Module):
         on_meta = [name for name, parameter in self.local_named_parameters() if parameter.is_meta]
         if on_meta:
             raise NotImplementedError(
-                f"{len(on_meta)} parameters of stage {self.stage} are on the meta device ({on_meta[0]} is the first): "
+                f"{len(on_meta)} parameters of rank {self.rank} are on the meta device ({on_meta[0]} is the first): "
                 f"materialising a model built there is not built yet. Build it on the CPU."
             )
-
-    def _run(self, program: StageProgram, microbatches: list[dict[str, Any]], train: bool) -> list[list[Any]]:
-        device = self._device()
-        signature = (_signature(microbatches[0]), _autocast(device.type), train)
-        agreement = program.agreements.get(signature)
-        step_digest = self._check_same_step(Step(program.graph, signature), agreement)
-        timer = StepTimer(device)
-        engine = Engine(
-            program,
-            agreement,
-            self._get_transport(),
-            microbatches,
-            device,
-            train,
-            not self.deallocate_pipeline_outputs,
-            timer,
-            signature,
-        )
-        if train not in program.actions:
-            placement = ONE_FORWARD_ONE_BACKWARD.placement(self.stages)
-            compute = (
-                ONE_FORWARD_ONE_BACKWARD.build(self.stages, self.num_microbatches)
-                if train
-                else forward_only(placement, self.num_microbatches)
-            )
-            program.actions[train] = lower_rank(compute, self.stage, program.edges)
-        engine.run(program.actions[train])
-        timer.stop()
-        self.last_busy_share = timer.busy_share
-        if engine.agreement is not None:
-            engine.agreement.digest = step_digest
-            program.remember(signature, engine.agreement)
-        return engine.results
-
-    def _check_same_step(self, step: Step, agreement: Agreement | None) -> int:
-        step_digest = step.digest if agreement is None else agreement.digest
-        try:
-            self._same_step.check(step, step_digest, agreement is None)
-        except Exception as error:
-            failure_watch.report(error)
-            raise
-        return step_digest
 
     def _average_gradients(self) -> None:
         group = parallel_state.get_data_parallel_group()
@@ -402,39 +364,26 @@ class NxDPPModel(nn.Module):
             self._replicas_agree = True
         average_gradients(self.local_parameters(), group)
 
-    def _is_last(self) -> bool:
-        return self.stage == self.stages - 1
-
     def _return_loss(self, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         if self.broadcast_and_average_loss:
             return self._loss_everywhere(losses)
-        if not self._is_last():
+        if not self.holds_last_stage:
             return None
         return losses if self.return_mb_loss else torch.stack(losses).mean()
 
     def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        if self._is_last():
+        if self.holds_last_stage:
             loss = torch.stack(losses).mean().float()
             dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
             loss /= parallel_state.get_data_parallel_size()
         else:
             loss = torch.empty((), dtype=torch.float32, device=self._device())
-        dist.broadcast(loss, group=pipeline, group_src=self.stages - 1)
+        dist.broadcast(loss, group=pipeline, group_src=self._rank_of_last_stage)
         return loss
 
-    def _return_output(self, variant: TracedVariant, program: StageProgram, results: list[list[Any]]) -> Any:
-        if not self._is_last():
+    def _return_output(self, variant: TracedVariant, program: RankProgram, results: list[list[Any]]) -> Any:
+        if not self.holds_last_stage:
             return None
-        named = [dict(zip(program.plan.results, values, strict=True)) for values in results]
+        named = [dict(zip(program.results, values, strict=True)) for values in results]
         return join_outputs([fill_output(variant.output, values) for values in named])
-
-
-def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shapes and dtypes; what is no tensor is part of the graph, or is checked where it changes a shape."""
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))
-
-
-def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)

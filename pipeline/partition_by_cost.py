@@ -14,8 +14,9 @@ from torch import fx, nn
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.first_rank import from_first_rank
 from nxdpp.pipeline.balance import MemoryLimit, balanced_cuts
+from nxdpp.pipeline.chosen_schedule import ChosenSchedule
 from nxdpp.pipeline.costs import NodeCost, count_costs
-from nxdpp.pipeline.in_flight import microbatches_in_flight
+from nxdpp.pipeline.in_flight import in_flight
 from nxdpp.pipeline.layer_costs import layer_costs, shared_bytes
 from nxdpp.pipeline.partition import check_cuts
 from nxdpp.pipeline.placement import place_nodes
@@ -37,9 +38,7 @@ def check_partition(
         raise ValueError(f"partition={partition!r} must be one of {', '.join(map(repr, _PARTITIONS))}.")
     if partition == "even":
         if batch is not None:
-            raise ValueError(
-                "partition_batch is for partition='balanced' and 'profiled'; the even partition looks at no inputs."
-            )
+            _check_batch(partition, batch)
         if memory_limit is not None:
             raise ValueError(
                 "partition_memory_limit is for partition='balanced' and 'profiled'; the even partition and "
@@ -49,10 +48,14 @@ def check_partition(
     if pipeline_cuts is not None or auto_partition:
         other = "pipeline_cuts" if pipeline_cuts is not None else "auto_partition=True, the even partition,"
         raise ValueError(f"partition={partition!r} and {other} exclude each other: give one of them.")
+    _check_batch(partition, batch)
+
+
+def _check_batch(partition: str, batch: Any) -> None:
     if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise ValueError(
-            f"partition={partition!r} needs partition_batch, the inputs of one microbatch with labels: costs depend on "
-            f"its shape. Tensors on the meta device will do: dict(input_ids=torch.empty(1, 2048, dtype=torch.int64, "
+            f"partition={partition!r} needs partition_batch to be the inputs of one microbatch with labels, whose "
+            f"shapes decide. Tensors on the meta device will do: dict(input_ids=torch.empty(1, 2048, dtype=torch.int64, "
             f"device='meta'), labels=...)."
         )
     others = [name for name, value in batch.items() if not isinstance(value, torch.Tensor)]
@@ -66,7 +69,7 @@ def cuts_by_cost(
     batch: Mapping[str, torch.Tensor],
     layers: Sequence[str],
     partition: str,
-    microbatches: int,
+    schedule: ChosenSchedule,
     memory_limit: int | None,
 ) -> list[str]:
     """The layers after which to cut so that the slowest stage has the least work for microbatches like ``batch``.
@@ -75,10 +78,15 @@ def cuts_by_cost(
     ``"profiled"``: measured on global rank 0, on its device, and told to the others; collective over all ranks.
 
     ``traced`` is the graph of ``module`` for ``batch``. Raises ``ValueError`` where there are fewer layers than stages,
-    or no cut fits into ``memory_limit`` bytes a rank with ``microbatches`` under 1F1B; what a layer raises that fails
+    or no cut fits into ``memory_limit`` bytes a rank under ``schedule``; what a layer raises that fails
     while it is measured, on every rank.
     """
-    stages = parallel_state.get_pipeline_model_parallel_size()
+    placement = schedule.placement
+    if placement.stages != placement.ranks * placement.chunks:
+        raise ValueError(
+            f"partition={partition!r} needs as many stages on each rank; the schedule has {placement.stages} on "
+            f"{placement.ranks} ranks. Use partition='even' or pipeline_cuts."
+        )
     device = parallel_state.local_device()
 
     def cuts() -> list[str]:
@@ -88,9 +96,15 @@ def cuts_by_cost(
         memory = None
         if memory_limit is not None:
             shared = shared_bytes(traced, module, costs, layers)
-            memory = MemoryLimit(memory_limit, microbatches_in_flight(stages, microbatches), shared)
-        names = balanced_cuts(layer_costs(traced, module, costs, layers), stages, memory=memory)
-        return check_cuts(names, layers, stages)
+            memory = MemoryLimit(memory_limit, in_flight(schedule.training), shared)
+        names = balanced_cuts(
+            layer_costs(traced, module, costs, layers),
+            placement.ranks,
+            placement.chunks,
+            memory,
+            [placement.rank_of(stage) for stage in range(placement.stages)],
+        )
+        return check_cuts(names, layers, placement.stages)
 
     return from_first_rank(cuts) if partition == "profiled" else cuts()
 

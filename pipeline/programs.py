@@ -1,7 +1,7 @@
 """One program of a stage for each set of inputs that the model is given, traced once and kept."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from nxdpp.pipeline.placement import (
     parameter_owners,
     place_nodes,
 )
-from nxdpp.pipeline.program import StageProgram
+from nxdpp.pipeline.program import RankProgram, StageProgram
 from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.containers import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.errors import TracingError
@@ -49,7 +49,7 @@ class Variant:
 class TracedVariant:
     """A graph with the stage of each of its nodes; ``output`` is the model's output made of nodes.
 
-    ``plans`` are those of all stages, ``programs`` this stage's, by what they end with.
+    ``plans`` are those of all stages, ``programs`` this rank's, by what they end with.
     """
 
     traced: TracedModel
@@ -57,17 +57,17 @@ class TracedVariant:
     output: Any
     training: bool
     plans: dict[str, list[StagePlan]] = field(default_factory=dict)
-    programs: dict[str, StageProgram] = field(default_factory=dict)
+    programs: dict[str, RankProgram] = field(default_factory=dict)
 
 
 class ProgramCache:
-    """Makes the programs of one stage.
+    """Makes the programs of one rank.
 
     Args:
         module: the model; parameters of other stages may be on the meta device.
         options: how to trace.
         loss_spec: which output is the loss.
-        stage: this rank's stage.
+        stages: this rank's stages.
         settings: what else must be alike on all ranks of the pipeline.
     """
 
@@ -76,7 +76,7 @@ class ProgramCache:
         module: nn.Module,
         options: TracingOptions,
         loss_spec: LossSpec,
-        stage: int,
+        stages: Sequence[int],
         settings: Mapping[str, Any],
     ) -> None:
         self._module = module
@@ -85,7 +85,7 @@ class ProgramCache:
         self._stages = 0
         self._options = options
         self._loss_spec = loss_spec
-        self._stage = stage
+        self._local_stages = stages
         self._owners: Owners | None = None
         self._variants: dict[Variant, list[TracedVariant]] = {}
         self._by_shapes: OrderedDict[Any, TracedVariant] = OrderedDict()
@@ -149,12 +149,12 @@ class ProgramCache:
         self._variants.clear()
         self._by_shapes.clear()
 
-    def forget_agreements(self) -> None:
-        """Have the neighbours describe to each other anew what crosses."""
+    def forget_engines(self) -> None:
+        """Have the stages describe to each other anew what crosses."""
         for variants in self._variants.values():
             for variant in variants:
                 for program in variant.programs.values():
-                    program.agreements.clear()
+                    program.engines.clear()
 
     def for_inputs(self, inputs: Mapping[str, Any], training: bool) -> TracedVariant:
         """The graph for a microbatch like this; numbers are traced, unless the model needs to know them."""
@@ -171,7 +171,7 @@ class ProgramCache:
                 self._fixed.add(variant)
         return self._placed(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
-    def loss_program(self, variant: TracedVariant) -> StageProgram:
+    def loss_program(self, variant: TracedVariant) -> RankProgram:
         """The program that ends with the loss. Raises ``ValueError`` where the output has none."""
         if "loss" not in variant.programs:
             loss = pick_loss(variant.output, self._loss_spec)
@@ -191,22 +191,25 @@ class ProgramCache:
         except ValueError:
             return False
 
-    def output_program(self, variant: TracedVariant) -> StageProgram:
+    def output_program(self, variant: TracedVariant) -> RankProgram:
         """The program that ends with all values of the output."""
         if "output" not in variant.programs:
             values = [leaf for leaf in leaves_of(variant.output) if isinstance(leaf, fx.Node)]
             variant.programs["output"] = self._build(variant, "output", list(dict.fromkeys(values)))
         return variant.programs["output"]
 
-    def _build(self, variant: TracedVariant, ends_with: str, results: list[fx.Node]) -> StageProgram:
+    def _build(self, variant: TracedVariant, ends_with: str, results: list[fx.Node]) -> RankProgram:
         if ends_with not in variant.plans:
             variant.plans[ends_with] = plan_stages(variant.traced, self._module, variant.placed, results, self._stages)
         plans = variant.plans[ends_with]
-        module = build_stage(plans[self._stage], variant.traced, self._module, variant.placed)
+        stages = {
+            stage: StageProgram(plans[stage], build_stage(plans[stage], variant.traced, self._module, variant.placed))
+            for stage in self._local_stages
+        }
         edges = frozenset((maker, plan.stage) for plan in plans for maker in plan.received.values())
         lines = graph_lines(variant.traced, variant.placed, self._module)
         mode = f"the {ends_with} in {'training' if variant.training else 'evaluation'} mode"
-        return StageProgram(plans[self._stage], module, edges, fingerprint([mode, *self._common, *lines]))
+        return RankProgram(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)
 
 
 def _constants(values: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...]:

@@ -17,11 +17,6 @@ import torch.distributed as dist
 
 from nxdpp.pipeline.layout import TensorLayout
 
-# The memory of a send is given back at the latest when this many more microbatches went to the same rank the same
-# way, or as many as there are stages on the way: a rank far ahead posts its receives late, and with fewer under way
-# both would wait for each other.
-_SENDS_IN_FLIGHT = 2
-
 
 class Direction(IntEnum):
     """Which way a value travels."""
@@ -55,10 +50,8 @@ class Transport:
         self._groups = groups
         self._control = control
         self._device = device
-        self._rank = dist.get_rank(groups[Direction.ACTIVATION])
         on_host = dist.get_backend(groups[Direction.ACTIVATION]) == "gloo"
         self._wire_device = torch.device("cpu") if on_host else device
-        self._sends: dict[tuple[int, Direction, int], deque[tuple[Work, torch.Tensor]]] = {}
         self._descriptions: deque[tuple[Work, torch.Tensor]] = deque()
 
     def post_receive(
@@ -74,24 +67,15 @@ class Transport:
 
         return arrived
 
-    def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int, queue: int = 0) -> None:
-        """Start to send a dense tensor; it is kept until it has left.
+    def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int) -> tuple[Work, torch.Tensor]:
+        """Start to send a dense tensor; what is returned must be kept until its ``wait`` is over."""
+        tensor = tensor.to(self._wire_device)
+        return self._groups[direction].send([_flat(tensor)], destination, tag), tensor
 
-        How many may be under way to a destination is counted for each ``queue`` apart: one for each tensor that a
-        microbatch sends there, so that the count is of microbatches.
-        """
-        tensor = tensor.detach().to(self._wire_device)
-        work = self._groups[direction].send([_flat(tensor)], destination, tag)
-        sends = self._sends.setdefault((destination, direction, queue), deque())
-        sends.append((work, tensor))
-        if len(sends) > max(_SENDS_IN_FLIGHT, abs(destination - self._rank)):
-            sends.popleft()[0].wait()
-
-    def finish_sends(self) -> None:
-        """Wait until everything has left."""
-        for sends in (*self._sends.values(), self._descriptions):
-            while sends:
-                sends.popleft()[0].wait()
+    def finish_descriptions(self) -> None:
+        """Wait until all objects have left."""
+        while self._descriptions:
+            self._descriptions.popleft()[0].wait()
 
     def send_object(self, value: Any, destination: int, tag: int) -> None:
         """Start to send any picklable value, its length first."""

@@ -36,3 +36,29 @@ class Placement:
         """The stage that is the ``chunk``-th of ``rank``."""
         turned = self.v_shaped and chunk % 2
         return chunk * self.ranks + (self.ranks - 1 - rank if turned else rank)
+
+
+@dataclass(frozen=True)
+class ListedPlacement:
+    """Any placement: ``rank_of_stage`` has the rank of each stage, of ``ranks``."""
+
+    rank_of_stage: tuple[int, ...]
+    ranks: int
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.rank_of_stage)
+
+    @property
+    def chunks(self) -> int:
+        """The most stages that a rank has."""
+        return max(self.rank_of_stage.count(rank) for rank in range(self.ranks))
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds ``stage``."""
+        return self.rank_of_stage[stage]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of ``rank``, in the order of the model."""
+        return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]

@@ -35,10 +35,10 @@ class Breaking:
 def main(where: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
     wrapped = NxDPPModel(make("llama"), num_microbatches=4)
-    if wrapped.stage == 1 and where != "input":
+    if wrapped.rank == 1 and where != "input":
         dict(wrapped.local_named_modules())["model.layers.1"].register_forward_hook(Breaking(where == "backward"))
     for step in range(3):
-        if where == "input" and step == 1 and wrapped.stage == 2:
+        if where == "input" and step == 1 and wrapped.rank == 2:
             print(f"fails at {time.time()}", file=sys.stderr, flush=True)
             wrapped.run_train(**padded_batch(6))
         wrapped.run_train(**padded_batch(8))

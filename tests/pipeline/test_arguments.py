@@ -27,12 +27,11 @@ class TakesMore(PlainModel):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((2, None, None), "virtual_pipeline_size=2: the interleaved schedule is not built yet; use 1."),
-        ((1, nn.init.zeros_, None), "param_init_fn: .* not built yet"),
-        ((1, None, "trace.json"), "trace_file_path: .* not built yet"),
+        ((nn.init.zeros_, None), "param_init_fn: .* not built yet"),
+        ((None, "trace.json"), "trace_file_path: .* not built yet"),
     ],
 )
-def test_what_comes_later_says_so_in_one_sentence(given: tuple[Any, Any, Any], words: str) -> None:
+def test_what_comes_later_says_so_in_one_sentence(given: tuple[Any, Any], words: str) -> None:
     with pytest.raises(NotImplementedError, match=words) as caught:
         arguments.check_later_features(*given)
 
@@ -40,14 +39,8 @@ def test_what_comes_later_says_so_in_one_sentence(given: tuple[Any, Any, Any], w
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_virtual_size_that_is_none(size: int) -> None:
-    with pytest.raises(ValueError, match=f"virtual_pipeline_size={size} must be at least 1"):
-        arguments.check_later_features(size, None, None)
-
-
 def test_nothing_later_is_fine() -> None:
-    arguments.check_later_features(1, None, None)
+    arguments.check_later_features(None, None)
 
 
 @pytest.mark.parametrize("count", [0, -2, 1.0, "2", None, True])

@@ -8,9 +8,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.engine import Engine
-from nxdpp.pipeline.program import Crossing
-from nxdpp.pipeline.transport import Direction, Transport
+from nxdpp.pipeline.stage_runner import StageRunner
+from nxdpp.pipeline.transport import Transport
 from tests.distributed import run_ranks
 from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 
@@ -28,20 +27,22 @@ def watch_outputs(rank: int, deallocate: bool) -> tuple[list[int], list[int], in
     storages: list[StorageWeakRef] = []
     alive: list[int] = []
     stored: list[int] = []
-    send, backward = Engine._send, Engine._backward
+    send, backward = StageRunner.send_activation, StageRunner.backward
 
-    def watching_send(self: Engine, crossing: Crossing, tensor: torch.Tensor, direction: Direction, mb: int) -> None:
-        if direction is Direction.ACTIVATION:
-            sent.append(weakref.ref(tensor))
-            storages.append(StorageWeakRef(tensor.untyped_storage()))
-        send(self, crossing, tensor, direction, mb)
+    def watching_send(self: StageRunner, microbatch: int, links: Any, last: bool) -> None:
+        for name in self._plan.sent:
+            value = self._made[microbatch][name]
+            sent.append(weakref.ref(value))
+            storages.append(StorageWeakRef(value.untyped_storage()))
+        send(self, microbatch, links, last)
 
-    def watching_backward(self: Engine, microbatch: int) -> None:
+    def watching_backward(self: StageRunner, microbatch: int) -> None:
         backward(self, microbatch)
         alive.append(sum(reference() is not None for reference in sent))
         stored.append(sum(not reference.expired() for reference in storages))
 
-    Engine._send, Engine._backward = watching_send, watching_backward  # type: ignore[method-assign, assignment]
+    StageRunner.send_activation = watching_send  # type: ignore[method-assign]
+    StageRunner.backward = watching_backward  # type: ignore[method-assign]
     wrapped.run_train(**batch)
     train_in_one_process(whole, batch, MICROBATCHES)
     assert gradient_differences(wrapped, whole) == {}
@@ -137,7 +138,7 @@ def unfreeze(rank: int) -> str:
 def test_unfreezing_without_a_word_is_an_error_that_says_what_to_do() -> None:
     message = run_ranks(2, unfreeze)[0]
     assert "refresh()" in message
-    assert "stage 0, send activation of microbatch 0" in message
+    assert "stage 0, forward of microbatch 0" in message
 
 
 def freeze_later(rank: int) -> None:

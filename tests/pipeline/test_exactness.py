@@ -24,7 +24,7 @@ def check_one_step(model_name: str, count: int) -> tuple[bool, dict[str, float |
     wrapped.move_model_to_device()
     loss = wrapped.run_train(**batch)
     losses = train_in_one_process(whole, batch, count)
-    if wrapped.stage == wrapped.stages - 1:
+    if wrapped.holds_last_stage:
         same_loss = isinstance(loss, torch.Tensor) and torch.equal(loss, torch.stack(losses).mean())
     else:
         same_loss = loss is None

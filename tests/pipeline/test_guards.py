@@ -79,7 +79,7 @@ def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bo
                 evaluated.append(whole(**microbatch).loss)
         trained, tested = wrapped.run_train(**inputs), wrapped.run_eval(**inputs)
     wrong = []
-    if wrapped.stage == wrapped.stages - 1:
+    if wrapped.holds_last_stage:
         assert isinstance(trained, torch.Tensor)
         wrong += [] if torch.equal(trained, torch.stack(losses).mean()) else ["the loss"]
         wrong += [] if torch.equal(tested, torch.stack(evaluated).mean()) else ["the loss without gradients"]

@@ -24,9 +24,9 @@ def record_order(rank: int) -> tuple[dict[Any, list[int]], dict[Any, list[int]]]
     sent, received = defaultdict(list), defaultdict(list)
     send, post = Transport.send, Transport.post_receive
 
-    def recording_send(self: Transport, tensor: Any, peer: int, direction: Direction, tag: int, queue: int = 0) -> None:
+    def recording_send(self: Transport, tensor: Any, peer: int, direction: Direction, tag: int) -> Any:
         sent[rank, peer, direction.name].append(tag)
-        send(self, tensor, peer, direction, tag, queue)
+        return send(self, tensor, peer, direction, tag)
 
     def recording_post(self: Transport, layout: Any, peer: int, direction: Direction, tag: int) -> Any:
         received[peer, rank, direction.name].append(tag)

@@ -10,7 +10,6 @@ from torch import nn
 from nxdpp.pipeline import programs
 from nxdpp.pipeline.arguments import first_inputs
 from nxdpp.pipeline.partition import even_cuts, stages_of_layers
-from nxdpp.pipeline.program import Agreement
 from nxdpp.pipeline.programs import ProgramCache, Variant, fill_output
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.sizes import shapes_of
@@ -28,7 +27,7 @@ def _cache(
 ) -> ProgramCache:
     options = options_for(model, layer_class)
     layers = layer_names(model, options.layer_classes)
-    cache = ProgramCache(model, options, spec, stage, {})
+    cache = ProgramCache(model, options, spec, [stage], {})
     kinds = first_inputs(model, None, batch)
     first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training), shapes_of(batch or {}))
     cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
@@ -38,8 +37,8 @@ def _cache(
 def _run(cache: ProgramCache, inputs: dict[str, Any], training: bool = False) -> Any:
     variant = cache.for_inputs(inputs, training)
     program = cache.output_program(variant)
-    values = program.module(*program.arguments(inputs, {}, {}))
-    return fill_output(variant.output, dict(zip(program.plan.results, values, strict=True)))
+    values = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
+    return fill_output(variant.output, dict(zip(program.results, values, strict=True)))
 
 
 def test_a_set_of_inputs_is_traced_once() -> None:
@@ -129,10 +128,10 @@ def test_the_loss_program_ends_with_the_loss() -> None:
         cache = _cache(model, spec=spec)
         program = cache.loss_program(cache.for_inputs(inputs, False))
 
-        (loss,) = program.module(*program.arguments(inputs, {}, {}))
+        (loss,) = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
 
         assert torch.equal(loss, model(**inputs).loss)
-        assert len(program.plan.results) == 1
+        assert len(program.results) == 1
 
 
 def test_without_a_loss() -> None:
@@ -189,7 +188,8 @@ def test_the_edges_of_the_whole_pipeline_are_known_to_every_stage() -> None:
         cache = _cache(make_model("llama"), stages=4, stage=stage)
         program = cache.loss_program(cache.for_inputs(make_inputs("llama"), True))
 
-        assert program.plan.stage == stage
+        assert list(program.stages) == [stage]
+        assert program.stages[stage].plan.stage == stage
         assert program.edges == {(0, 1), (1, 2), (2, 3)}
 
 
@@ -197,10 +197,10 @@ def test_what_can_be_forgotten() -> None:
     cache = _cache(make_model("llama", layers=2))
     variant = cache.for_inputs(make_inputs("llama"), True)
     program = cache.loss_program(variant)
-    program.agreements["signature"] = Agreement()
+    program.engines["signature"] = (None, 0)  # type: ignore[assignment]
 
-    cache.forget_agreements()
-    assert program.agreements == {}
+    cache.forget_engines()
+    assert program.engines == {}
     assert cache.loss_program(variant) is program
 
     cache.forget_modules()

@@ -30,9 +30,9 @@ def exchange(rank: int) -> None:
     transport = make_transport()
     for direction in Direction:
         if rank == direction:
-            for tag, tensor in enumerate(TENSORS):
-                transport.send(tensor, 1 - rank, direction, tag)
-            transport.finish_sends()
+            sends = [transport.send(tensor, 1 - rank, direction, tag) for tag, tensor in enumerate(TENSORS)]
+            for work, _ in sends:
+                work.wait()
             continue
         # Posted in another order than sent: tags tell messages apart.
         layouts = [layout_of(tensor).tensors[0] for tensor in TENSORS]
@@ -55,7 +55,7 @@ def describe(rank: int) -> None:
     description = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
     if rank == 0:
         transport.send_object(description, 1, 0)
-        transport.finish_sends()
+        transport.finish_descriptions()
     else:
         received = transport.receive_object(0, 0)
         assert received == description
@@ -88,8 +88,8 @@ def send_from_another_device(rank: int) -> None:
     transport._groups = dict.fromkeys(Direction, Recording())  # type: ignore[arg-type]
     layout = layout_of(TENSORS[0]).tensors[0]
     if rank == 0:
-        transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
-        transport.finish_sends()
+        work, _ = transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
+        work.wait()
     else:
         assert transport.post_receive(layout, 0, Direction.ACTIVATION, 0)().device.type == "meta"
     assert seen == [torch.device("cpu")]

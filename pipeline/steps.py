@@ -1,0 +1,109 @@
+"""Running steps on one rank of a pipeline: the same on all ranks, with the engine for the inputs at hand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.pipeline.chosen_schedule import ChosenSchedule
+from nxdpp.pipeline.engine import Engine
+from nxdpp.pipeline.program import RankProgram
+from nxdpp.pipeline.same_graph import SameStep, Step
+from nxdpp.pipeline.transport import Direction, Transport
+from nxdpp.schedules.actions import Schedule
+from nxdpp.schedules.lowering import lower, lower_rank
+from nxdpp.schedules.releases import releases
+from nxdpp.schedules.rendezvous import sends_under_way
+
+# Enough for a transfer to run while the next value is computed.
+_SENDS_UNDER_WAY = 2
+
+
+class Steps:
+    """The steps of this rank.
+
+    Args:
+        schedule: of the pipeline.
+        rank: this rank of it.
+        keep_outputs: hold sent activations until their backward.
+    """
+
+    def __init__(self, schedule: ChosenSchedule, rank: int, keep_outputs: bool) -> None:
+        self.busy_share = 0.0
+        self._schedule = schedule
+        self._rank = rank
+        self._keep_outputs = keep_outputs
+        self._transport: Transport | None = None
+        self._same_step = SameStep(parallel_state.get_pipeline_control_group())
+
+    def transport(self, device: torch.device) -> Transport:
+        """The way to the other ranks for tensors on ``device``."""
+        if self._transport is None:
+            groups = {
+                Direction.ACTIVATION: parallel_state.get_pipeline_model_parallel_group(),
+                Direction.GRADIENT: parallel_state.get_pipeline_gradient_group(),
+            }
+            self._transport = Transport(groups, parallel_state.get_pipeline_control_group(), device)
+        return self._transport
+
+    def forget_device(self) -> None:
+        """The stages have moved."""
+        self._transport = None
+
+    def run(
+        self, program: RankProgram, microbatches: list[dict[str, Any]], device: torch.device, train: bool
+    ) -> list[list[Any]]:
+        """One step; collective over the pipeline.
+
+        Returns the results of each microbatch on the rank of the last stage, nothing on others. Raises
+        ``RuntimeError`` where the ranks are not about to do the same thing, and what fails in the step.
+        """
+        signature = (_signature(microbatches[0]), _autocast(device.type), train)
+        known = program.engines.get(signature)
+        step = Step(program.graph, signature)
+        step_digest = step.digest if known is None else known[1]
+        try:
+            self._same_step.check(step, step_digest, known is None)
+        except Exception as error:
+            failure_watch.report(error)
+            raise
+        engine = self._engine(program, device, train) if known is None else known[0]
+        results = engine.run(microbatches)
+        self.busy_share = engine.busy_share
+        if known is None:
+            program.remember(signature, engine, step_digest)
+        return results
+
+    def _engine(self, program: RankProgram, device: torch.device, train: bool) -> Engine:
+        compute = self._schedule.training if train else self._schedule.evaluation
+        actions = lower_rank(compute, self._rank, program.edges)
+        return Engine(
+            program.stages,
+            self._schedule.placement,
+            self._rank,
+            self.transport(device),
+            self._schedule.microbatches,
+            device,
+            train,
+            self._keep_outputs,
+            actions,
+            releases(compute, self._rank, program.edges) if train else [],
+            self._under_way(compute, program, train),
+        )
+
+    def _under_way(self, compute: Schedule, program: RankProgram, train: bool) -> int | None:
+        """How many sends may be under way: any number, where what is sent is kept for the backward anyway."""
+        if train and self._keep_outputs:
+            return None
+        return max(_SENDS_UNDER_WAY, sends_under_way(lower(compute, program.edges), program.edges))
+
+
+def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Shapes and dtypes; what is no tensor is part of the graph, or is checked where it changes a shape."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))
+
+
+def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
