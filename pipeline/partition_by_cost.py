@@ -55,7 +55,7 @@ def _check_batch(partition: str, batch: Any) -> None:
     if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise ValueError(
             f"partition={partition!r} needs partition_batch to be the inputs of one microbatch with labels, whose "
-            f"shapes decide. Tensors on the meta device will do: dict(input_ids=torch.empty(1, 2048, dtype=torch.int64, "
+            f"shapes decide. Meta tensors will do: dict(input_ids=torch.empty(1, 2048, dtype=torch.int64, "
             f"device='meta'), labels=...)."
         )
     others = [name for name, value in batch.items() if not isinstance(value, torch.Tensor)]
