@@ -13,6 +13,7 @@ _ROWS = 2
 # Divisible by the block and chunk sizes of most models that want their lengths so.
 _LENGTH = 512
 _IMAGE = 224
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _CHANNELS = 3
 
 
@@ -43,7 +44,7 @@ def _sizes(module: nn.Module, name: str, dimensions: int) -> list[int]:
         frames = 2 * _first(configs, ("max_source_positions",), _LENGTH)
         return [_ROWS, _first(configs, ("num_mel_bins", "feature_size"), _LENGTH), frames]
     # Half of what a model has positions for: some, such as ProphetNet, cannot run at their full length.
-    length = min(_LENGTH, _first(configs, ("max_position_embeddings", "n_positions"), 2 * _LENGTH) // 2 or 1)
+    length = min(_LENGTH, _first(configs, _POSITIONS, 2 * _LENGTH) // 2 or 1)
     # Models of sound have a row for each code book.
     return [_ROWS * _first(configs, ("num_codebooks",), 1), *[length] * (dimensions - 1)]
 

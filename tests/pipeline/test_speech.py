@@ -1,0 +1,32 @@
+"""Whisper: an encoder of sound and a decoder of text, whose layers take the encoder's output from an earlier stage."""
+
+import copy
+
+import pytest
+import torch
+from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+from benchmarks.comparison import distance
+from benchmarks.in_process import LocalPipeline
+
+
+def whisper() -> WhisperForConditionalGeneration:
+    config = WhisperConfig(
+        vocab_size=64, num_mel_bins=16, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=20,
+        max_target_positions=20, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return WhisperForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_whisper_is_cut_and_exact(stages: int) -> None:
+    model = whisper()
+    whole = copy.deepcopy(model)
+    pipeline = LocalPipeline(model, stages)
+    for length in (8, 5):
+        batch = {"input_features": torch.randn(4, 16, 40), "labels": torch.randint(4, 64, (4, length))}
+        # Used by every layer of the decoder, the encoder's output has its gradient summed stage by stage.
+        assert distance(pipeline, model, whole, batch, 2) < 1e-6
