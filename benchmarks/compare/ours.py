@@ -1,7 +1,6 @@
 """This runtime, through its public API."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +8,8 @@ from torch import nn
 from benchmarks.compare.contender import US, Contender
 from benchmarks.compare.job import Job
 from nxdpp import NxDPPModel
+from nxdpp.pipeline.stage_runner import StageRunner
+from nxdpp.schedules.families import find_family
 
 
 class Ours(Contender):
@@ -16,16 +17,15 @@ class Ours(Contender):
 
     def __init__(self, job: Job, family: str, chunks: int) -> None:
         super().__init__(US, family)
-        options: dict[str, Any] = {} if family == "1f1b" else {"schedule": family, "virtual_pipeline_size": chunks}
-        try:
-            self._model = NxDPPModel(
-                job.make_model(),
-                transformer_layer_cls=job.layer_class,
-                num_microbatches=job.microbatches,
-                **options,
-            )
-        except TypeError as error:
-            raise NotImplementedError(str(error)) from error
+        if find_family(family).splits_backward and not hasattr(StageRunner, "input_gradient"):
+            raise NotImplementedError("the engine does not split backwards")
+        self._model = NxDPPModel(
+            job.make_model(),
+            transformer_layer_cls=job.layer_class,
+            num_microbatches=job.microbatches,
+            schedule=family,
+            virtual_pipeline_size=chunks,
+        )
         self._inputs = job.inputs
 
     def step(self) -> torch.Tensor | None:
