@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 
+# What a tensor enters a graph beside: it requires a gradient, and gets none.
+_ANCHOR = torch.empty(0, requires_grad=True)
+
 
 class Arrival:
     """A received tensor, and later its gradient.
@@ -23,7 +26,7 @@ class Arrival:
 
     def enter_graph(self) -> torch.Tensor:
         """The tensor, in a graph whose backward leaves its gradient here."""
-        entered: torch.Tensor = _Enter.apply(_anchor(), self)  # type: ignore[no-untyped-call]
+        entered: torch.Tensor = _Enter.apply(_ANCHOR, self)  # type: ignore[no-untyped-call]
         return entered
 
 
@@ -39,7 +42,3 @@ class _Enter(torch.autograd.Function):
         """Keep the gradient for the stage that made the tensor."""
         (ctx.arrival.gradient,) = gradients
         return None, None
-
-
-def _anchor() -> torch.Tensor:
-    return torch.empty(0, requires_grad=True)

@@ -169,7 +169,12 @@ class Engine:
             return [partial(runner.send_activation, microbatch, self._remote(action), last)]
         if action.kind is ActionKind.SEND_GRADIENT:
             return [partial(runner.send_gradient, microbatch, self._remote(action), last)]
-        computes = {ActionKind.FORWARD: runner.forward, ActionKind.BACKWARD: runner.backward}
+        computes = {
+            ActionKind.FORWARD: runner.forward,
+            ActionKind.BACKWARD: runner.backward,
+            ActionKind.INPUT_GRADIENT: runner.input_gradient,
+            ActionKind.WEIGHT_GRADIENT: runner.weight_gradient,
+        }
         return [partial(computes[action.kind], microbatch)]
 
     def _release(self, send: Action) -> Callable[[], None]:

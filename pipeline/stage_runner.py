@@ -16,9 +16,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.pipeline.arrival import Arrival
+from nxdpp.pipeline.backward_analysis import BackwardAnalysis
 from nxdpp.pipeline.layout import check_layout, layout_of, shared_memory, tensors_of
 from nxdpp.pipeline.link import Link, LocalLink
 from nxdpp.pipeline.program import StageProgram
+from nxdpp.pipeline.split_backward import SplitBackward
 from nxdpp.pipeline.stand_in import stand_in
 from nxdpp.pipeline.step_timer import StepTimer
 from nxdpp.pipeline.transport import Direction
@@ -29,13 +31,16 @@ from nxdpp.pipeline.unchanged import expect_unchanged, versions
 class _Live:
     """A microbatch between its forward and its backward.
 
-    ``roots`` are places in the autograd graph and keep no activation alive.
+    ``entries`` are where received tensors enter the autograd graph, ``roots`` where its backward starts; both are
+    places that keep no activation alive.
     """
 
     arrivals: list[Arrival]
+    entries: list[GradientEdge] = field(default_factory=list)
     roots: dict[tuple[str, int], GradientEdge] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     outputs: Any = None
+    split: SplitBackward | None = None
 
 
 class StageRunner:
@@ -75,6 +80,7 @@ class StageRunner:
         self._keep_outputs = keep_outputs
         self._stand_ins: dict[str, Any] | None = None
         self._described = False
+        self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
         self._timer = StepTimer(device)
         self._made: dict[int, dict[str, Any]] = {}
@@ -96,7 +102,8 @@ class StageRunner:
 
     def forward(self, microbatch: int) -> None:
         """Run the stage."""
-        arrivals, received = self._receive(microbatch)
+        live = _Live([])
+        received = self._receive(microbatch, live)
         plan, program, inputs = self._plan, self._program, self._inputs[microbatch]
         guarded = [
             (name, received[name], versions(received[name]))
@@ -116,7 +123,8 @@ class StageRunner:
             for name in link.border.values:
                 check_layout(name, made[name], self._layouts(link)[name])
         if self._train:
-            self._live[microbatch] = self._prepare_backward(arrivals, made)
+            self._prepare_backward(live, made)
+            self._live[microbatch] = live
         for link in self._handed_on:
             link.give(Direction.ACTIVATION, microbatch, self._handed(link, made))
         if self._sends_activations:
@@ -140,32 +148,50 @@ class StageRunner:
                 torch.autograd.backward(roots, starts)
         self._keep_gradients(microbatch, [arrival.gradient for arrival in live.arrivals])
 
+    def input_gradient(self, microbatch: int) -> None:
+        """Gradients of what was received; those of the parameters are left to ``weight_gradient``."""
+        live = self._live[microbatch]
+        roots, starts = self._roots(live, microbatch)
+        split = SplitBackward(self._analysis, live.entries, roots)
+        with self._timer.computing():
+            gradients = split.input_gradients(starts)
+        # All that is left of the microbatch is what its weight-gradient needs.
+        self._live[microbatch] = _Live([], split=split)
+        self._keep_gradients(microbatch, gradients)
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """Gradients of the parameters."""
+        split = self._live.pop(microbatch).split
+        assert split is not None, "the input-gradient comes first"
+        with self._timer.computing():
+            split.weight_gradients()
+
     def send_gradient(self, microbatch: int, links: Sequence[Link], last: bool) -> None:
         """Start to send over ``links`` the gradients of what came over them."""
         gradients = self._gradients.pop(microbatch) if last else self._gradients[microbatch]
         for link in links:
             link.give(Direction.GRADIENT, microbatch, gradients[link.border.maker])
 
-    def _receive(self, microbatch: int) -> tuple[list[Arrival], dict[str, Any]]:
+    def _receive(self, microbatch: int, live: _Live) -> dict[str, Any]:
         if self._stand_ins is None:
             self._stand_ins = {}
             for link in self._links_in:
                 link.learn()
                 for name in link.border.described:
                     self._stand_ins[name] = stand_in(self._layouts(link)[name], self._device)
-        arrivals: list[Arrival] = []
         received: dict[str, Any] = {}
         for link in self._links_in:
             tensors: dict[str, list[torch.Tensor]] = {name: [] for name in link.border.values}
             arrived = link.take(Direction.ACTIVATION, microbatch)
             for crossing, tensor in zip(link.border.activations, arrived, strict=True):
                 if crossing.layout.requires_grad and self._train:
-                    arrivals.append(Arrival(tensor))
-                    tensor = arrivals[-1].enter_graph()
+                    live.arrivals.append(Arrival(tensor))
+                    tensor = live.arrivals[-1].enter_graph()
+                    live.entries.append(get_gradient_edge(tensor))
                 tensors[crossing.value].append(tensor)
             for name, parts in tensors.items():
                 received[name] = self._layouts(link)[name].build(parts)
-        return arrivals, received
+        return received
 
     def _describe(self, made: dict[str, Any]) -> None:
         """Tell the users of this stage's values what they look like."""
@@ -179,15 +205,14 @@ class StageRunner:
             link.describe()
         self._described = True
 
-    def _prepare_backward(self, arrivals: list[Arrival], made: dict[str, Any]) -> _Live:
-        live = _Live(arrivals, outputs=made if self._keep_outputs else None)
+    def _prepare_backward(self, live: _Live, made: dict[str, Any]) -> None:
+        live.outputs = made if self._keep_outputs else None
         for name in self._plan.sent:
             for position, tensor in enumerate(tensors_of(made[name])):
                 if tensor.requires_grad:
                     live.roots[name, position] = get_gradient_edge(tensor)
         if self._plan.results:
             live.loss = _checked_loss(made[self._plan.results[0]]) / len(self._inputs)
-        return live
 
     def _roots(self, live: _Live, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
         gradients = self._returned_gradients(microbatch)
