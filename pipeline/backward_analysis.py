@@ -16,18 +16,17 @@ from torch.autograd.graph import GradientEdge
 
 # One call of these makes the gradients of all inputs, whatever was asked for (torchgen's derivatives.yaml: several
 # gradients from one formula without a mask, and kernels that take a mask but need all the work for any part of it).
-AT_ONCE = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "CudnnAttentionForward CudnnRnn EfficientAttentionForward EuclideanDist FakeQuantizeLearnablePerChannelAffine "
-        "FakeQuantizeLearnablePerTensorAffine FlashAttentionForward GridSampler2D GridSampler2DCpuFallback "
-        "GridSampler3D CudnnGridSampler IndexReduce ConvTbc LinearBackward LinalgEig LinalgEigh LinalgHouseholderProduct "
-        "LinalgQr LinalgSlogdet LinalgSvd LstmMps MiopenRnn MkldnnRnnLayer Polar PreluKernel "
-        "ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention ScaledDotProductFlashAttention "
-        "ScaledDotProductFlashAttentionForCpu ScaledDotProductFusedAttentionOverrideable ScatterReduce ThnnFusedGruCell "
-        "ThnnFusedLstmCell WeightNormInterface"
-    ).split()
-)
+_AT_ONCE = (
+    "CudnnAttentionForward", "CudnnRnn", "EfficientAttentionForward", "EuclideanDist",
+    "FakeQuantizeLearnablePerChannelAffine", "FakeQuantizeLearnablePerTensorAffine", "FlashAttentionForward",
+    "GridSampler2D", "GridSampler2DCpuFallback", "GridSampler3D", "CudnnGridSampler", "IndexReduce", "ConvTbc",
+    "LinearBackward", "LinalgEig", "LinalgEigh", "LinalgHouseholderProduct", "LinalgQr", "LinalgSlogdet",
+    "LinalgSvd", "LstmMps", "MiopenRnn", "MkldnnRnnLayer", "Polar", "PreluKernel",
+    "ScaledDotProductCudnnAttention", "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
+    "ScaledDotProductFlashAttentionForCpu", "ScaledDotProductFusedAttentionOverrideable", "ScatterReduce",
+    "ThnnFusedGruCell", "ThnnFusedLstmCell", "WeightNormInterface",
+)  # fmt: skip
+AT_ONCE = frozenset(f"{name}Backward0" for name in _AT_ONCE)
 # Nodes without a Python type of their own are extensions', of which nothing is known.
 _UNKNOWN = "CppFunction"
 _LEAF = "AccumulateGrad"
