@@ -25,6 +25,11 @@ class Direction(IntEnum):
     GRADIENT = 1
 
 
+# Between two ranks that have several stages each, activations, gradients and descriptions go the same way.
+_DESCRIPTION = len(Direction)
+_KINDS = len(Direction) + 1
+
+
 class Work(Protocol):
     """A transfer under way."""
 
@@ -59,7 +64,7 @@ class Transport:
     ) -> Callable[[], torch.Tensor]:
         """Start to receive a tensor; the returned function waits for it and gives it."""
         buffer = layout.allocate(self._wire_device)
-        work = self._groups[direction].recv([_flat(buffer)], source, tag)
+        work = self._groups[direction].recv([_flat(buffer)], source, _wire_tag(direction, tag))
 
         def arrived() -> torch.Tensor:
             work.wait()
@@ -70,7 +75,7 @@ class Transport:
     def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int) -> tuple[Work, torch.Tensor]:
         """Start to send a dense tensor; what is returned must be kept until its ``wait`` is over."""
         tensor = tensor.to(self._wire_device)
-        return self._groups[direction].send([_flat(tensor)], destination, tag), tensor
+        return self._groups[direction].send([_flat(tensor)], destination, _wire_tag(direction, tag)), tensor
 
     def finish_descriptions(self) -> None:
         """Wait until all objects have left."""
@@ -82,15 +87,22 @@ class Transport:
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64)
         for message in (length, payload):
-            self._descriptions.append((self._control.send([message], destination, tag), message))
+            work = self._control.send([message], destination, _wire_tag(_DESCRIPTION, tag))
+            self._descriptions.append((work, message))
 
     def receive_object(self, source: int, tag: int) -> Any:
         """Receive what ``send_object`` sent."""
         length = torch.empty(1, dtype=torch.int64)
-        self._control.recv([length], source, tag).wait()
+        wire_tag = _wire_tag(_DESCRIPTION, tag)
+        self._control.recv([length], source, wire_tag).wait()
         payload = torch.empty(int(length), dtype=torch.uint8)
-        self._control.recv([payload], source, tag).wait()
+        self._control.recv([payload], source, wire_tag).wait()
         return pickle.loads(payload.numpy().tobytes())
+
+
+def _wire_tag(kind: int, tag: int) -> int:
+    """Tells messages apart between which gloo knows no other difference: its groups of all kinds may be one."""
+    return tag * _KINDS + kind
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

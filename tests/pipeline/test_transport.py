@@ -97,3 +97,24 @@ def send_from_another_device(rank: int) -> None:
 
 def test_gloo_is_only_ever_given_host_memory() -> None:
     run_ranks(2, send_from_another_device)
+
+
+def cross(rank: int) -> None:
+    """What two ranks with several stages each send each other in a first step, received in another order."""
+    transport = make_transport()
+    layout = layout_of(TENSORS[0]).tensors[0]
+    if rank == 0:
+        sends = [transport.send(TENSORS[0] + direction, 1, direction, 7) for direction in Direction]
+        transport.send_object("description", 1, 7)
+        transport.finish_descriptions()
+        for work, _ in sends:
+            work.wait()
+        return
+    assert transport.receive_object(0, 7) == "description"
+    waits = {direction: transport.post_receive(layout, 0, direction, 7) for direction in reversed(Direction)}
+    for direction, arrived in waits.items():
+        assert torch.equal(arrived(), TENSORS[0] + direction)
+
+
+def test_directions_and_descriptions_do_not_mix_under_one_tag() -> None:
+    run_ranks(2, cross)
