@@ -133,7 +133,7 @@ PLAIN: dict[str, tuple[Any, int]] = {
     ),
     "attention to parameters": (
         lambda: Calls(
-            lambda m, x: functional.scaled_dot_product_attention(m.q.expand(2, 3, 4), m.one(x), x),
+            lambda m, x: functional.scaled_dot_product_attention(m.q.expand(2, 1, 3, 4), m.one(x)[:, None], x[:, None]),
             q=parameter(3, 4),
             one=linear(),
         ),
@@ -265,6 +265,10 @@ ALIKE = {
     "two outputs": lambda m, x: (m.one(x.tanh()), x * m.w),
     "the other of two outputs": lambda m, x: (m.one(x.unbind()[0]), m.w * x.unbind()[1]),
     "the one of two outputs": lambda m, x: (m.one(x.unbind()[1]), m.w * x.unbind()[0]),
+    "made once, used twice": lambda m, x: [y := m.one(x), y * y][1],
+    "made twice": lambda m, x: m.one(x) * m.one(x),
+    "a part of a parameter": lambda m, x: x * m.two.weight.unbind()[0],
+    "another part of it": lambda m, x: x * m.two.weight.unbind()[1],
     "no parameter": lambda m, x: x.tanh(),
     "no arrival": lambda m, x: m.one(m.w.tanh()),
 }
