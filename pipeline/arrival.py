@@ -7,6 +7,9 @@ import torch
 # What a tensor enters a graph beside: it requires a gradient, and gets none.
 _ANCHOR = torch.empty(0, requires_grad=True)
 
+# The tensor's own, and that of the storage object that is asked.
+_OWN_USES = 2
+
 
 class Arrival:
     """A received tensor, and later its gradient.
@@ -42,3 +45,13 @@ class _Enter(torch.autograd.Function):
         """Keep the gradient for the stage that made the tensor."""
         (ctx.arrival.gradient,) = gradients
         return None, None
+
+
+def own_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient``, or a copy where another tensor has the same memory.
+
+    Autograd may have made it a parameter's ``.grad``, too (positions that are added to a batch of one row), to which
+    the next microbatch adds in place, perhaps before this one has left.
+    """
+    storage = gradient.untyped_storage()
+    return gradient if torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES else gradient.clone()

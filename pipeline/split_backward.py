@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from nxdpp.pipeline.autograd_engine import run_backward
 from nxdpp.pipeline.backward_analysis import BackwardAnalysis, Chunk, Structure, saved_tensors
 
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -126,7 +127,7 @@ class SplitBackward:
             if chunk.boundaries:
                 _run_boundaries(chunk.boundaries, roots, gradients)
             if roots:
-                _run(roots, gradients, (), retain=False, accumulate=True)
+                run_backward(roots, gradients)
 
     def _before(self) -> Structure:
         if self._structure is None:
@@ -138,7 +139,7 @@ class SplitBackward:
     ) -> list[torch.Tensor | None]:
         if not inputs or not starts:
             return [None] * len(inputs)
-        return list(_run(self._roots, starts, inputs, retain=retain, accumulate=False))
+        return list(run_backward(self._roots, starts, inputs, retain=retain, accumulate=False))
 
     def _plan(self, chunk: Chunk, starts: list[torch.Tensor], kept: dict[int, _Gradients]) -> _Work:
         nodes = self._nodes
@@ -183,21 +184,7 @@ def _run_while_asking_for(edges: list[GradientEdge], function: Callable[[torch.T
     anchor = torch.zeros((), requires_grad=True)
     anchor.register_hook(function)
     edge = get_gradient_edge(anchor)
-    _run([edge], [torch.zeros(())], [edge, *edges], retain=True, accumulate=False)
-
-
-def _run(
-    roots: Sequence[GradientEdge],
-    gradients: Sequence[torch.Tensor],
-    inputs: Sequence[GradientEdge],
-    retain: bool,
-    accumulate: bool,
-) -> Sequence[torch.Tensor | None]:
-    """``torch.autograd.grad`` or ``backward`` without their Python, which costs more than a small engine call."""
-    found: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), retain, False, tuple(inputs), allow_unreachable=True, accumulate_grad=accumulate
-    )
-    return found
+    run_backward([edge], [torch.zeros(())], [edge, *edges], retain=True, accumulate=False)
 
 
 def _start(root: GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -223,7 +210,9 @@ def _accumulate(leaves: Sequence[GradientEdge], gradients: Sequence[torch.Tensor
         found.clear()
     try:
         # ``gradients`` is still held here: autograd copies instead of making a shared tensor the parameter's own.
-        _run([leaf for leaf, _ in known], [gradient for _, gradient in known], (), retain=False, accumulate=True)
+        run_backward(
+            [leaf for leaf, _ in known], [gradient for _, gradient in known], (), retain=False, accumulate=True
+        )
     finally:
         for found, those in zip(hooks, kept, strict=True):
             found.update(those)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nxdpp.pipeline.arrival import Arrival
+from nxdpp.pipeline.arrival import Arrival, own_memory
+from nxdpp.pipeline.autograd_engine import run_backward
 from nxdpp.pipeline.backward_analysis import BackwardAnalysis
 from nxdpp.pipeline.layout import check_layout, layout_of, shared_memory, tensors_of
 from nxdpp.pipeline.link import Link, LocalLink
@@ -145,7 +146,7 @@ class StageRunner:
         roots, starts = self._roots(live, microbatch)
         if roots:
             with self._timer.computing():
-                torch.autograd.backward(roots, starts)
+                run_backward(roots, starts)
         self._keep_gradients(microbatch, [arrival.gradient for arrival in live.arrivals])
 
     def input_gradient(self, microbatch: int) -> None:
@@ -250,7 +251,7 @@ class StageRunner:
         # A value that took no part in the loss has a gradient of zero, and its maker waits for it.
         by_maker = {
             link.border.maker: [
-                gradient if gradient is not None else crossing.layout.allocate(self._device).zero_()
+                own_memory(gradient) if gradient is not None else crossing.layout.allocate(self._device).zero_()
                 for crossing, gradient in zip(link.border.gradients, remaining, strict=False)
             ]
             for link in self._links_in
