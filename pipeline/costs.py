@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.node_runs import NodeRun, map_tensors, run_of, signature, tensors_in
 from nxdpp.pipeline.roofline import WorkCounter, accumulation_work, machine_balance
+from nxdpp.tracing.fake_copies import FakeCopies
 from nxdpp.tracing.trace import TracedModel
 
 # What models are planned for where nothing is said.
@@ -75,7 +76,7 @@ class _Count:
         self._root = root
         self._balance = balance
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._memo: dict[int, Any] = {}
+        self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
         self._made_by: dict[int, str] = {}  # memory -> the value that it is part of
         self._known: dict[Any, tuple[NodeCost, list[int], Any]] = {}
@@ -87,7 +88,7 @@ class _Count:
                 if node.op == "output":
                     continue
                 if node.op == "placeholder":
-                    value, cost = map_tensors(self._fake, inputs[str(node.target)]), NodeCost()
+                    value, cost = map_tensors(self._copies.tensor, inputs[str(node.target)]), NodeCost()
                 elif node.op == "get_attr":
                     value, cost = self._attribute(str(node.target)), NodeCost()
                 else:
@@ -104,7 +105,7 @@ class _Count:
         run = run_of(node, module, self._values)
         same = signature(run)
         if same is None or same not in self._known:
-            run.module = self._fake_module(module)
+            run.module = self._copies.module(module) if module is not None else None
             value, cost, kept = self._measure(run)
             if same is None:
                 return value, replace(cost, kept_values=self._names(kept))
@@ -135,29 +136,11 @@ class _Count:
                 module = copy.deepcopy(original, {id(t): _zeros(t) for t in original.buffers()})
             args, kwargs = map_tensors(_zeros, (run.args, run.kwargs))
             value = NodeRun(run.node, module, args, kwargs).forward()
-        return map_tensors(self._fake, value)
+        return map_tensors(self._copies.tensor, value)
 
     def _attribute(self, target: str) -> Any:
         owner, _, name = target.rpartition(".")
-        return map_tensors(self._fake, getattr(self._root.get_submodule(owner), name))
-
-    def _fake_module(self, module: nn.Module | None) -> nn.Module | None:
-        if module is None:
-            return None
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._fake(tensor)
-        return copy.deepcopy(module, dict(self._memo))
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._memo:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            # The original is kept beside it, so that no other tensor can take its identity.
-            self._memo[id(tensor)] = fake
-            self._memo.setdefault(id(self._memo), []).append(tensor)
-        fake_tensor: torch.Tensor = self._memo[id(tensor)]
-        return fake_tensor
+        return map_tensors(self._copies.tensor, getattr(self._root.get_submodule(owner), name))
 
     def _names(self, memories: Iterable[int]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._made_by[memory] for memory in memories if memory in self._made_by))

@@ -33,6 +33,7 @@ from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_o
 from nxdpp.pipeline.same_graph import check_replicas
 from nxdpp.pipeline.steps import Steps
 from nxdpp.pipeline.tied_weights import TiedGradients, TiedWeight
+from nxdpp.tracing.huggingface import refuse_packed_positions
 from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
 from nxdpp.tracing.trace import TracingOptions
 
@@ -346,6 +347,7 @@ class NxDPPModel(nn.Module):
         else:
             arguments.check_names(self.original_module, list(inputs), "inputs")
         self._check_materialised()
+        refuse_packed_positions(self.original_module, inputs)
         check_inputs(inputs, self.num_microbatches, self._device())
         return split_inputs(inputs, self.num_microbatches)
 

@@ -69,6 +69,25 @@ def refuse_untraceable(model: PreTrainedModel, constants: Mapping[str, Any]) -> 
                 )
 
 
+def refuse_packed_positions(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for several sequences in a row where the unwrapped model's cache would hide them.
+
+    transformers keeps the sequences of packed ``position_ids`` apart where there is neither a mask nor a cache.
+    There is none in a pipeline, and in one process with ``use_cache=True`` there is.
+    """
+    positions = inputs.get("position_ids")
+    if not isinstance(model, PreTrainedModel) or positions is None or inputs.get("attention_mask") is not None:
+        return
+    caching = [name for name, config in _configurations(model).items() if getattr(config, "use_cache", False)]
+    # Transformers asks the same of the values, with each microbatch.
+    if caching and positions.ndim == 2 and bool((positions.diff(dim=-1) != 1).any()):
+        raise ValueError(
+            f"position_ids have several sequences in a row, and {caching[0]}.use_cache is on: without a pipeline the "
+            f"model would make a cache, and let these sequences attend to each other; a pipeline has no cache, and "
+            f"keeps them apart. Set model.config.use_cache=False, with which both keep them apart, or give a mask."
+        )
+
+
 @contextmanager
 def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
     copies: dict[int, PreTrainedConfig] = {}

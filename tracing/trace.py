@@ -25,11 +25,13 @@ from transformers.utils.generic import ModelOutput
 from nxdpp.tracing.autograd_functions import recorded_autograd_functions
 from nxdpp.tracing.constructors import refused_modes
 from nxdpp.tracing.containers import flatten
-from nxdpp.tracing.errors import TracingError, source_line
+from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.in_place import refuse_lost_changes
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.module_state import unchanged_modules
+from nxdpp.tracing.random_numbers import refused_random_numbers
 from nxdpp.tracing.sizes import Fact, Shapes
 from nxdpp.tracing.spine import ROOT, SpineTracer, spine_names
 
@@ -118,11 +120,13 @@ class _Entry(nn.Module):
         proxies = {name: self._placeholder(name, kind) for name, kind in self._inputs.items()}
         with ExitStack() as stack:
             stack.enter_context(recorded_autograd_functions())
+            stack.enter_context(refused_random_numbers(module))
             if isinstance(self._tracer, SpineTracer):
                 first_input = next(iter(proxies.values()), None)
                 stack.enter_context(self._tracer.surroundings(module, first_input))
             else:
                 stack.enter_context(refused_modes())
+                stack.enter_context(unchanged_modules(list(module.modules())))
             output = module(**proxies, **self._constants)
         if isinstance(output, ModelOutput) and not getattr(module.config, "return_dict", True):
             output = output.to_tuple()
@@ -167,6 +171,11 @@ def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Trac
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
             return isinstance(m, leaves) or super().is_leaf_module(m, module_qualified_name)
 
+        def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+            node = super().create_node(*args, **kwargs)
+            node.stack_trace = node.stack_trace or calling_line()
+            return node  # type: ignore[no-any-return]
+
     return WithLeaves
 
 
@@ -175,8 +184,10 @@ def _refuse_constants(module: nn.Module, graph: fx.Graph) -> None:
     if constants:
         raise TracingError(
             f"{type(module).__name__}.forward makes {len(constants)} tensors outside the transformer layers "
-            f"({constants[0].target}), which this tracer turns into constants. Leave tracer_cls out, register them as "
-            f"buffers, or make the function that makes them a single node (autowrap_functions)."
+            f"({constants[0].target}), which this tracer turns into constants\n"
+            f"  at {model_line(constants[0].stack_trace)}\n"
+            f"Leave tracer_cls out, register them as buffers, or make the function that makes them a single node "
+            f"(autowrap_functions)."
         )
 
 

@@ -96,6 +96,8 @@ def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bo
 def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[str, list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model = make(name, **changes)
+    # With a cache, the unwrapped model would not keep the sequences of packed positions apart.
+    model.config.use_cache = False
     whole = reference(model)
     wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES)
     wrong = {}
@@ -130,3 +132,24 @@ def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[s
 def test_every_kind_of_input_gives_the_numbers_of_the_unwrapped_model(name: str, changes: dict[str, Any]) -> None:
     for wrong in run_ranks(2, one_after_the_other, name, changes, timeout=120):
         assert {what: parts for what, parts in wrong.items() if parts} == {}
+
+
+def packed_with_a_cache(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama", use_cache=True)
+    wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES)
+    batch = padded_batch(ROWS, LENGTH)
+    packed = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand(ROWS, LENGTH)
+    tokens = {name: batch[name] for name in ("input_ids", "labels")} | {"position_ids": packed}
+    # Before anything is sent, and so on each rank by itself.
+    with pytest.raises(ValueError, match=r"several sequences in a row, and config.use_cache is on"):
+        wrapped.run_train(**tokens)
+    wrapped.run_train(**batch | {"position_ids": packed})
+    wrapped.run_train(**tokens | {"position_ids": torch.arange(LENGTH).expand(ROWS, LENGTH)})
+    model.config.use_cache = False
+    wrapped.zero_grad()
+    assert differences(wrapped, make("llama", use_cache=False), tokens) == []
+
+
+def test_packed_positions_are_refused_where_a_cache_would_hide_them() -> None:
+    run_ranks(2, packed_with_a_cache)

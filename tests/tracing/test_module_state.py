@@ -57,17 +57,18 @@ def counts_in_python(module: Any, x: Tensor) -> None:
     module.blocks_run += 1
 
 
+@pytest.mark.parametrize("tracer", ["hf", "torch"])
 @pytest.mark.parametrize(
     "change",
     [keeps_an_input, counts, takes_from_the_input, moves_another, moves_to_what_is_computed, counts_in_python],
 )
-def test_a_forward_that_keeps_what_it_computes_is_refused(change: Callable[[Any, Tensor], Any]) -> None:
+def test_a_forward_that_keeps_what_it_computes_is_refused(change: Callable[[Any, Tensor], Any], tracer: str) -> None:
     module = Keeping(change)
     table, attributes = module.table, set(vars(module))
     with pytest.raises(
         TracingError, match=rf"forward (sets|changes) Keeping\.\w+ (to|from)(.|\n)*\.py:\d+, in {change.__name__}: "
     ):
-        trace(module, KINDS, {}, OPTIONS)
+        trace(module, KINDS, {}, TracingOptions((nn.Linear,), tracer_cls=tracer))
     assert module.table is table
     assert set(vars(module)) == attributes
 
@@ -118,6 +119,6 @@ class Constant(nn.Module):
 
 
 def test_a_constant_that_plain_fx_would_keep_elsewhere_is_refused() -> None:
-    with pytest.raises(TracingError, match=r"Leave tracer_cls out"):
+    with pytest.raises(TracingError, match=r"constants\n  at .*state.py:\d+, in forward: .*\nLeave tracer_cls out"):
         trace(Constant(), {"x": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,), tracer_cls="torch"))
     assert trace(Constant(), {"x": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).layers
