@@ -43,6 +43,13 @@ def refused_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def refused_random_tensors() -> Iterator[None]:
+    """Refuse random tensors that are made of no traced value: a tracer that records none would draw them once."""
+    with _in_torch({name: _refusal_unless_traced(name, getattr(torch, name)) for name in _RANDOM}):
+        yield
+
+
 def _in_torch(replacements: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
     return swapped(vars(torch), {n: _in_this_thread(new, getattr(torch, n)) for n, new in replacements.items()})
 
@@ -79,6 +86,14 @@ def _refusal(name: str) -> Callable[..., Any]:
         raise RuntimeError(
             f"torch.{name} is called outside the transformer layers; traced, it would be drawn once and for all"
         )
+
+    return refuse
+
+
+def _refusal_unless_traced(name: str, constructor: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        traced = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+        return (constructor if traced else _refusal(name))(*args, **kwargs)
 
     return refuse
 

@@ -76,7 +76,7 @@ class Sizes:
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             if str(node.target) not in self._shapes:
-                raise UnknownSizeError(f"the shape of {node.target} is not known at construction: give partition_batch")
+                raise UnknownSizeError(f"the shape of {node.target} is not known here; partition_batch may tell it")
             shape, dtype = self._shapes[str(node.target)]
             return torch.empty(shape, dtype=dtype)
         if node.op == "get_attr":

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.autograd_functions import recorded_autograd_functions
-from nxdpp.tracing.constructors import refused_modes
+from nxdpp.tracing.constructors import refused_modes, refused_random_tensors
 from nxdpp.tracing.containers import flatten
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
@@ -126,6 +126,7 @@ class _Entry(nn.Module):
                 stack.enter_context(self._tracer.surroundings(module, first_input))
             else:
                 stack.enter_context(refused_modes())
+                stack.enter_context(refused_random_tensors())
                 stack.enter_context(unchanged_modules(list(module.modules())))
             output = module(**proxies, **self._constants)
         if isinstance(output, ModelOutput) and not getattr(module.config, "return_dict", True):

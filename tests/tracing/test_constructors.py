@@ -1,6 +1,7 @@
 """Tensors made outside the layers are made anew in each step; random ones are refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,21 @@ def test_modes_that_tracing_would_lose_are_refused_with_every_tracer(tracer: str
     model = Frozen()
     with pytest.raises(TracingError, match=r"torch.no_grad is used outside .*\n  at .*test_constructors.py:\d+"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), lambda: torch.randn(4)], ids=["number", "tensor"])
+def test_random_tensors_that_plain_fx_would_draw_once_are_refused(draw: Callable[[], Any]) -> None:
+    model = Prepared(lambda hidden: hidden * draw())
+    with pytest.raises(TracingError, match=r"torch.randn? is called outside .*\n  at .*test_constructors.py:\d+"):
+        trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
+
+
+def test_plain_fx_draws_what_is_like_a_traced_value_in_each_step() -> None:
+    model = Prepared(torch.rand_like)
+    traced = trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
+    x = torch.ones(2, 4)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = model(x)
+        torch.manual_seed(seed)
+        assert torch.equal(run_graph(model, traced, {"x": x}), expected)
