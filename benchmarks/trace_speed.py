@@ -69,7 +69,7 @@ def measure(config: LlamaConfig) -> Seconds:
 def construct(model: LlamaForCausalLM) -> ProgramCache:
     """Trace, cut, and keep the last stage."""
     options = TracingOptions(find_layer_classes(model, None))
-    cache = ProgramCache(model, options, None, STAGES - 1, {})
+    cache = ProgramCache(model, options, None, (STAGES - 1,), {})
     kinds = arguments.first_inputs(model, None)
     first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training), example_shapes(model, kinds))
     layers = layers_in_order(first, layer_names(model, options.layer_classes))
