@@ -1,9 +1,10 @@
-"""``python -m nxdpp``: what can be known of a pipeline without running it.
+"""``python -m nxdpp``: what can be known of a pipeline without running it, and of one that has run.
 
 ::
 
     python -m nxdpp plan CONFIG --pipeline-parallel-size 4 --num-microbatches 16
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
+    python -m nxdpp timeline trace.json
 """
 
 import argparse
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxdpp.schedules import command
+from nxdpp.schedules import command, timeline_command
 
 if TYPE_CHECKING:
     from nxdpp.pipeline.plan import StageSummary
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
     plan.set_defaults(run=_plan)
     command.add_parser(commands)
+    timeline_command.add_parser(commands)
     return parser
 
 

@@ -25,12 +25,10 @@ _TOKENS = InputKind(2, torch.int64)
 _UNKNOWN = InputKind(None, None)
 
 
-def check_later_features(param_init_fn: Any, trace_file_path: Any) -> None:
+def check_later_features(param_init_fn: Any) -> None:
     """Raise ``NotImplementedError`` for what is not built yet."""
     if param_init_fn is not None:
         raise NotImplementedError("param_init_fn: materialising a model from the meta device is not built yet.")
-    if trace_file_path is not None:
-        raise NotImplementedError("trace_file_path: writing a trace of the run is not built yet.")
 
 
 def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:

@@ -19,6 +19,7 @@ from nxdpp.parallel_layers import failure_watch
 from nxdpp.pipeline.border import Border, incoming, outgoing
 from nxdpp.pipeline.link import Link, LocalLink, RemoteLink, Stream
 from nxdpp.pipeline.program import StageProgram
+from nxdpp.pipeline.recording import RecordedLink, Recorder
 from nxdpp.pipeline.stage_runner import StageRunner
 from nxdpp.pipeline.step_timer import StepTimer
 from nxdpp.pipeline.transport import Direction, Transport
@@ -50,6 +51,7 @@ class Engine:
         releases: for each compute action in order, the sends that are known to be over after it.
         under_way: how many microbatches a link may have sent one way that are not known to have arrived, before it
             waits for the oldest; ``None`` for any number.
+        recorder: collects what this rank does and when; without one nothing is recorded, at no cost.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Engine:
         actions: Sequence[Action],
         releases: Sequence[Sequence[Action]],
         under_way: int | None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._placement = placement
         self._rank = rank
         self._transport = transport
@@ -130,7 +134,8 @@ class Engine:
         assert self._transport is not None, "other ranks have stages"
         chunks = self._placement.chunks
         pair = self._chunk(border.maker) * chunks + self._chunk(border.user)
-        return RemoteLink(
+        make_link = RemoteLink if self._recorder is None else partial(RecordedLink, self._recorder)
+        return make_link(
             border,
             self._transport,
             peer,
@@ -155,6 +160,8 @@ class Engine:
         for i, action in enumerate(actions):
             new = self._calls_of(action, last_sends[action.stage, action.kind, action.microbatch] == i)
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
+                if self._recorder is not None:
+                    new = [self._recorder.computing(action, call) for call in new]
                 new += [self._release(send) for send in next(over, ())]
             calls += new
             called_for += [action] * len(new)

@@ -12,6 +12,7 @@ from nxdpp.parallel_layers import move_model_to_device, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.chosen_schedule import ChosenSchedule, Written
+from nxdpp.pipeline.chrome_trace import check_path
 from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.fingerprint import parameter_lines
 from nxdpp.pipeline.local_module import (
@@ -66,7 +67,9 @@ class NxDPPModel(nn.Module):
         tracer_cls: ``"hf"``, which traces only what stands above layers; ``"torch"``, plain ``torch.fx``; or
             a ``torch.fx.Tracer`` class. By default ``"hf"``.
         param_init_fn: ``None``; materialising a model from the meta device is not built yet.
-        trace_file_path: ``None``; writing a trace of the run is not built yet.
+        trace_file_path: a file for a Chrome trace of what each rank did when, for Perfetto and ``python -m nxdpp
+            timeline``; whole after each step. Data-parallel replicas write beside it (``trace.pipeline1.json``).
+            A file that is there is replaced. It makes a step end together on all ranks, and a little slower.
         use_zero1_optimizer: leave averaging gradients over data-parallel ranks to the optimizer.
         auto_partition: split the layers evenly, said explicitly; excludes ``pipeline_cuts``.
         deallocate_pipeline_outputs: free an activation once it is sent; only its place in the autograd graph
@@ -120,7 +123,8 @@ class NxDPPModel(nn.Module):
         arguments.check_kinds(module, pipeline_cuts, input_names, leaf_module_cls)
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         ranks = parallel_state.get_pipeline_model_parallel_size()
-        arguments.check_later_features(param_init_fn, trace_file_path)
+        arguments.check_later_features(param_init_fn)
+        trace_path = None if trace_file_path is None else check_path(trace_file_path)
         arguments.check_number_of_microbatches(num_microbatches)
         chosen = ChosenSchedule(schedule, ranks, num_microbatches, virtual_pipeline_size)
         self.stages = chosen.placement.stages
@@ -150,6 +154,7 @@ class NxDPPModel(nn.Module):
             "stages": self.stages,
             "num_microbatches": num_microbatches,
             "broadcast_and_average_loss": broadcast_and_average_loss,
+            "trace": trace_path is not None,
         }
         self._programs = ProgramCache(module, options, output_loss_value_spec, self.local_stages, settings)
         kinds = arguments.first_inputs(module, input_names, partition_batch)
@@ -175,7 +180,7 @@ class NxDPPModel(nn.Module):
         self.use_zero1_optimizer = use_zero1_optimizer
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
         self._rank_of_last_stage = chosen.placement.rank_of(self.stages - 1)
-        self._steps = Steps(chosen, self.rank, keep_outputs=not deallocate_pipeline_outputs)
+        self._steps = Steps(chosen, self.rank, keep_outputs=not deallocate_pipeline_outputs, trace_path=trace_path)
         self._replicas_agree = False
         # The whole model, for tracing; not a submodule, because most of it is not here.
         self.__dict__["original_module"] = module

@@ -1,6 +1,8 @@
 """Running steps on one rank of a pipeline: the same on all ranks, with the engine for the inputs at hand."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from nxdpp.pipeline.chosen_schedule import ChosenSchedule
 from nxdpp.pipeline.engine import Engine
 from nxdpp.pipeline.program import RankProgram
 from nxdpp.pipeline.same_graph import SameStep, Step
+from nxdpp.pipeline.step_trace import StepTrace
 from nxdpp.pipeline.transport import Direction, Transport
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.lowering import lower, lower_rank
@@ -27,14 +30,16 @@ class Steps:
         schedule: of the pipeline.
         rank: this rank of it.
         keep_outputs: hold sent activations until their backward.
+        trace_path: where to write what happens in each step; ``None`` not to.
     """
 
-    def __init__(self, schedule: ChosenSchedule, rank: int, keep_outputs: bool) -> None:
+    def __init__(self, schedule: ChosenSchedule, rank: int, keep_outputs: bool, trace_path: Path | None = None) -> None:
         self.busy_share = 0.0
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
         self._transport: Transport | None = None
+        self._trace = None if trace_path is None else StepTrace(trace_path, schedule.name)
         self._same_step = SameStep(parallel_state.get_pipeline_control_group())
 
     def transport(self, device: torch.device) -> Transport:
@@ -69,7 +74,8 @@ class Steps:
             failure_watch.report(error)
             raise
         engine = self._engine(program, device, train) if known is None else known[0]
-        results = engine.run(microbatches)
+        with nullcontext() if self._trace is None else self._trace.step(device, train):
+            results = engine.run(microbatches)
         self.busy_share = engine.busy_share
         if known is None:
             program.remember(signature, engine, step_digest)
@@ -90,6 +96,7 @@ class Steps:
             actions,
             releases(compute, self._rank, program.edges) if train else [],
             self._under_way(compute, program, train),
+            None if self._trace is None else self._trace.recorder,
         )
 
     def _under_way(self, compute: Schedule, program: RankProgram, train: bool) -> int | None:

@@ -109,22 +109,23 @@ def _print_timeline(title: str, timeline: Timeline) -> None:
     from nxdpp.schedules.drawing import draw
     from nxdpp.schedules.report import rank_table
 
-    console = _console()
-    console.print(title)
-    console.print(draw(timeline, console.width))
-    console.print(rank_table(timeline))
-    console.print(f"makespan {timeline.makespan:.6g}, idle {100 * timeline.mean_idle:.1f} % on average")
+    out = console()
+    out.print(title)
+    out.print(draw(timeline, out.width))
+    out.print(rank_table(timeline))
+    out.print(f"makespan {timeline.makespan:.6g}, idle {100 * timeline.mean_idle:.1f} % on average")
 
 
 def _print_comparison(title: str, rows: list[Compared], chosen: str | None) -> None:
     from nxdpp.schedules.report import comparison_table
 
-    console = _console()
-    console.print(title)
-    console.print(comparison_table(rows, console.width, chosen))
+    out = console()
+    out.print(title)
+    out.print(comparison_table(rows, out.width, chosen))
 
 
-def _console() -> "Console":
+def console() -> "Console":
+    """Where to print to."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE

@@ -40,14 +40,17 @@ class _Piece:
     style: str = "dim"
 
 
-def draw(timeline: Timeline, width: int) -> Text:
-    """The timeline in lines of at most ``width`` columns; of more, where not even one action fits beside its rank."""
+def draw(timeline: Timeline, width: int, like: Timeline | None = None) -> Text:
+    """The timeline in lines of at most ``width`` columns; of more, where not even one action fits beside its rank.
+
+    A column is as long as in the drawing of ``like``, the same actions at other times, where that is given.
+    """
     cell = 1 + max(
         len(labels.label(span.action))
         for spans, labels in ((spans, RankLabels(spans)) for spans in timeline.spans)
         for span in spans
     )
-    scale = cell / _unit(timeline)
+    scale = cell / _unit(timeline if like is None else like)
     rows = [list(_pieces(spans, scale, round(timeline.makespan * scale))) for spans in timeline.spans]
     columns = max(1, rows[0][-1].end)
     heads = [f"rank {rank:<{len(str(len(rows) - 1))}}  " for rank in range(len(rows))]

@@ -88,9 +88,15 @@ def simulate(
         [Span(a, start, start + lasts[a.kind][a.stage]) for a, start in zip(actions, at, strict=True)]
         for actions, at in zip(schedule, starts, strict=True)
     ]
+    return timeline_of(spans)
+
+
+def timeline_of(spans: list[list[Span]]) -> Timeline:
+    """What ``spans`` of each rank, the first of all starting at 0, come to."""
+    schedule = [[span.action for span in rank] for rank in spans]
     makespan = max(span.end for rank in spans for span in rank)
     idle = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in spans]
-    share = sizes.ranks / sizes.stages
+    share = len(schedule) / len({action.stage for actions in schedule for action in actions})
     return Timeline(spans, makespan, idle, [peak * share for peak in live_peaks(schedule)])
 
 
