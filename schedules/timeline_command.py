@@ -43,19 +43,16 @@ def run(options: argparse.Namespace) -> None:
     ideal = times.simulate(step)
     out = console()
     out.print(f"{options.file} has {recording.describe()}. Times are milliseconds.")
-    out.print(
-        f"\n{step.name}, as it was: makespan {_milliseconds(real.makespan)}, idle {_percent(real.mean_idle)} on average"
-    )
+    out.print(f"\n{step.name}, as it was: {_figures(real)}")
     out.print(draw(real, out.width))
-    out.print(f"simulated: makespan {_milliseconds(ideal.makespan)}, idle {_percent(ideal.mean_idle)} on average")
+    out.print(f"simulated: {_figures(ideal)}")
     out.print(draw(ideal, out.width, like=real))
     out.print(_ranks(step, real, ideal))
     out.print(_stages(times, step))
     lost = real.makespan - ideal.makespan
     share = f", {_percent(lost / real.makespan)} of the step" if real.makespan else ""
-    out.print(
-        f"lost: {_milliseconds(real.makespan)} - {_milliseconds(ideal.makespan)} = {_milliseconds(lost)} ms{share}"
-    )
+    figures = " - ".join(_milliseconds(timeline.makespan) for timeline in (real, ideal))
+    out.print(f"lost: {figures} = {_milliseconds(lost)} ms{share}")
 
 
 def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline) -> "Table":
@@ -99,6 +96,10 @@ def _stages(times: MeasuredTimes, step: RecordedStep) -> "Table":
     for stage, figures in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(stage), *map(_milliseconds, figures))
     return table
+
+
+def _figures(timeline: Timeline) -> str:
+    return f"makespan {_milliseconds(timeline.makespan)}, idle {_percent(timeline.mean_idle)} on average"
 
 
 def _milliseconds(time: float) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.__main__ import main
+from nxdpp.schedules.families import find_family
 from tests.distributed import run_ranks
 from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 
@@ -25,14 +26,15 @@ def load(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def train(rank: int, path: str, chunks: int, deallocate: bool) -> None:
+def train(rank: int, path: str, schedule: str, deallocate: bool) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     model = make("llama", layers=8)
     whole = reference(model)
     wrapped = NxDPPModel(
         model,
         num_microbatches=MICROBATCHES,
-        virtual_pipeline_size=chunks,
+        virtual_pipeline_size=2 if schedule == "interleaved" else 1,
+        schedule=schedule,
         deallocate_pipeline_outputs=deallocate,
         trace_file_path=path,
     )
@@ -44,39 +46,45 @@ def train(rank: int, path: str, chunks: int, deallocate: bool) -> None:
     wrapped.run_eval(**batch)
 
 
-def expected_names(stages: int, trains: bool) -> Counter[str]:
-    """Of a chain in which no two neighbours are on one rank."""
+def expected_names(schedule: str, trains: bool) -> Counter[str]:
+    """Of a chain of stages."""
+    family = find_family(schedule)
+    placement = family.placement(RANKS, None)
+    backward = "" if not trains else "IW" if family.splits_backward else "B"
+    stages = placement.stages
     names: list[str] = []
     for microbatch in range(MICROBATCHES):
         for stage in range(stages):
             at = f"s{stage} mb{microbatch}"
             ways = [("F", stage, stage + 1)] + ([("B", stage + 1, stage)] if trains else [])
-            names += [f"F {at}"] + ([f"B {at}"] if trains else [])
-            for kind, sender, receiver in ways if stage + 1 < stages else []:
+            names += [f"{kind} {at}" for kind in f"F{backward}"]
+            if stage + 1 == stages or placement.rank_of(stage) == placement.rank_of(stage + 1):
+                continue
+            for kind, sender, receiver in ways:
                 here, there = f"{kind} s{sender} mb{microbatch}", f"{kind} s{receiver} mb{microbatch}"
                 names += [f"send {here} to s{receiver}", f"wait sent {here} to s{receiver}"]
                 names += [f"receive {there} from s{sender}", f"wait {there} from s{sender}"]
     return Counter(names)
 
 
-@pytest.mark.parametrize(("chunks", "deallocate"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("schedule", "deallocate"), [("1f1b", False), ("interleaved", True), ("zb-v", False)])
 def test_every_event_is_there_once(
-    tmp_path: Path, chunks: int, deallocate: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, schedule: str, deallocate: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.json"
-    run_ranks(RANKS, train, str(path), chunks, deallocate)
+    run_ranks(RANKS, train, str(path), schedule, deallocate)
     slices = [event for event in load(path) if event["ph"] == "X"]
     for step, trains in enumerate((True, True, False)):
         of_step = [event for event in slices if event["args"]["step"] == step]
         told = [event["name"] for event in of_step if event["cat"] not in ("step", "wait layouts")]
-        assert Counter(told) == expected_names(RANKS * chunks, trains)
+        assert Counter(told) == expected_names(schedule, trains)
         _check_order(of_step)
     assert sorted(path.parent.iterdir()) == [path]
 
     assert main(["timeline", str(path), "--step", "1"]) == 0
     printed = capsys.readouterr().out
     assert "steps 0 to 2" in printed
-    assert f"step 1, train, {'interleaved' if chunks == 2 else '1f1b'}, as it was: makespan" in printed
+    assert f"step 1, train, {schedule}, as it was: makespan" in printed
     assert main(["timeline", str(path)]) == 0
     assert "step 2, eval" in capsys.readouterr().out
 
@@ -94,8 +102,11 @@ def _check_order(events: list[dict[str, Any]]) -> None:
     for event in events:
         if event["cat"] == "wait":
             said = event["args"]
-            made = spans[f"{said['kind']} s{said['other']} mb{said['microbatch']}"]
-            used = spans[f"{said['kind']} s{said['stage']} mb{said['microbatch']}"]
+            kinds = ("F",) if said["kind"] == "F" else ("B", "I")
+            made, used = (
+                next(spans[name] for kind in kinds if (name := f"{kind} s{stage} mb{said['microbatch']}") in spans)
+                for stage in (said["other"], said["stage"])
+            )
             # The ranks share the clock of this machine.
             assert made[1] <= spans[event["name"]][1] <= used[0] + 1e-3
 
