@@ -128,8 +128,11 @@ class Recorder:
         def recorded() -> None:
             self._waited = None
             start = self._clock.stamp()
-            call()
-            self.add(What.COMPUTE, kind, stage, microbatch, None, start if self._waited is None else self._waited)
+            try:
+                call()
+            finally:
+                # Also the one that failed, so that the trace of a step that is cut short ends with it.
+                self.add(What.COMPUTE, kind, stage, microbatch, None, start if self._waited is None else self._waited)
 
         return recorded
 
@@ -159,11 +162,12 @@ class RecordedLink(RemoteLink):
     def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
         """Wait for the tensors."""
         start = self._recorder.stamp()
-        tensors = super().take(direction, microbatch)
-        if tensors:
-            here, there = self._ends(direction, sends=False)
-            self._recorder.add(What.WAIT, _KINDS[direction], here, microbatch, there, start)
-        return tensors
+        try:
+            return super().take(direction, microbatch)
+        finally:
+            if self._crossings(direction):
+                here, there = self._ends(direction, sends=False)
+                self._recorder.add(What.WAIT, _KINDS[direction], here, microbatch, there, start)
 
     def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Start to send."""

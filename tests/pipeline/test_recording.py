@@ -48,6 +48,18 @@ def test_a_computation_begins_when_its_wait_is_over() -> None:
     assert step.start <= wait.start <= wait.end == first.start <= first.end <= second.start <= second.end <= step.end
 
 
+def test_a_computation_that_fails_is_the_last_event() -> None:
+    recorder = Recorder()
+    recorder.begin(torch.device("cpu"))
+
+    def forward() -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        recorder.computing(Action(1, ActionKind.FORWARD, 2), forward)()
+    assert recorder.end(ahead=0)[-1].name == "F s1 mb2"
+
+
 def test_a_step_is_recorded_alone_and_on_the_other_clock() -> None:
     recorder = Recorder()
     recorder.begin(torch.device("cpu"))

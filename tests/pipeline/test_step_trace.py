@@ -168,6 +168,9 @@ def test_the_file_of_a_run_that_is_cut_short_loads(
     # A rank that is killed writes nothing; one that fails what it did until then.
     assert steps[0] == {0, 1, 2, 3}
     assert (2 in steps.get(1, set())) == (how != "kill")
+    if how != "kill":
+        failed = [event["name"] for event in load(path) if event.get("tid") == 2 and event.get("cat") == "compute"][-1]
+        assert failed == "F s2 mb2"
 
     assert main(["timeline", str(path)]) == 0
     assert "step 0, train, 1f1b, as it was" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 """``python -m nxdpp timeline``: what it prints and refuses."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,13 @@ def test_a_step_that_lost_time(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert words[1] == ["1", "1", "33.3", "%", "20.0", "%", "12", "12", "1", "0", "5"]
     # Stage, forward, backward and transfer.
     assert words[2] == ["0", "1", "2", "0"]
+
+
+def test_torch_is_not_imported(trace: Path) -> None:
+    program = f"import sys; from nxdpp.__main__ import main; main(['timeline', {str(trace)!r}]); "
+    program += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_bad_files_and_steps_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
