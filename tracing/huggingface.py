@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
+import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -76,11 +77,13 @@ def refuse_packed_positions(model: nn.Module, inputs: Mapping[str, Any]) -> None
     There is none in a pipeline, and in one process with ``use_cache=True`` there is.
     """
     positions = inputs.get("position_ids")
-    if not isinstance(model, PreTrainedModel) or positions is None or inputs.get("attention_mask") is not None:
+    if not isinstance(model, PreTrainedModel) or inputs.get("attention_mask") is not None:
         return
-    caching = [name for name, config in _configurations(model).items() if getattr(config, "use_cache", False)]
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+        return
+    caching = [name for name, config in _configurations(model).items() if _makes_cache(config)]
     # Transformers asks the same of the values, with each microbatch.
-    if caching and positions.ndim == 2 and bool((positions.diff(dim=-1) != 1).any()):
+    if caching and bool((positions.diff(dim=-1) != 1).any()):
         raise ValueError(
             f"position_ids have several sequences in a row, and {caching[0]}.use_cache is on: without a pipeline the "
             f"model would make a cache, and let these sequences attend to each other; a pipeline has no cache, and "
@@ -129,6 +132,12 @@ def _configurations(model: PreTrainedModel) -> dict[str, PreTrainedConfig]:
         if isinstance(value, PreTrainedConfig):
             found[f"config.{name}"] = value
     return found
+
+
+def _makes_cache(config: PreTrainedConfig) -> bool:
+    # Configurations of encoders have use_cache too, for the decoders that they may be.
+    decodes = getattr(config, "is_decoder", True) or config.is_encoder_decoder
+    return bool(getattr(config, "use_cache", False) and decodes)
 
 
 def _is_own(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import fx
 from transformers import PreTrainedModel
 
 from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.huggingface import refuse_packed_positions
 from tests.tracing.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
 
 LAYER_PREFIX = {
@@ -216,3 +217,29 @@ def test_layers_dropped_at_random_are_refused(rate: str) -> None:
 
     setattr(model.config, rate, 0.0)
     assert len(trace_with(model, make_inputs("llama")).layers) == 2
+
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "inputs", "refused"),
+    [
+        ("llama", {"position_ids": PACKED}, True),
+        ("llama", {"position_ids": PACKED, "attention_mask": None}, True),
+        ("llama", {"position_ids": PACKED, "attention_mask": torch.ones(1, 5)}, False),
+        ("llama", {"position_ids": torch.arange(3, 8).unsqueeze(0)}, False),
+        ("llama", {"position_ids": None}, False),
+        ("llama", {}, False),
+        ("bert", {"position_ids": PACKED}, False),  # an encoder makes no cache
+    ],
+)
+def test_packed_positions_need_a_model_without_a_cache(
+    architecture: str, inputs: dict[str, Any], refused: bool
+) -> None:
+    model = make_model(architecture)
+    model.config.use_cache = True
+    with pytest.raises(ValueError, match=r"config.use_cache is on.*use_cache=False") if refused else nullcontext():
+        refuse_packed_positions(model, inputs)
+    model.config.use_cache = False
+    refuse_packed_positions(model, inputs)
