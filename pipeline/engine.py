@@ -81,6 +81,7 @@ class Engine:
         self._device = device
         self.busy_share = 0.0
         local: dict[tuple[int, int], LocalLink] = {}
+        splits = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
         self._links_in: dict[int, dict[int, Link]] = {}
         self._links_out: dict[int, dict[int, Link]] = {}
         self._runners: dict[int, StageRunner] = {}
@@ -94,6 +95,7 @@ class Engine:
                 device,
                 train,
                 keep_outputs,
+                splits,
             )
         self._calls, self._called_for = self._compile(actions, releases)
 
@@ -118,7 +120,7 @@ class Engine:
             for link in links.values():
                 link.finish()
         if self._transport is not None:
-            self._transport.finish_descriptions()
+            self._transport.finish()
         timer.stop()
         self.busy_share = timer.busy_share
         results: dict[int, list[Any]] = {}

@@ -5,6 +5,7 @@ import pickle
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,12 +57,12 @@ class ValueLayout:
 
     skeleton: Any
 
-    @property
+    @cached_property
     def tensors(self) -> list[TensorLayout]:
         """Layouts of the tensors, in the order in which they travel."""
         return [leaf for leaf in leaves_of(self.skeleton) if isinstance(leaf, TensorLayout)]
 
-    @property
+    @cached_property
     def shares_memory(self) -> bool:
         """Whether a tensor of it has memory in common with another that crosses."""
         return any(tensor.shares_memory for tensor in self.tensors)

@@ -55,6 +55,7 @@ class StageRunner:
         train: whether backwards follow; the stage's first result is then the loss, and its mean over the
             microbatches is what is differentiated.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
+        splits: whether backwards come in two parts.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StageRunner:
         device: torch.device,
         train: bool,
         keep_outputs: bool,
+        splits: bool,
     ) -> None:
         self.results: dict[int, list[Any]] = {}
         self._program = program
@@ -79,6 +81,7 @@ class StageRunner:
         self._device = device
         self._train = train
         self._keep_outputs = keep_outputs
+        self._splits = splits
         self._stand_ins: dict[str, Any] | None = None
         self._described = False
         self._analysis = BackwardAnalysis()
@@ -114,7 +117,8 @@ class StageRunner:
         ]
         arguments = program.arguments(inputs, received, self._stand_ins or {})
         with self._timer.computing():
-            values = program.module(*arguments)
+            # Not through ``__call__``: there are no hooks, and its wrappers take time.
+            values = program.module.forward(*arguments)
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
         made = dict(zip(plan.made, values, strict=True))
@@ -188,7 +192,8 @@ class StageRunner:
                 if crossing.layout.requires_grad and self._train:
                     live.arrivals.append(Arrival(tensor))
                     tensor = live.arrivals[-1].enter_graph()
-                    live.entries.append(get_gradient_edge(tensor))
+                    if self._splits:
+                        live.entries.append(get_gradient_edge(tensor))
                 tensors[crossing.value].append(tensor)
             for name, parts in tensors.items():
                 received[name] = self._layouts(link)[name].build(parts)

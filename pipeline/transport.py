@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.pipeline.layout import TensorLayout
+from nxdpp.pipeline.receive_buffers import ReceiveBuffers
 
 
 class Direction(IntEnum):
@@ -55,8 +56,9 @@ class Transport:
         self._groups = groups
         self._control = control
         self._device = device
-        on_host = dist.get_backend(groups[Direction.ACTIVATION]) == "gloo"
-        self._wire_device = torch.device("cpu") if on_host else device
+        self._on_host = dist.get_backend(groups[Direction.ACTIVATION]) == "gloo"
+        self._wire_device = torch.device("cpu") if self._on_host else device
+        self._buffers = ReceiveBuffers()
         self._descriptions: deque[tuple[Work, torch.Tensor]] = deque()
 
     def post_receive(
@@ -77,8 +79,9 @@ class Transport:
         tensor = tensor.to(self._wire_device)
         return self._groups[direction].send([_flat(tensor)], destination, _wire_tag(direction, tag)), tensor
 
-    def finish_descriptions(self) -> None:
-        """Wait until all objects have left."""
+    def finish(self) -> None:
+        """The step is over: wait until all objects have left, and keep no memory."""
+        self._buffers.clear()
         while self._descriptions:
             self._descriptions.popleft()[0].wait()
 

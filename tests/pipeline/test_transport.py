@@ -55,7 +55,7 @@ def describe(rank: int) -> None:
     description = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
     if rank == 0:
         transport.send_object(description, 1, 0)
-        transport.finish_descriptions()
+        transport.finish()
     else:
         received = transport.receive_object(0, 0)
         assert received == description
@@ -106,7 +106,7 @@ def cross(rank: int) -> None:
     if rank == 0:
         sends = [transport.send(TENSORS[0] + direction, 1, direction, 7) for direction in Direction]
         transport.send_object("description", 1, 7)
-        transport.finish_descriptions()
+        transport.finish()
         for work, _ in sends:
             work.wait()
         return
