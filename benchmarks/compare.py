@@ -3,7 +3,8 @@
     python benchmarks/compare.py [--only efficiency|overhead|llama|memory] [--json FILE] [--quick]
 
 Starts its own ranks (gloo, one thread each), prints one table and, with ``--json``, writes the same as JSON.
-``--table FILE`` prints the table of such a file again and runs nothing. docs/performance.md says what is measured.
+``--table FILE [--markdown]`` prints the table of such a file again and runs nothing.
+docs/performance.md says what is measured.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from rich.console import Console  # noqa: E402
 
 from benchmarks.compare.sections import SECTIONS, run_section  # noqa: E402
 from benchmarks.compare.session import Effort, describe_session  # noqa: E402
-from benchmarks.compare.table import print_table, read_rows, rows_as_json  # noqa: E402
+from benchmarks.compare.table import print_markdown, print_table, read_rows, rows_as_json  # noqa: E402
 
 FULL = Effort(warm_up=2, steps=12)
 WIDTH = 150
@@ -35,13 +36,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the session as JSON")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK.steps} steps a row, too few for a verdict")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a JSON file and run nothing")
+    parser.add_argument("--markdown", action="store_true", help="with --table: for a document")
     asked = parser.parse_args(arguments)
+    if asked.markdown and asked.table is None:
+        parser.error("--markdown needs --table FILE: a run is written with --json first")
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
     if asked.table is not None:
         content = json.loads(asked.table.read_text())
-        print_table(console, read_rows(content), content["session"])
+        rows, session = read_rows(content), content["session"]
+        if asked.markdown:
+            print_markdown(rows, session)
+        else:
+            print_table(console, rows, session)
         return
     effort = QUICK if asked.quick else FULL
     session = describe_session(effort)

@@ -8,17 +8,13 @@ from torch import nn
 from benchmarks.compare.contender import US, Contender
 from benchmarks.compare.job import Job
 from nxdpp import NxDPPModel
-from nxdpp.pipeline.stage_runner import StageRunner
-from nxdpp.schedules.families import find_family
 
 
 class Ours(Contender):
-    """An ``NxDPPModel``; raises ``NotImplementedError`` for a family that it does not run."""
+    """An ``NxDPPModel``."""
 
     def __init__(self, job: Job, family: str, chunks: int) -> None:
         super().__init__(US, family)
-        if find_family(family).splits_backward and not hasattr(StageRunner, "input_gradient"):
-            raise NotImplementedError("the engine does not split backwards")
         self._model = NxDPPModel(
             job.make_model(),
             transformer_layer_cls=job.layer_class,

@@ -60,6 +60,23 @@ def describe(session: Mapping[str, Any]) -> str:
     )
 
 
+def print_markdown(rows: Sequence[Row], session: Mapping[str, Any]) -> None:
+    """The same table for a document."""
+    print(f"{describe(session)}.\n")
+    for (section, case), group in groupby(rows, key=lambda row: (row.section, row.case)):
+        print(f"**{section}: {case}**\n")
+        print(markdown_line([name for name, _ in COLUMNS]))
+        print(markdown_line(["---:" if justify == "right" else "---" for _, justify in COLUMNS]))
+        for row in group:
+            print(markdown_line(cells(row)))
+        print()
+
+
+def markdown_line(texts: Iterable[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(texts)} |"
+
+
 def rows_as_json(rows: Iterable[Row], session: Mapping[str, Any]) -> str:
     """``{"session": …, "rows": […]}``; each row with its verdicts and whether they are met."""
     listed = [

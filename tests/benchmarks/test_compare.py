@@ -18,7 +18,7 @@ from benchmarks.compare.overhead import targets
 from benchmarks.compare.rows import Row, Verdict, refused_row
 from benchmarks.compare.session import Effort, describe_session
 from benchmarks.compare.stacks import stack_job
-from benchmarks.compare.table import print_table, read_rows, rows_as_json
+from benchmarks.compare.table import print_markdown, print_table, read_rows, rows_as_json
 from nxdpp.parallel_layers import parallel_state
 from tests.distributed import run_ranks
 
@@ -81,6 +81,12 @@ def test_rows_survive_json_and_a_missed_target_is_shown() -> None:
     assert "because" in text
     assert "0 of 1 targets are met." in text
     assert "not met: efficiency, 5 ms, 1f1b: 0.7 x torch (at most 0.6: NOT met)" in text
+
+
+def test_a_table_for_a_document_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row("efficiency", "5 ms", "1f1b", US, "ms", 50.0, 49.0, 51.0, 12, [Verdict(PEER, 0.7, 0.6)])
+    print_markdown([row], describe_session(Effort(1, 3)))
+    assert "| 1f1b | nxdpp | 50 | 49 to 51 | ms | 0.7 x torch (at most 0.6: NOT met) |" in capsys.readouterr().out
 
 
 def light_rank(rank: int) -> list[Entry]:
