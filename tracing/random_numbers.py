@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,8 +47,10 @@ def refused_random_numbers(model: nn.Module) -> Iterator[None]:
 
 def _refusal(function: Callable[..., Any], thread: int) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A data loader's thread goes on shuffling meanwhile.
-        if threading.get_ident() != thread:
+        # A data loader's thread goes on shuffling meanwhile. What transformers draws is whether to drop a layer, and
+        # rates of that other than 0 are refused (``huggingface.refuse_untraceable``).
+        drops_layers = str(sys._getframe(1).f_globals.get("__name__")).startswith("transformers.models.")
+        if threading.get_ident() != thread or drops_layers:
             return function(*args, **kwargs)
         raise RuntimeError(
             f"{_FUNCTIONS[function]} is called outside the transformer layers; traced, it would be drawn once and for "

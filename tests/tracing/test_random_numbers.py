@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable
 from random import uniform
+from typing import Any
 
 import numpy
 import pytest
@@ -47,3 +48,10 @@ def test_other_threads_draw_meanwhile() -> None:
         thread.start()
         thread.join()
     assert len(drawn) == 1
+
+
+def test_transformers_may_ask_whether_to_drop_a_layer() -> None:
+    drawn: dict[str, Any] = {"__name__": "transformers.models.musicgen.modeling_musicgen", "random": random}
+    with refused_random_numbers(PlainModel()):
+        exec("number = random.uniform(0, 1)", drawn)
+    assert 0 <= drawn["number"] <= 1
