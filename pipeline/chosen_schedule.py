@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import check
@@ -24,7 +25,8 @@ class ChosenSchedule:
             with several chunks is interleaved.
         ranks: of the pipeline.
         microbatches: of a step.
-        chunks: stages a rank (``virtual_pipeline_size``); 1 leaves it to a schedule that needs more.
+        chunks: stages a rank (``virtual_pipeline_size``); 1 leaves it to the schedule, which
+            has two where stages are interleaved or in a V.
 
     Raises ``ValueError`` for a schedule that does not exist, cannot run, or is for other numbers.
     """
@@ -41,12 +43,15 @@ class ChosenSchedule:
         if isinstance(schedule, str) and not schedule.endswith(".csv"):
             self._family = find_family(schedule)
             self.name = schedule
-            wanted = None if chunks == 1 and self._family.fewest_chunks > 1 else chunks
+            wanted = None if chunks == 1 else chunks
             self.placement: Placement | ListedPlacement = self._family.placement(ranks, wanted)
         else:
             is_file = isinstance(schedule, str | Path)
+            if not is_file:
+                _check_lists(schedule)
             self._written = read_schedule(Path(schedule)) if is_file else parse_schedule(schedule)  # type: ignore[arg-type]
-            self.name = str(schedule) if is_file else "written"
+            # Ranks with other lists would wait for each other; where the file lies is nobody's business.
+            self.name = f"written: {[' '.join(map(str, actions)) for actions in self._written]}"
             self.placement = self._placement_of_written(chunks)
 
     @cached_property
@@ -92,3 +97,15 @@ class ChosenSchedule:
                 f"virtual_pipeline_size={chunks}, but the schedule has up to {placement.chunks} stages a rank."
             )
         return placement
+
+
+def _check_lists(schedule: Any) -> None:
+    """Raise ``TypeError`` for what is no list of lists of texts."""
+    lists = list(schedule) if isinstance(schedule, list | tuple) else [schedule]
+    for actions in lists:
+        texts = actions if isinstance(actions, list | tuple | str) else [actions]
+        if actions is schedule or texts is not actions or not all(isinstance(text, str) for text in texts):
+            raise TypeError(
+                f"schedule={schedule!r:.80}: give the name of a family, the path of a CSV file, or a list of actions "
+                f"for each rank, one text each."
+            )

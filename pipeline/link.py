@@ -114,7 +114,8 @@ class RemoteLink:
         microbatches: of a step.
         streams: the receives from that rank, by direction, of all its links to this one.
         under_way: how many microbatches may be sent one way and not be known to have arrived; ``None`` for any
-            number, where ``release`` tells.
+            number, where ``release`` tells. In a first step it is any number, too: a receive whose layout is not
+            known is posted so late that ranks could wait for each other for ever.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class RemoteLink:
         self._microbatches = microbatches
         self._streams = streams
         self._under_way = under_way
+        self._is_first_step = True
         self._posted: dict[tuple[Direction, int], Pending] = {}
         self._sent: dict[tuple[Direction, int], list[tuple[Work, torch.Tensor]]] = {}
 
@@ -176,7 +178,8 @@ class RemoteLink:
             )
             for crossing, tensor in zip(self._crossings(direction), tensors, strict=True)
         ]
-        if self._under_way is not None and len(self._sent) > self._under_way:
+        limit = None if self._is_first_step else self._under_way
+        if limit is not None and len(self._sent) > limit:
             self.release(*next(iter(self._sent)))
 
     def release(self, direction: Direction, microbatch: int) -> None:
@@ -188,6 +191,7 @@ class RemoteLink:
         """Wait until everything has left."""
         for sent in list(self._sent):
             self.release(*sent)
+        self._is_first_step = False
 
     def _crossings(self, direction: Direction) -> list[Crossing]:
         return self.border.activations if direction is Direction.ACTIVATION else self.border.gradients

@@ -52,7 +52,8 @@ class NxDPPModel(nn.Module):
         transformer_layer_cls: class, or name of a class, of the layers after which can be cut; by default what
             a Hugging Face model declares in ``_no_split_modules``, or its ``GradientCheckpointingLayer`` classes.
         num_microbatches: into how many microbatches a batch is split.
-        virtual_pipeline_size: stages a rank; 1 leaves it to a ``schedule`` that needs more.
+        virtual_pipeline_size: stages a rank; 1 leaves it to the ``schedule``, which has two where it is one that
+            interleaves stages or turns around.
         output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss; by default the
             ``loss`` of a dict or ``ModelOutput``, or a lone value.
         return_mb_loss: return a list with the loss of each microbatch in place of their mean.

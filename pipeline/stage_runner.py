@@ -73,11 +73,11 @@ class StageRunner:
         self._plan = program.plan
         self._links_in = links_in
         self._links_out = links_out
-        # No action of the schedule sends what stays on this rank.
+        # No action of the schedule sends what stays on this rank, nor what is only described.
         self._handed_on = [link for link in links_out if isinstance(link, LocalLink)]
         self._handed_back = [link for link in links_in if isinstance(link, LocalLink)]
-        self._sends_activations = len(self._handed_on) < len(links_out)
-        self._sends_gradients = len(self._handed_back) < len(links_in)
+        self._sends_activations = any(link.border.values for link in links_out if link not in self._handed_on)
+        self._sends_gradients = any(link.border.values for link in links_in if link not in self._handed_back)
         self._device = device
         self._train = train
         self._keep_outputs = keep_outputs

@@ -29,9 +29,9 @@ class Sizes(NamedTuple):
 def check(schedule: Schedule) -> Sizes:
     """Check the compute actions of all ranks.
 
-    The rules: a stage is on one rank; every stage runs every microbatch, forward once, backward once (or input- and
-    weight-gradient once each); a forward comes before its backward, an input-gradient before its weight-gradient; no
-    rank waits for ever. A schedule without any backward is one for evaluation.
+    The rules: a stage is on one rank, and no rank is without one; every stage runs every microbatch, forward once,
+    backward once (or input- and weight-gradient once each); a forward comes before its backward, an input-gradient
+    before its weight-gradient; no rank waits for ever. A schedule without any backward is one for evaluation.
 
     Raises:
         ScheduleError: where one is broken.
@@ -40,6 +40,8 @@ def check(schedule: Schedule) -> Sizes:
     stages = len(placed)
     if not stages:
         raise ScheduleError("the schedule is empty: no rank has any action.")
+    if idle := [rank for rank, actions in enumerate(schedule) if not actions]:
+        raise ScheduleError(f"rank {idle[0]} has no action; every rank of a pipeline has a stage.")
     if set(placed) != set(range(stages)):
         missing = min(set(range(stages)) - set(placed))
         raise ScheduleError(f"no rank has an action of stage {missing}, though there is one of stage {max(placed)}.")

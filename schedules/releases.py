@@ -1,7 +1,8 @@
 """When a rank knows that what it sent has arrived, so that it can let go of the memory without waiting.
 
 A value has arrived once the other rank has run the action that uses it. A rank learns so from what that rank sends
-back later: rank 0 of two, 1F1B, knows at ``1B`` that its first activation has arrived, since its gradient has::
+back then or later: rank 0 of two, 1F1B, knows at ``0B0`` that its first activation has arrived, since its gradient
+has::
 
     rank 0   0F0  0F1   ·   0B0  0F2  0B1 ...       at 0B0 the activation of microbatch 0 is let go of
     rank 1        1F0  1B0  1F1  1B1 ...
@@ -9,7 +10,7 @@ back later: rank 0 of two, 1F1B, knows at ``1B`` that its first activation has a
 Waiting for a send at any other time could stop a rank that others wait for.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Collection
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
@@ -41,7 +42,7 @@ def releases(schedule: Schedule, rank: int, edges: Collection[StageEdge]) -> lis
             used = _place(places[other], send.peer, _USED_BY[send.kind], send.microbatch)
             own_places, latest = heard.get(other, ([], []))
             # The other rank's latest action that this rank has heard of only grows.
-            first = bisect_right(latest, used)
+            first = bisect_left(latest, used)
             if first < len(own_places):
                 over[own_places[first]].append(send)
     return over
