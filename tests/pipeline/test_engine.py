@@ -46,7 +46,7 @@ def watch_outputs(rank: int, deallocate: bool) -> tuple[list[int], list[int], in
     for _ in range(2):
         # In a first step more may be on the wire.
         for seen in (sent, storages, alive, stored):
-            seen.clear()  # type: ignore[attr-defined]
+            seen.clear()
         wrapped.run_train(**batch)
         train_in_one_process(whole, batch, MICROBATCHES)
     assert gradient_differences(wrapped, whole) == {}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxdpp.schedules.placement import Placement
+from nxdpp.schedules.placement import ListedPlacement, Placement
 
 
 def test_the_drawing_in_the_module() -> None:
@@ -31,3 +31,20 @@ def test_a_v_turns_around_where_a_loop_starts_again(v_shaped: bool, distances: s
     steps = {abs(placement.rank_of(stage + 1) - placement.rank_of(stage)) for stage in range(11)}
 
     assert steps == distances
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_a_list_of_ranks_says_the_same(ranks: int, chunks: int, v_shaped: bool) -> None:
+    placement = Placement(ranks, chunks, v_shaped)
+    listed = ListedPlacement(tuple(map(placement.rank_of, range(placement.stages))), ranks)
+
+    assert (listed.stages, listed.chunks) == (placement.stages, placement.chunks)
+    assert [listed.rank_of(stage) for stage in range(listed.stages)] == list(listed.rank_of_stage)
+    assert all(listed.stages_of(rank) == placement.stages_of(rank) for rank in range(ranks))
+
+
+def test_a_list_may_give_ranks_different_numbers_of_stages() -> None:
+    listed = ListedPlacement((0, 1, 1, 0, 1), 2)
+
+    assert [listed.stages_of(rank) for rank in range(2)] == [[0, 3], [1, 2, 4]]
+    assert listed.chunks == 3
