@@ -149,6 +149,8 @@ def encoder_and_decoder(rank: int) -> None:
         "d_ff": 48,
         "num_heads": 4,
         "dropout_rate": 0.0,
+        "num_layers": 2,
+        "decoder_start_token_id": 0,
     }
     for name in ("interleaved", "zb-v"):
         torch.manual_seed(1)
