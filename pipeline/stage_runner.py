@@ -83,6 +83,7 @@ class StageRunner:
         self._keep_outputs = keep_outputs
         self._splits = splits
         self._stand_ins: dict[str, Any] | None = None
+        self._sharing_memory: list[str] = []
         self._described = False
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
@@ -109,14 +110,9 @@ class StageRunner:
         live = _Live([])
         received = self._receive(microbatch, live)
         plan, program, inputs = self._plan, self._program, self._inputs[microbatch]
-        guarded = [
-            (name, received[name], versions(received[name]))
-            for link in self._links_in
-            for name in link.border.values
-            if self._layouts(link)[name].shares_memory
-        ]
+        guarded = [(name, received[name], versions(received[name])) for name in self._sharing_memory]
         arguments = program.arguments(inputs, received, self._stand_ins or {})
-        with self._timer.computing():
+        with self._timer:
             # Not through ``__call__``: there are no hooks, and its wrappers take time.
             values = program.module.forward(*arguments)
         for name, value, before in guarded:
@@ -149,7 +145,7 @@ class StageRunner:
         live = self._live.pop(microbatch)
         roots, starts = self._roots(live, microbatch)
         if roots:
-            with self._timer.computing():
+            with self._timer:
                 run_backward(roots, starts)
         self._keep_gradients(microbatch, [arrival.gradient for arrival in live.arrivals])
 
@@ -158,7 +154,7 @@ class StageRunner:
         live = self._live[microbatch]
         roots, starts = self._roots(live, microbatch)
         split = SplitBackward(self._analysis, live.entries, roots)
-        with self._timer.computing():
+        with self._timer:
             gradients = split.input_gradients(starts)
         # All that is left of the microbatch is what its weight-gradient needs.
         self._live[microbatch] = _Live([], split=split)
@@ -168,7 +164,7 @@ class StageRunner:
         """Gradients of the parameters."""
         split = self._live.pop(microbatch).split
         assert split is not None, "the input-gradient comes first"
-        with self._timer.computing():
+        with self._timer:
             split.weight_gradients()
 
     def send_gradient(self, microbatch: int, links: Sequence[Link], last: bool) -> None:
@@ -182,8 +178,10 @@ class StageRunner:
             self._stand_ins = {}
             for link in self._links_in:
                 link.learn()
+                layouts = self._layouts(link)
                 for name in link.border.described:
-                    self._stand_ins[name] = stand_in(self._layouts(link)[name], self._device)
+                    self._stand_ins[name] = stand_in(layouts[name], self._device)
+                self._sharing_memory += [name for name in link.border.values if layouts[name].shares_memory]
         received: dict[str, Any] = {}
         for link in self._links_in:
             tensors: dict[str, list[torch.Tensor]] = {name: [] for name in link.border.values}

@@ -1,35 +1,34 @@
 """How long a rank computed during a step."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 
 class StepTimer:
-    """Adds up the time spent in ``computing()`` blocks; on CUDA, the device's own time between events."""
+    """Adds up the time spent in blocks ``with timer``; on CUDA, the device's own time between events."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._started = time.perf_counter()
         self._seconds = 0.0
+        self._since = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._total = 0.0
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Count what happens inside."""
+    def __enter__(self) -> None:
         if self._on_cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            yield
-            end.record()
             self._events.append((start, end))
         else:
-            started = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - started
+            self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_cuda:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter() - self._since
 
     def stop(self) -> None:
         """The step is over."""

@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_share_of_all_blocks(clock: list[float]) -> None:
     timer = StepTimer(CPU)
     for busy, idle in ((1.0, 2.0), (3.0, 4.0)):
-        with timer.computing():
+        with timer:
             clock[0] += busy
         clock[0] += idle
     timer.stop()
@@ -41,7 +41,7 @@ def test_no_share_before_the_end_and_none_without_time(clock: list[float]) -> No
 
 def test_an_idle_and_a_busy_step(clock: list[float]) -> None:
     idle, busy = StepTimer(CPU), StepTimer(CPU)
-    with busy.computing():
+    with busy:
         clock[0] += 2.0
     idle.stop()
     busy.stop()
