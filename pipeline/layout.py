@@ -111,9 +111,9 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def check_layout(name: str, value: Any, layout: ValueLayout) -> None:
     """Raise ``RuntimeError`` where ``value`` is not what was agreed for these inputs."""
     lone = layout.skeleton
-    if isinstance(value, torch.Tensor) and isinstance(lone, TensorLayout) and lone.describes(value):
-        if value.requires_grad <= lone.requires_grad:
-            return
+    is_lone = isinstance(value, torch.Tensor) and isinstance(lone, TensorLayout) and lone.describes(value)
+    if is_lone and value.requires_grad <= lone.requires_grad:
+        return
     tensors = tensors_of(value)
     expected = layout.tensors
     same_tensors = len(tensors) == len(expected) and all(map(TensorLayout.describes, expected, tensors))
