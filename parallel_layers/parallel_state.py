@@ -26,13 +26,16 @@ _DIMENSIONS = ("pipeline", "data", "tensor")
 class _State:
     mesh: DeviceMesh
     control_group: ProcessGroup
-    gradient_group: ProcessGroup
+    transfer_groups: tuple[ProcessGroup, ...]
     world: ProcessGroup
     started_world: bool
 
     def size(self, dimension: str) -> int:
         return self.mesh.size(_DIMENSIONS.index(dimension))
 
+
+# Activations and gradients, each to lower and to higher ranks.
+_WAYS = 4
 
 _state: _State | None = None
 
@@ -81,7 +84,7 @@ def destroy_model_parallel() -> None:
     if state.started_world:
         dist.destroy_process_group()
         return
-    groups = [*state.mesh.get_all_groups(), state.control_group, state.gradient_group]
+    groups = [*state.mesh.get_all_groups(), state.control_group, *state.transfer_groups]
     for group in dict.fromkeys(groups):
         if group is not state.world:
             dist.destroy_process_group(group)
@@ -157,14 +160,14 @@ def get_pipeline_control_group() -> ProcessGroup:
     return _initialized().control_group
 
 
-def get_pipeline_gradient_group() -> ProcessGroup:
-    """The group over this rank's pipeline group that gradients travel on.
+def get_pipeline_transfer_groups() -> tuple[ProcessGroup, ...]:
+    """The four groups over this rank's pipeline group that values between stages travel on.
 
-    NCCL takes the messages of a group in the order of their calls and knows no tags: a group apart keeps
-    gradients and activations out of each other's way. Where the pipeline group is gloo's, whose tags do
-    that, it is that group itself.
+    Activations to lower ranks, to higher ranks, gradients to lower ranks, to higher ranks: NCCL does what is asked of
+    a group in the order of the calls, so that one kind of message would hold up another. Where the pipeline group is
+    gloo's, whose messages have tags, all are that group itself.
     """
-    return _initialized().gradient_group
+    return _initialized().transfer_groups
 
 
 def local_device() -> torch.device:
@@ -213,14 +216,15 @@ def _build(tensor: int, pipeline: int, world_size: int, started_world: bool) -> 
     device = launch.local_device()
     ranks = torch.arange(world_size).view(pipeline, world_size // (tensor * pipeline), tensor)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=_DIMENSIONS)
-    control_group = gradient_group = mesh.get_group("pipeline")
+    control_group = mesh.get_group("pipeline")
+    transfer_groups = (control_group,) * _WAYS
     if device.type == "cuda":
         pipelines = _lines(ranks, "pipeline")
         control_group = _own_group(pipelines, "gloo")
-        gradient_group = _own_group(pipelines, "nccl")
+        transfer_groups = tuple(_own_group(pipelines, "nccl") for _ in range(_WAYS))
     world = dist.group.WORLD
     assert world is not None
-    _state = _State(mesh, control_group, gradient_group, world, started_world)
+    _state = _State(mesh, control_group, transfer_groups, world, started_world)
 
 
 def _own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:

@@ -45,10 +45,8 @@ class Steps:
     def transport(self, device: torch.device) -> Transport:
         """The way to the other ranks for tensors on ``device``."""
         if self._transport is None:
-            groups = {
-                Direction.ACTIVATION: parallel_state.get_pipeline_model_parallel_group(),
-                Direction.GRADIENT: parallel_state.get_pipeline_gradient_group(),
-            }
+            ways = [(direction, upwards) for direction in Direction for upwards in (False, True)]
+            groups = dict(zip(ways, parallel_state.get_pipeline_transfer_groups(), strict=True))
             self._transport = Transport(groups, parallel_state.get_pipeline_control_group(), device)
         return self._transport
 

@@ -1,8 +1,9 @@
 """Moving tensors between the ranks of a pipeline, over torch.distributed.
 
-Activations and gradients travel apart: on gloo each message has its tag, on NCCL, which has none, each
-direction has its communicator. What rules out deadlock there: a communicator between two ranks carries one
-direction only, its sends and receives are issued in the same order on both sides, and a rank blocks on a
+On gloo each message has its tag. NCCL has none, and does what is asked of a communicator in the order of the calls:
+a receive posted ahead would hold up a send behind it. So there are four: for activations and for gradients, each to
+higher and to lower ranks (between ranks of several stages both kinds go both ways). What rules out deadlock: a
+communicator carries messages of two ranks one way only, sent and received in the same order, and a rank blocks on a
 receive only for a value whose sender needs nothing that this rank has not already posted.
 """
 
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.pipeline.layout import TensorLayout
-from nxdpp.pipeline.receive_buffers import ReceiveBuffers
 
 
 class Direction(IntEnum):
@@ -42,7 +42,8 @@ class Transport:
     """Sends and receives of one rank of a pipeline; peers are ranks of ``groups``.
 
     Args:
-        groups: the process group of each direction, over the ranks of the pipeline.
+        groups: the process group over the ranks of the pipeline for each direction, to lower (``False``) and to
+            higher ranks (``True``).
         control: a group over the same ranks that takes CPU tensors, for descriptions.
         device: where the tensors are.
 
@@ -51,14 +52,17 @@ class Transport:
     """
 
     def __init__(
-        self, groups: dict[Direction, dist.ProcessGroup], control: dist.ProcessGroup, device: torch.device
+        self,
+        groups: dict[tuple[Direction, bool], dist.ProcessGroup],
+        control: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._groups = groups
         self._control = control
         self._device = device
-        self._on_host = dist.get_backend(groups[Direction.ACTIVATION]) == "gloo"
+        self._rank = dist.get_rank(control)
+        self._on_host = dist.get_backend(groups[Direction.ACTIVATION, True]) == "gloo"
         self._wire_device = torch.device("cpu") if self._on_host else device
-        self._buffers = ReceiveBuffers()
         self._descriptions: deque[tuple[Work, torch.Tensor]] = deque()
 
     def post_receive(
@@ -66,7 +70,7 @@ class Transport:
     ) -> Callable[[], torch.Tensor]:
         """Start to receive a tensor; the returned function waits for it and gives it."""
         buffer = layout.allocate(self._wire_device)
-        work = self._groups[direction].recv([_flat(buffer)], source, _wire_tag(direction, tag))
+        work = self._groups[direction, self._rank > source].recv([_flat(buffer)], source, _wire_tag(direction, tag))
 
         def arrived() -> torch.Tensor:
             work.wait()
@@ -77,11 +81,12 @@ class Transport:
     def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int) -> tuple[Work, torch.Tensor]:
         """Start to send a dense tensor; what is returned must be kept until its ``wait`` is over."""
         tensor = tensor.to(self._wire_device)
-        return self._groups[direction].send([_flat(tensor)], destination, _wire_tag(direction, tag)), tensor
+        return self._groups[direction, destination > self._rank].send(
+            [_flat(tensor)], destination, _wire_tag(direction, tag)
+        ), tensor
 
     def finish(self) -> None:
-        """The step is over: wait until all objects have left, and keep no memory."""
-        self._buffers.clear()
+        """The step is over: wait until all objects have left."""
         while self._descriptions:
             self._descriptions.popleft()[0].wait()
 

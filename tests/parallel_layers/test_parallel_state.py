@@ -23,7 +23,7 @@ GETTERS = (
     "get_tensor_model_parallel_group",
     "get_pipeline_model_parallel_group",
     "get_pipeline_control_group",
-    "get_pipeline_gradient_group",
+    "get_pipeline_transfer_groups",
     "get_device_mesh",
     "local_device",
 )
@@ -43,7 +43,8 @@ def _describe(rank: int, tensor: int, pipeline: int) -> dict[str, Any]:
         sums[name] = value.item()
     pipeline_group = groups["pipeline"]
     assert parallel_state.get_pipeline_control_group() is pipeline_group
-    assert parallel_state.get_pipeline_gradient_group() is pipeline_group
+    assert all(group is pipeline_group for group in parallel_state.get_pipeline_transfer_groups())
+    assert len(parallel_state.get_pipeline_transfer_groups()) == 4
     assert parallel_state.local_device() == torch.device("cpu")
     described = {
         "mesh": parallel_state.get_device_mesh().mesh.tolist(),

@@ -19,10 +19,13 @@ TENSORS = [
 ]
 
 
+WAYS = [(direction, upwards) for direction in Direction for upwards in (False, True)]
+
+
 def make_transport() -> Transport:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     group = parallel_state.get_pipeline_model_parallel_group()
-    groups = {Direction.ACTIVATION: group, Direction.GRADIENT: parallel_state.get_pipeline_gradient_group()}
+    groups = dict.fromkeys(WAYS, group)
     return Transport(groups, parallel_state.get_pipeline_control_group(), torch.device("cpu"))
 
 
@@ -84,8 +87,8 @@ def send_from_another_device(rank: int) -> None:
             seen.extend(tensor.device for tensor in tensors)
             return group.recv(tensors, source, tag)
 
-    transport = Transport(dict.fromkeys(Direction, group), group, torch.device("meta"))
-    transport._groups = dict.fromkeys(Direction, Recording())  # type: ignore[arg-type]
+    transport = Transport(dict.fromkeys(WAYS, group), group, torch.device("meta"))
+    transport._groups = dict.fromkeys(WAYS, Recording())  # type: ignore[arg-type]
     layout = layout_of(TENSORS[0]).tensors[0]
     if rank == 0:
         work, _ = transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
@@ -118,3 +121,42 @@ def cross(rank: int) -> None:
 
 def test_directions_and_descriptions_do_not_mix_under_one_tag() -> None:
     run_ranks(2, cross)
+
+
+def note_groups(rank: int) -> list[tuple[Direction, bool, str]]:
+    """Which of the four groups the messages of two ranks go through, each way."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    used: list[tuple[Direction, bool, str]] = []
+
+    class Noting:
+        def __init__(self, way: tuple[Direction, bool]) -> None:
+            self.way = way
+
+        def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> object:
+            used.append((*self.way, "send"))
+            return group.send(tensors, destination, tag)
+
+        def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> object:
+            used.append((*self.way, "receive"))
+            return group.recv(tensors, source, tag)
+
+    transport = Transport(dict.fromkeys(WAYS, group), group, torch.device("cpu"))
+    transport._groups = {way: Noting(way) for way in WAYS}  # type: ignore[misc]
+    layout = layout_of(TENSORS[0]).tensors[0]
+    for direction in Direction:
+        arrived = transport.post_receive(layout, 1 - rank, direction, 0)
+        work, _ = transport.send(TENSORS[0], 1 - rank, direction, 0)
+        arrived()
+        work.wait()
+    return used
+
+
+def test_each_kind_of_message_has_a_group_for_each_way() -> None:
+    """On NCCL a receive that is posted ahead holds up what is asked of the same group after it."""
+    lower, higher = run_ranks(2, note_groups)
+    for direction in Direction:
+        assert (direction, True, "send") in lower
+        assert (direction, False, "receive") in lower
+        assert (direction, False, "send") in higher
+        assert (direction, True, "receive") in higher
