@@ -181,7 +181,7 @@ def _page(verdicts: dict[str, dict[str, Verdict]]) -> str:
 
 def _one_line(words: str) -> str:
     site_packages = str(Path(transformers.__file__).parents[1])
-    return " ".join(words.replace(site_packages + "/", "").replace("|", "\\|").split())[:400]
+    return " ".join(words.replace(site_packages + "/", "").replace("|", "\\|").split())[:1000]
 
 
 if __name__ == "__main__":

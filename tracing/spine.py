@@ -138,7 +138,13 @@ class SpineTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """An argument of a node; numpy's numbers become Python's, which a graph can hold."""
-        return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
+        try:
+            return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
+        except NotImplementedError:
+            raise RuntimeError(
+                f"a {type(a).__name__} is handed on between layers; a graph holds tensors, numbers and strings, and "
+                f"tuples, lists and dicts of them"
+            ) from None
 
     def fact(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value)`` for inputs of the sizes at hand, to which the graph then belongs.

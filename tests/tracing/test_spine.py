@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 from torch import nn
 
+from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.spine import SpineTracer, sources, spine_names
-from tests.tracing.traced_models import PlainModel, make_model
+from tests.tracing.traced_models import PlainLayer, PlainModel, make_model, options_for, trace_with
 
 
 def test_the_ancestors_of_the_layers() -> None:
@@ -44,3 +46,16 @@ def test_the_python_modules_of_a_spine() -> None:
 
     assert "transformers.models.llama.modeling_llama" in found
     assert not [name for name in found if name.startswith("torch")]
+
+
+def test_what_a_graph_cannot_hold_is_named() -> None:
+    class Handing(PlainModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(x)
+            for layer in self.layers:
+                hidden = layer(hidden, Handing)
+            return hidden  # type: ignore[no-any-return]
+
+    model = Handing()
+    with pytest.raises(TracingError, match=r"a type is handed on between layers.*\n  at .*test_spine.py:\d+"):
+        trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer))
