@@ -63,7 +63,7 @@ def _checkpoint_all(model: "NxDPPModel") -> None:
     local = dict(model.local_named_modules())
     layers = [local[name] for name in model.stage_layers]
     if not layers:
-        _logger.warning("no transformer layer is on stage %d; nothing to checkpoint", model.stage)
+        _logger.warning("no transformer layer is on pipeline rank %d; nothing to checkpoint", model.rank)
     for layer in layers:
         _checkpoint(layer)
 

@@ -112,15 +112,11 @@ class Engine:
         try:
             for at, call in enumerate(self._calls):  # noqa: B007
                 call()
+            self._finish()
         except Exception as error:
             _note(error, self._called_for[at])
             failure_watch.report(error)
             raise
-        for links in (*self._links_in.values(), *self._links_out.values()):
-            for link in links.values():
-                link.finish()
-        if self._transport is not None:
-            self._transport.finish()
         timer.stop()
         self.busy_share = timer.busy_share
         results: dict[int, list[Any]] = {}
@@ -128,6 +124,14 @@ class Engine:
             results |= runner.results
             runner.end()
         return [results[microbatch] for microbatch in sorted(results)]
+
+    def _finish(self) -> None:
+        """Wait until everything has left."""
+        for links in (*self._links_in.values(), *self._links_out.values()):
+            for link in links.values():
+                link.finish()
+        if self._transport is not None:
+            self._transport.finish()
 
     def _link(self, border: Border, other: int, local: dict[tuple[int, int], LocalLink]) -> Link:
         peer = self._placement.rank_of(other)

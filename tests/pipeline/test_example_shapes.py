@@ -38,3 +38,13 @@ def test_sounds_are_as_long_as_the_encoder_takes() -> None:
 
 def test_what_is_unknown_has_no_shape() -> None:
     assert example_shapes(nn.Linear(2, 2), {"x": InputKind(None, None)}) == {}
+
+
+def test_a_given_batch_has_the_shapes_and_the_names() -> None:
+    batch = {"x": torch.empty(3, 7, device="meta"), "weights": torch.empty(3, dtype=torch.float64, device="meta")}
+    kinds = first_inputs(nn.Linear(7, 7), None, batch)
+    assert kinds == {"x": InputKind(2, torch.float32), "weights": InputKind(1, torch.float64)}
+    assert example_shapes(nn.Linear(7, 7), kinds, batch) == {
+        "x": ((3, 7), torch.float32),
+        "weights": ((3,), torch.float64),
+    }

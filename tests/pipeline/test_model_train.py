@@ -130,9 +130,9 @@ def freeze_first_stage(rank: int) -> list[str]:
     sent: list[str] = []
     original = Transport.send
 
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> None:
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> Any:
         sent.append(direction.name)
-        original(self, tensor, destination, direction, *rest)
+        return original(self, tensor, destination, direction, *rest)
 
     Transport.send = send  # type: ignore[method-assign, assignment]
     for _ in range(2):
@@ -199,9 +199,9 @@ def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
     sent: list[tuple[str, torch.dtype]] = []
     original = Transport.send
 
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> None:
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> Any:
         sent.append((direction.name, tensor.dtype))
-        original(self, tensor, destination, direction, *rest)
+        return original(self, tensor, destination, direction, *rest)
 
     Transport.send = send  # type: ignore[method-assign, assignment]
     batch = padded_batch(8)
@@ -284,9 +284,9 @@ def count_crossings(rank: int) -> list[tuple[str, tuple[int, ...]]]:
     sent: list[tuple[str, tuple[int, ...]]] = []
     original = Transport.send
 
-    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> None:
+    def send(self: Transport, tensor: torch.Tensor, destination: int, direction: Any, *rest: int) -> Any:
         sent.append((direction.name, tuple(tensor.shape)))
-        original(self, tensor, destination, direction, *rest)
+        return original(self, tensor, destination, direction, *rest)
 
     def describe(self: Transport, value: Any, destination: int, tag: int) -> None:
         sent.append(("description", ()))

@@ -143,7 +143,7 @@ BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
         ("balanced", {**BATCH, "use_cache": False}, None, False, r"these are none: \['use_cache'\]"),
         ("balanced", BATCH, ["model.layers.0"], False, "pipeline_cuts exclude each other"),
         ("balanced", BATCH, None, True, "auto_partition=True, .* exclude each other"),
-        ("even", BATCH, None, False, "looks at no inputs"),
+        ("even", {}, None, False, "to be the inputs of one microbatch"),
     ],
 )
 def test_what_does_not_go_together(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
