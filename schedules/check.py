@@ -46,6 +46,7 @@ def check(schedule: Schedule) -> Sizes:
         missing = min(set(range(stages)) - set(placed))
         raise ScheduleError(f"no rank has an action of stage {missing}, though there is one of stage {max(placed)}.")
     microbatches = 1 + max(action[2] for actions in schedule for action in actions)
+    _check_number(microbatches, schedule)
     done = [bytearray(microbatches) for _ in range(stages)]
     for rank, actions in enumerate(schedule):
         _check_rank(rank, actions, done)
@@ -56,6 +57,22 @@ def check(schedule: Schedule) -> Sizes:
     except Blocked as blocked:
         raise ScheduleError(str(blocked)) from None
     return Sizes(len(schedule), stages, microbatches, trains)
+
+
+def _check_number(microbatches: int, schedule: Schedule) -> None:
+    """Before there is memory for each: a mistyped number may be of any size."""
+    if microbatches <= max(map(len, schedule)):
+        return
+    rank, at, action = next(
+        (rank, at, action)
+        for rank, actions in enumerate(schedule)
+        for at, action in enumerate(actions)
+        if action.microbatch == microbatches - 1
+    )
+    raise ScheduleError(
+        f"rank {rank}, action {at} ({action}): every stage runs every microbatch, but no rank has {microbatches} "
+        f"actions."
+    )
 
 
 # How far a microbatch is on a stage.

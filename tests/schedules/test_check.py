@@ -22,6 +22,11 @@ def test_whole_and_split_backwards_may_be_mixed() -> None:
     assert check(_schedule(*GOOD)) == Sizes(ranks=2, stages=2, microbatches=2, trains=True)
 
 
+def test_a_mistyped_microbatch_is_refused_before_memory_is_made_for_all() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0, action 1 \(0F99999999999\): .* no rank has 100000000000 actions"):
+        check(_schedule("0F0 0F99999999999 0B0"))
+
+
 def test_forwards_alone_are_a_schedule() -> None:
     assert check(_schedule("0F0 0F1", "1F0 1F1")) == Sizes(ranks=2, stages=2, microbatches=2, trains=False)
 
