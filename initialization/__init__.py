@@ -1,0 +1,1 @@
+"""A model without memory, and how what is local of it gets its values."""
