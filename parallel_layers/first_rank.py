@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from nxdpp.parallel_layers import parallel_state
+
 T = TypeVar("T")
 
 
@@ -12,8 +14,9 @@ def from_first_rank(make: Callable[[], T]) -> T:
     """What ``make`` gives on global rank 0, on every rank, by pickle; collective over all ranks.
 
     Where it raises there, rank 0 raises the same, and every other rank a ``ValueError`` for a ``ValueError``, a
-    ``RuntimeError`` for anything else, with its message.
+    ``RuntimeError`` for anything else, with its message. In the debug mode, ``RuntimeError``.
     """
+    parallel_state.refuse_in_debug("what rank 0 tells all ranks")
     error: Exception | None = None
     told: list[Any] = [None, None, False]
     if dist.get_rank() == 0:

@@ -45,7 +45,8 @@ class NxDPPModel(nn.Module):
     The arguments and their meaning are those of NeuronX Distributed's ``NxDPPModel``. Construction traces the
     model, cuts it after transformer layers, and frees what other stages hold, in ``module`` itself. It is
     collective with ``partition="profiled"`` only, but every rank must do it, with the same model and arguments,
-    after ``parallel_state.initialize_model_parallel``.
+    after ``parallel_state.initialize_model_parallel``. After ``parallel_state.initialize_debug`` one process shows
+    what a rank of a large job would hold; nothing can be run then.
 
     Args:
         module: the model, with the same weights on every rank.
@@ -126,6 +127,8 @@ class NxDPPModel(nn.Module):
         ranks = parallel_state.get_pipeline_model_parallel_size()
         arguments.check_later_features(param_init_fn)
         trace_path = None if trace_file_path is None else check_path(trace_file_path)
+        if trace_path is not None:
+            parallel_state.refuse_in_debug("trace_file_path")
         arguments.check_number_of_microbatches(num_microbatches)
         chosen = ChosenSchedule(schedule, ranks, num_microbatches, virtual_pipeline_size)
         self.stages = chosen.placement.stages
@@ -229,6 +232,7 @@ class NxDPPModel(nn.Module):
             TracingError: for inputs with which the model cannot be traced.
             RuntimeError: where gradients are off, and for a step that fails, which ends all ranks.
         """
+        parallel_state.refuse_in_debug("run_train")
         if not torch.is_grad_enabled():
             raise RuntimeError("run_train needs gradients, and they are off (torch.no_grad()): use run_eval there.")
         microbatches = self._microbatches(positional, inputs)
@@ -247,6 +251,7 @@ class NxDPPModel(nn.Module):
         Takes inputs as ``run_train`` does. Returns the loss as that does where the output has one; otherwise,
         on the rank of the last stage, the model's output with the microbatches concatenated along dimension 0.
         """
+        parallel_state.refuse_in_debug("run_eval")
         microbatches = self._microbatches(positional, inputs)
         variant = self._programs.for_inputs(microbatches[0], self.original_module.training)
         has_loss = self._programs.has_named_loss(variant)

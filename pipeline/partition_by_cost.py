@@ -87,6 +87,8 @@ def cuts_by_cost(
             f"partition={partition!r} needs as many stages on each rank; the schedule has {placement.stages} on "
             f"{placement.ranks} ranks. Use partition='even' or pipeline_cuts."
         )
+    if partition == "profiled":
+        parallel_state.refuse_in_debug('partition="profiled"')
     device = parallel_state.local_device()
 
     def cuts() -> list[str]:

@@ -40,7 +40,7 @@ class Steps:
         self._keep_outputs = keep_outputs
         self._transport: Transport | None = None
         self._trace = None if trace_path is None else StepTrace(trace_path, schedule.name)
-        self._same_step = SameStep(parallel_state.get_pipeline_control_group())
+        self._same_step: SameStep | None = None
 
     def transport(self, device: torch.device) -> Transport:
         """The way to the other ranks for tensors on ``device``."""
@@ -62,6 +62,8 @@ class Steps:
         Returns the results of each microbatch on the rank of the last stage, nothing on others. Raises
         ``RuntimeError`` where the ranks are not about to do the same thing, and what fails in the step.
         """
+        if self._same_step is None:
+            self._same_step = SameStep(parallel_state.get_pipeline_control_group())
         signature = (_signature(microbatches[0]), _autocast(device.type), train)
         known = program.engines.get(signature)
         step = Step(program.graph, signature)

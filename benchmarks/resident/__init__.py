@@ -1,0 +1,1 @@
+"""How much memory a rank takes, as the kernel counts it."""

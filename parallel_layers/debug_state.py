@@ -1,0 +1,63 @@
+"""One rank's place in a job that does not run: the numbers that ``parallel_state.initialize_debug`` was given."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DebugState:
+    """Ranks and sizes by dimension (``"pipeline"``, ``"data"``, ``"tensor"``); no processes, no groups.
+
+    Raises ``ValueError`` for numbers that no rank of a job has.
+    """
+
+    ranks: dict[str, int]
+    sizes: dict[str, int]
+
+    def __post_init__(self) -> None:
+        for dimension, size in self.sizes.items():
+            name, rank = f"{_argument(dimension)}_size", self.ranks[dimension]
+            if not _is_integer(size) or size < 1:
+                raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
+            if not _is_integer(rank) or not 0 <= rank < size:
+                raise ValueError(
+                    f"{_argument(dimension)}_rank={rank!r} must be an integer from 0 to {size - 1}, because {name} is "
+                    f"{size}."
+                )
+
+    def size(self, dimension: str) -> int:
+        """How many ranks there would be along ``dimension``."""
+        return self.sizes[dimension]
+
+    def rank(self, dimension: str) -> int:
+        """This one's place among them."""
+        return self.ranks[dimension]
+
+    @property
+    def mesh_of_ranks(self) -> torch.Tensor:
+        """The global ranks that the job would have, int64 of shape (pipeline, data, tensor)."""
+        sizes = tuple(self.sizes.values())
+        # On the CPU inside of torch.device("meta"), too.
+        return torch.arange(torch.Size(sizes).numel(), device="cpu").view(sizes)
+
+    def refusal(self, what: str) -> RuntimeError:
+        """The error for ``what``, which needs processes that are not there."""
+        place = f"pipeline rank {self.rank('pipeline')} of {self.size('pipeline')}"
+        return RuntimeError(
+            f"{what} needs the processes of a running job, and this is the debug mode of parallel_state "
+            f"(initialize_debug, {place}), in which there are none. Start the ranks with torchrun and call "
+            f"parallel_state.initialize_model_parallel on each; in this process, after destroy_model_parallel()."
+        )
+
+    def __str__(self) -> str:
+        places = (f"{name} rank {self.rank(name)} of {size}" for name, size in self.sizes.items())
+        return ", ".join(places)
+
+
+def _argument(dimension: str) -> str:
+    return "data_parallel" if dimension == "data" else f"{dimension}_model_parallel"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,127 @@
+"""In the debug mode one process sees what each rank of a job holds."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import T5Config, T5ForConditionalGeneration
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.distributed import run_ranks
+from tests.pipeline.models import MODELS, make, padded_batch
+
+
+@pytest.fixture(autouse=True)
+def _end() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def build(name: str) -> Any:
+    if name in MODELS:
+        return make(name)
+    torch.manual_seed(1234)
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 3,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+def describe(name: str, on_meta: bool, virtual_pipeline_size: int) -> dict[str, Any]:
+    """What the current rank says of its part of a model."""
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build(name)
+    wrapped = NxDPPModel(model, num_microbatches=4, virtual_pipeline_size=virtual_pipeline_size)
+    return {
+        "parameters": {name: parameter.shape for name, parameter in wrapped.local_named_parameters()},
+        "buffers": {name: buffer.shape for name, buffer in wrapped.local_named_buffers()},
+        "modules": [name for name, _ in wrapped.local_named_modules()],
+        "state": list(wrapped.local_state_dict()),
+        "cuts": wrapped.pipeline_cuts,
+        "layers": (wrapped.layers, wrapped.stage_layers),
+        "stages": (wrapped.rank, wrapped.stages, wrapped.local_stages, wrapped.holds_last_stage),
+        "ties": wrapped._tied._weights,
+    }
+
+
+def on_a_real_rank(rank: int, world_size: int, name: str, virtual_pipeline_size: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    return describe(name, False, virtual_pipeline_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "virtual_pipeline_size"),
+    [
+        ("llama", 2, 1),
+        ("llama", 2, 2),
+        ("llama", 4, 1),
+        ("tied_llama", 2, 1),
+        ("tied_llama", 4, 1),
+        ("t5", 2, 1),
+        ("t5", 2, 2),
+        ("t5", 4, 1),
+    ],
+)
+def test_each_debug_rank_holds_what_the_real_one_does(name: str, ranks: int, virtual_pipeline_size: int) -> None:
+    real = run_ranks(ranks, on_a_real_rank, ranks, name, virtual_pipeline_size)
+    assert bool(real[0]["ties"]) == (name != "llama")
+    for on_meta in (False, True):
+        for rank in range(ranks):
+            parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=ranks)
+            assert describe(name, on_meta, virtual_pipeline_size) == real[rank]
+            parallel_state.destroy_model_parallel()
+    assert not dist.is_initialized()
+
+
+def wrap(**arguments: Any) -> NxDPPModel:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
+    return NxDPPModel(make("llama"), num_microbatches=4, **arguments)
+
+
+def test_values_are_kept_moved_and_loaded_as_on_a_rank() -> None:
+    whole = make("llama").state_dict()
+    wrapped = wrap()
+    wrapped.move_model_to_device()
+    state = wrapped.local_state_dict()
+    assert state
+    assert all(torch.equal(value, whole[name]) for name, value in state.items())
+    wrapped.load_local_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    assert not any(parameter.any() for parameter in wrapped.local_parameters())
+
+
+@pytest.mark.parametrize("method", ["run_train", "run_eval"])
+def test_steps_are_refused(method: str) -> None:
+    wrapped = wrap()
+    with pytest.raises(RuntimeError, match=rf"^{method} needs the processes.*debug mode.*rank 1 of 2.*torchrun"):
+        getattr(wrapped, method)(**padded_batch(4))
+
+
+def test_a_partition_that_is_measured_on_rank_0_is_refused() -> None:
+    batch = padded_batch(1)
+    with pytest.raises(RuntimeError, match=r'^partition="profiled" needs the processes.*debug mode'):
+        wrap(partition="profiled", partition_batch=batch)
+    parallel_state.destroy_model_parallel()
+    assert len(wrap(partition="balanced", partition_batch=batch).pipeline_cuts) == 1
+
+
+def test_a_trace_of_steps_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"^trace_file_path needs the processes.*debug mode"):
+        wrap(trace_file_path=str(tmp_path / "trace.json"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_plans_are_made_in_it() -> None:
+    from nxdpp.pipeline.plan import summarise_stages
+
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
+    stages = summarise_stages(make("llama"), padded_batch(1), 2, 4)
+    held = wrap().local_parameters()
+    assert stages[1].state.parameters == sum(parameter.numel() for parameter in held)
