@@ -25,12 +25,6 @@ _TOKENS = InputKind(2, torch.int64)
 _UNKNOWN = InputKind(None, None)
 
 
-def check_later_features(param_init_fn: Any) -> None:
-    """Raise ``NotImplementedError`` for what is not built yet."""
-    if param_init_fn is not None:
-        raise NotImplementedError("param_init_fn: materialising a model from the meta device is not built yet.")
-
-
 def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:
     """Raise ``TypeError`` for a model that is none, and for a text where a list is meant."""
     if not isinstance(module, nn.Module):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.parallel_layers import move_model_to_device, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
@@ -15,25 +16,18 @@ from nxdpp.pipeline.chosen_schedule import ChosenSchedule, Written
 from nxdpp.pipeline.chrome_trace import check_path
 from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.fingerprint import parameter_lines
-from nxdpp.pipeline.local_module import (
-    build_local_module,
-    free_others,
-    local_names,
-    names_elsewhere,
-    owners_by_rank,
-    tied_names,
-    write_back,
-)
+from nxdpp.pipeline.local_module import owners_by_rank, write_back
+from nxdpp.pipeline.local_part import LocalPart
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
 from nxdpp.pipeline.partition_by_cost import check_partition, cuts_by_cost
-from nxdpp.pipeline.placement import Owners, layers_in_order
+from nxdpp.pipeline.placement import layers_in_order
 from nxdpp.pipeline.program import RankProgram
 from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
 from nxdpp.pipeline.same_graph import check_replicas
 from nxdpp.pipeline.steps import Steps
-from nxdpp.pipeline.tied_weights import TiedGradients, TiedWeight
+from nxdpp.pipeline.tied_weights import TiedGradients
 from nxdpp.tracing.huggingface import refuse_packed_positions
 from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
 from nxdpp.tracing.trace import TracingOptions
@@ -68,7 +62,11 @@ class NxDPPModel(nn.Module):
         autowrap_modules: Python modules, none of whose functions is traced through.
         tracer_cls: ``"hf"``, which traces only what stands above layers; ``"torch"``, plain ``torch.fx``; or
             a ``torch.fx.Tracer`` class. By default ``"hf"``.
-        param_init_fn: ``None``; materialising a model from the meta device is not built yet.
+        param_init_fn: for a model on the meta device: a function of a module, or of a module and a device, that
+            initialises the parameters and buffers that are this module's own. It is called, once the model is cut, for
+            each local module that has some. Without it a model of transformers is initialised by its
+            ``_init_weights`` and other modules by their ``reset_parameters``, when ``materialise`` or
+            ``move_model_to_device`` is called.
         trace_file_path: a file for a Chrome trace of what each rank did when, for Perfetto and ``python -m nxdpp
             timeline``; whole after each step. Data-parallel replicas write beside it (``trace.pipeline1.json``).
             A file that is there is replaced. It makes a step end together on all ranks, and a little slower.
@@ -91,7 +89,6 @@ class NxDPPModel(nn.Module):
 
     Raises:
         ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
-        NotImplementedError: for arguments whose work is not built yet.
         TracingError: for a model that cannot be traced.
         RuntimeError: where ``initialize_model_parallel`` has not been called.
     """
@@ -125,7 +122,7 @@ class NxDPPModel(nn.Module):
         arguments.check_kinds(module, pipeline_cuts, input_names, leaf_module_cls)
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         ranks = parallel_state.get_pipeline_model_parallel_size()
-        arguments.check_later_features(param_init_fn)
+        check_param_init_fn(param_init_fn, module)
         trace_path = None if trace_file_path is None else check_path(trace_file_path)
         if trace_path is not None:
             parallel_state.refuse_in_debug("trace_file_path")
@@ -189,7 +186,18 @@ class NxDPPModel(nn.Module):
         # The whole model, for tracing; not a submodule, because most of it is not here.
         self.__dict__["original_module"] = module
         owners = self._programs.place(first, layer_stages, self.stages)
-        self._take_own_part(module, owners_by_rank(owners, chosen.placement.rank_of))
+        self._part = LocalPart(
+            module,
+            owners_by_rank(owners, chosen.placement.rank_of),
+            self.rank,
+            self.layers,
+            torch.initial_seed(),
+            param_init_fn,
+        )
+        self.local_module = self._part.module
+        self._tied = TiedGradients(self.local_module, self._part.tied, self.rank)
+        if param_init_fn is not None:
+            self.materialise()
         self.train(module.training)
 
     original_module: nn.Module
@@ -200,18 +208,21 @@ class NxDPPModel(nn.Module):
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._steps.busy_share
 
-    def _take_own_part(self, module: nn.Module, owners: Owners) -> None:
-        local = local_names(owners, self.rank)
-        # Numbered over the whole model: all ranks must mean the same weight by a number.
-        weights = [
-            TiedWeight(next(name for name in names if name in local), tuple(ranks), number)
-            for number, (names, ranks) in enumerate(tied_names(module, owners))
-            if self.rank in ranks
-        ]
-        elsewhere = names_elsewhere(owners, self.rank)
-        free_others(module, local, elsewhere)
-        self.local_module = build_local_module(module, local, self.layers, elsewhere)
-        self._tied = TiedGradients(self.local_module, weights, self.rank)
+    def materialise(self) -> None:
+        """Give values to what this rank holds of a model built on the meta device; not collective.
+
+        Parameters that have values, and those of a model that was built in memory, stay as they are. What a
+        parameter is drawn from follows from the seed that torch had when the model was wrapped, and from the
+        parameter's name: it is the same for any partition, if all ranks had the same seed. ``param_init_fn``, the
+        ``_init_weights`` of transformers' models or a module's ``reset_parameters`` draws it.
+
+        Raises:
+            RuntimeError: for parameters and buffers that nothing gives values to, before anything is changed.
+        """
+        if self._part.materialise():
+            if self._part.origin is not None:
+                self._programs.note(self._part.origin)
+            self._after_move()
 
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Forward and backward of all microbatches; collective over all ranks.
@@ -273,9 +284,10 @@ class NxDPPModel(nn.Module):
     def move_model_to_device(self, device: torch.device | str | None = None) -> None:
         """Move this rank's stage, by default to its own CUDA device under NCCL and to the CPU under gloo.
 
-        Call it before making the optimizer. Attributes of parameters survive. Raises ``ValueError`` for
-        parameters on the meta device.
+        Call it before making the optimizer. Parameters without values are initialised first, see ``materialise``.
+        Attributes of parameters survive.
         """
+        self.materialise()
         move_model_to_device(self.local_module, parallel_state.local_device() if device is None else device)
         self._after_move()
 
@@ -363,17 +375,19 @@ class NxDPPModel(nn.Module):
         return split_inputs(inputs, self.num_microbatches)
 
     def _check_materialised(self) -> None:
-        on_meta = [name for name, parameter in self.local_named_parameters() if parameter.is_meta]
-        if on_meta:
-            raise NotImplementedError(
-                f"{len(on_meta)} parameters of rank {self.rank} are on the meta device ({on_meta[0]} is the first): "
-                f"materialising a model built there is not built yet. Build it on the CPU."
+        without = self._part.without_values()
+        if without:
+            raise RuntimeError(
+                f"{len(without)} parameters or buffers of rank {self.rank} are on the meta device and have no values "
+                f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
+                f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
             )
 
     def _average_gradients(self) -> None:
         group = parallel_state.get_data_parallel_group()
         if not self._replicas_agree:
-            check_replicas(parameter_lines(self.local_named_parameters()), group)
+            origin = [] if self._part.origin is None else [self._part.origin]
+            check_replicas([*origin, *parameter_lines(self.local_named_parameters())], group)
             self._replicas_agree = True
         average_gradients(self.local_parameters(), group)
 

@@ -113,6 +113,10 @@ class ProgramCache:
         self._owners |= buffer_owners(first, placed, self._module)
         return self._owners
 
+    def note(self, line: str) -> None:
+        """Something else that must be alike on all ranks of the pipeline, before their first step."""
+        self._common.append(line)
+
     def _placed(self, variant: Variant, shapes: Shapes) -> TracedVariant:
         """The graph that is kept for inputs like these, or a new one."""
         graphs = self._variants.setdefault(variant, [])

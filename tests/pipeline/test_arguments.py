@@ -24,18 +24,6 @@ class TakesMore(PlainModel):
         return super().forward(x)
 
 
-def test_what_comes_later_says_so_in_one_sentence() -> None:
-    with pytest.raises(NotImplementedError, match=r"param_init_fn: .* not built yet") as caught:
-        arguments.check_later_features(nn.init.zeros_)
-
-    assert str(caught.value).endswith(".")
-    assert "\n" not in str(caught.value)
-
-
-def test_nothing_later_is_fine() -> None:
-    arguments.check_later_features(None)
-
-
 @pytest.mark.parametrize("count", [0, -2, 1.0, "2", None, True])
 def test_a_number_of_microbatches_that_is_none(count: Any) -> None:
     with pytest.raises(ValueError, match=rf"num_microbatches={count!r} must be a whole number of at least 1"):

@@ -1,0 +1,122 @@
+"""Who gives a module's parameters their values: the user's function, transformers, or the module itself."""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+
+ParameterInitialiser = Callable[..., Any]
+
+# What transformers notes on modules and tensors that it need not initialise any more.
+_DONE = "_is_hf_initialized"
+
+
+def check_param_init_fn(function: Any, module: nn.Module) -> None:
+    """Raise ``TypeError`` unless it can be called with a module or with a module and a device.
+
+    Raises ``ValueError`` where ``module`` has nothing on the meta device, which is what it is for.
+    """
+    if function is None:
+        return
+    if not callable(function):
+        raise TypeError(f"param_init_fn must be a function of a module, not {function!r:.80}.")
+    if not (_takes(function, 1) or _takes(function, 2)):
+        raise TypeError(
+            f"param_init_fn is called as param_init_fn(module) or param_init_fn(module, device), and "
+            f"{getattr(function, '__name__', function)}{inspect.signature(function)} takes neither."
+        )
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise ValueError(
+            "param_init_fn initialises a model that was built on the meta device, and this one has values already. "
+            "Build it under nxdpp.init_on_device(torch.device('meta')), or leave param_init_fn out."
+        )
+
+
+def call_param_init_fn(function: ParameterInitialiser, module: nn.Module) -> None:
+    """Call it in the form that it has; a module is initialised on the CPU."""
+    if _takes(function, 1):
+        function(module)
+    else:
+        function(module, torch.device("cpu"))
+
+
+def reset_parameters(module: nn.Module) -> bool:
+    """Call the module's own ``reset_parameters``, or torch's ``_reset_parameters``; whether it has one."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method):
+            method()
+            return True
+    return False
+
+
+class HuggingFaceInitialiser:
+    """The ``_init_weights`` of the models of transformers in ``root``, each for the modules that are its own.
+
+    As in ``PreTrainedModel.initialize_weights``: children come before parents, and the innermost model is asked.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._turns = {name: (owner, module) for name, module, owner in _turns(root, "", None)}
+
+    def knows(self, name: str) -> bool:
+        """Whether the module of this name is part of such a model."""
+        return name in self._turns
+
+    def run(self, wanted: Collection[str], done: Sequence[torch.Tensor], begin: Callable[[str], None]) -> None:
+        """Initialise the modules ``wanted`` and those that they are in, but no tensor that is ``done``.
+
+        ``begin`` hears the name of each module first.
+        """
+        with _left_alone(done):
+            for name, (owner, module) in self._turns.items():
+                if name in wanted or not name or any(inner.startswith(f"{name}.") for inner in wanted):
+                    begin(name)
+                    owner._init_weights(module)
+
+    def run_one(self, name: str, done: Sequence[torch.Tensor]) -> None:
+        """The same for one module alone."""
+        owner, module = self._turns[name]
+        with _left_alone(done):
+            owner._init_weights(module)
+
+
+def _turns(
+    module: nn.Module, name: str, owner: PreTrainedModel | None
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    for key, child in module.named_children():
+        yield from _turns(child, f"{name}.{key}" if name else key, owner)
+    if owner is not None:
+        yield name, module, owner
+
+
+@contextmanager
+def _left_alone(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Have the functions of ``transformers.initialization`` and ``torch.nn.init`` pass these tensors over."""
+    marked = [tensor for tensor in tensors if not getattr(tensor, _DONE, False)]
+    for tensor in marked:
+        setattr(tensor, _DONE, True)
+    try:
+        with guard_torch_init_functions():
+            yield
+    finally:
+        for tensor in marked:
+            delattr(tensor, _DONE)
+
+
+def _takes(function: ParameterInitialiser, count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        # A builtin without a signature.
+        return count == 1
+    return True

@@ -1,0 +1,182 @@
+"""Giving values to what a rank holds of a model that was built without memory.
+
+A parameter is initialised in the module whose name for it comes first in the model, even where that module runs on
+another rank: a head that shares the embedding's weight gets what the embedding's initialisation makes of it::
+
+    first rank    embed.weight ─▶ memory ─▶ init(embed)                 ─▶ embed
+    last rank     embed.weight ─▶ memory ─▶ init(embed) ─▶ given back   ─▶ head, which runs here
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.initialization.initialisers import (
+    HuggingFaceInitialiser,
+    ParameterInitialiser,
+    call_param_init_fn,
+    reset_parameters,
+)
+from nxdpp.initialization.named_streams import NamedStreams
+from nxdpp.initialization.values import allocate, count_unwritten
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor without values, and where it is initialised: ``name`` is that of the model's first name for it."""
+
+    name: str
+    meta: torch.Tensor
+
+    @property
+    def module(self) -> str:
+        """The name of the module that has it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def key(self) -> str:
+        """Its name in that module."""
+        return self.name.rpartition(".")[2]
+
+
+def initial_values(
+    root: nn.Module,
+    places: Sequence[Place],
+    seed: int,
+    param_init_fn: ParameterInitialiser | None,
+) -> tuple[list[torch.Tensor], bool]:
+    """Values for ``places``, on the CPU, in their order, and whether random numbers went into them; not collective.
+
+    ``root`` is the whole model; when this returns or raises it is as it was. Each module that has one of the places is
+    given to ``param_init_fn``. Without one, models of transformers use their ``_init_weights``, other modules their
+    ``reset_parameters``; with one, these are asked for buffers that it left alone.
+
+    Raises:
+        RuntimeError: for tensors that nobody has initialised, or only in part.
+    """
+    before = _tensors_at(root, places)
+    for place in places:
+        _put(root, place, allocate(place.meta))
+    try:
+        initialiser = _Initialisation(root, places, seed, param_init_fn)
+        initialiser.run()
+        return list(_tensors_at(root, places)), initialiser.has_drawn
+    finally:
+        for place, tensor in zip(places, before, strict=True):
+            _put(root, place, tensor)
+
+
+class _Initialisation:
+    def __init__(
+        self, root: nn.Module, places: Sequence[Place], seed: int, param_init_fn: ParameterInitialiser | None
+    ) -> None:
+        self._root = root
+        self._places = places
+        self._function = param_init_fn
+        self._huggingface = HuggingFaceInitialiser(root)
+        fresh = {place.name: tensor for place, tensor in zip(places, _tensors_at(root, places), strict=True)}
+        own = set(map(id, fresh.values()))
+        everything = [*root.parameters(), *root.buffers()]
+        # Loaded before, or built in memory.
+        self._done = [tensor for tensor in everything if id(tensor) not in own and not tensor.is_meta]
+        self._streams = NamedStreams(seed, fresh, self._done)
+
+    @property
+    def has_drawn(self) -> bool:
+        return self._streams.has_drawn
+
+    def run(self) -> None:
+        with torch.no_grad(), self._streams:
+            if self._function is not None:
+                for name in self._modules(self._places):
+                    self._call(name, self._function)
+                self._refuse([place for place in self._left() if isinstance(place.meta, nn.Parameter)])
+            else:
+                self._huggingface.run(set(self._modules(self._places)), self._done, self._begin)
+            for name in self._modules(self._left()):
+                self._complete(name)
+        self._refuse(self._left())
+
+    def _begin(self, module: str) -> None:
+        self._streams.module = module
+
+    def _call(self, name: str, function: ParameterInitialiser) -> None:
+        self._begin(name)
+        try:
+            call_param_init_fn(function, self._root.get_submodule(name))
+        except Exception as error:
+            error.add_note(f"in param_init_fn, called for {name or 'the model itself'}")
+            raise
+
+    def _complete(self, name: str) -> None:
+        """As the constructor does: first what the module itself does, then what its model makes of that."""
+        self._begin(name)
+        left = {place.name for place in self._left()}
+        module = self._root.get_submodule(name)
+        written = [t for p, t in self._current() if p.module == name and p.name not in left] if self._function else []
+        guarded = [tensor.clone() for tensor in written]
+        reset_parameters(module)
+        if self._huggingface.knows(name):
+            self._huggingface.run_one(name, [*self._done, *written])
+        for tensor, value in zip(written, guarded, strict=True):
+            tensor.copy_(value)
+
+    def _current(self) -> list[tuple[Place, torch.Tensor]]:
+        return list(zip(self._places, _tensors_at(self._root, self._places), strict=True))
+
+    def _left(self) -> list[Place]:
+        """Those of the places that are not wholly written."""
+        return [place for place, tensor in self._current() if not self._is_written(tensor)]
+
+    def _is_written(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return count_unwritten(tensor) == 0
+        return self._streams.wrote(tensor) or tensor.numel() == 0
+
+    def _modules(self, places: Sequence[Place]) -> list[str]:
+        """The modules that have these, in the model's order."""
+        having = {place.module for place in places}
+        return [name for name, _ in self._root.named_modules(remove_duplicate=False) if name in having]
+
+    def _refuse(self, left: Sequence[Place]) -> None:
+        if not left:
+            return
+        lines = []
+        for place in left[:_SHOWN]:
+            tensor = getattr(self._root.get_submodule(place.module), place.key)
+            module = type(self._root.get_submodule(place.module)).__name__
+            count = count_unwritten(tensor) or tensor.numel()
+            lines.append(f"  {place.name} of {module}: {count} of {tensor.numel()} elements")
+        if len(left) > _SHOWN:
+            lines.append(f"  and {len(left) - _SHOWN} more")
+        raise RuntimeError(
+            f"{len(left)} parameters or buffers are left without values by {self._who()}:\n" + "\n".join(lines) + "\n"
+            "Give a param_init_fn that writes them, give the modules a reset_parameters() that does, build the model "
+            "under nxdpp.init_on_device (which makes buffers at once) or with nxdpp.deferred_init, or load them with "
+            "nxdpp.load_pretrained."
+        )
+
+    def _who(self) -> str:
+        if self._function is not None:
+            return "param_init_fn"
+        return "_init_weights and reset_parameters"
+
+
+def _tensors_at(root: nn.Module, places: Sequence[Place]) -> list[torch.Tensor]:
+    return [getattr(root.get_submodule(place.module), place.key) for place in places]
+
+
+def _put(root: nn.Module, place: Place, tensor: torch.Tensor) -> None:
+    """In the module's place for it, without the checks of assignment."""
+    module = root.get_submodule(place.module)
+    registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+    for registry in registries:
+        if place.key in registry:
+            registry[place.key] = tensor
+            return
+    raise AssertionError(f"{place.name} was found in the model")

@@ -1,0 +1,43 @@
+"""Memory for tensors of the meta device, marked so that what nobody has written is found again."""
+
+import torch
+from torch import nn
+
+# All bits set is a NaN that no computation yields.
+_UNWRITTEN = 0xFF
+_CHUNK_BYTES = 2**22
+
+
+def allocate(meta: torch.Tensor) -> torch.Tensor:
+    """An unwritten CPU tensor of the same shape, strides, dtype, class, ``requires_grad`` and own attributes.
+
+    A parameter stays one, of its class.
+    """
+    real = torch.empty_like(meta, device="cpu", requires_grad=False)
+    _bytes(real).fill_(_UNWRITTEN)
+    return dress(real, meta)
+
+
+def dress(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    """``real`` as what ``meta`` is: a parameter of its class or a plain tensor, with its attributes."""
+    if isinstance(meta, nn.Parameter):
+        real = torch.Tensor._make_subclass(type(meta), real.detach(), meta.requires_grad)
+    vars(real).update({key: value for key, value in vars(meta).items() if key != "_is_hf_initialized"})
+    return real
+
+
+def count_unwritten(tensor: torch.Tensor) -> int:
+    """How many elements nobody has written since ``allocate``.
+
+    Of floating-point tensors alone: in others any bits may be meant.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0
+    elements = _bytes(tensor.detach()).view(-1, tensor.element_size())
+    rows = max(1, _CHUNK_BYTES // tensor.element_size())
+    return sum(int((chunk == _UNWRITTEN).all(dim=1).sum()) for chunk in elements.split(rows))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload, no-any-return]

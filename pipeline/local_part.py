@@ -1,0 +1,120 @@
+"""What one rank holds of a model: its modules, the copies of tied weights, and where their first values come from."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.initialization.initialisers import ParameterInitialiser
+from nxdpp.initialization.materialise import Place, initial_values
+from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, names_elsewhere, tied_names
+from nxdpp.pipeline.placement import Owners
+from nxdpp.pipeline.tied_weights import TiedWeight
+
+
+class LocalPart:
+    """The part of ``root`` that ``rank`` holds; what it does not hold is freed.
+
+    Args:
+        root: the whole model.
+        owners: the ranks that hold each parameter.
+        rank: this rank of the pipeline.
+        layers: names of the transformer layers.
+        seed: which random numbers parameters on the meta device get.
+        param_init_fn: initialises a module; see ``initial_values``.
+
+    Attributes:
+        module: the tree of local modules, under their original names.
+        tied: the weights that other ranks hold, too.
+        origin: a line that says what random numbers the values came from; ``None`` where they came from none. It must
+            be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        owners: Owners,
+        rank: int,
+        layers: Collection[str],
+        seed: int,
+        param_init_fn: ParameterInitialiser | None,
+    ) -> None:
+        local = local_names(owners, rank)
+        # Numbered over the whole model: all ranks must mean the same weight by a number.
+        self.tied = [
+            TiedWeight(next(name for name in names if name in local), tuple(ranks), number)
+            for number, (names, ranks) in enumerate(tied_names(root, owners))
+            if rank in ranks
+        ]
+        self.origin: str | None = None
+        self._root = root
+        self._seed = seed
+        self._param_init_fn = param_init_fn
+        # Now, while the model is whole: what is freed is no longer the same object.
+        first_names = _first_names(root)
+        elsewhere = names_elsewhere(owners, rank)
+        free_others(root, local, elsewhere)
+        self.module = build_local_module(root, local, layers, elsewhere)
+        self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
+        self._built_without_memory = frozenset(self.without_values())
+
+    def without_values(self) -> list[str]:
+        """Names of what is still on the meta device."""
+        return [name for name, tensor in _named_tensors(self.module) if tensor.is_meta]
+
+    def materialise(self) -> bool:
+        """Give values to all that is on the meta device; whether there was anything. Not collective.
+
+        Raises ``RuntimeError`` for what nothing gives a value to; nothing is changed then.
+        """
+        places = self._places()
+        if not places:
+            return False
+        is_loaded = any(
+            isinstance(tensor, nn.Parameter) and not tensor.is_meta and name in self._built_without_memory
+            for name, tensor in _named_tensors(self.module)
+        )
+        values, drawn = initial_values(self._root, places, self._seed, self._param_init_fn)
+        if drawn and not is_loaded:
+            self.origin = f"initial values from torch.initial_seed() {self._seed}"
+        replace_tensors([self.module, self._root], [place.meta for place in places], values)
+        return True
+
+    def _places(self) -> list[Place]:
+        """One for each tensor without values, whatever names it has."""
+        places: dict[int, Place] = {}
+        for name, tensor in _named_tensors(self.module):
+            if tensor.is_meta:
+                places.setdefault(id(tensor), Place(self._first_names.get(name, name), tensor))
+        return list(places.values())
+
+
+def replace_tensors(trees: Sequence[nn.Module], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+    """Put each of ``new`` wherever the one of ``old`` is that has its number, in all modules of ``trees``."""
+    replacements = {id(before): after for before, after in zip(old, new, strict=True)}
+    for module in dict.fromkeys(module for tree in trees for module in tree.modules()):
+        for registry in _registries(module):
+            for key, tensor in registry.items():
+                if id(tensor) in replacements:
+                    registry[key] = replacements[id(tensor)]
+
+
+def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where a module keeps tensors: as parameters, as buffers, and as plain attributes."""
+    return module._parameters, module._buffers, vars(module)
+
+
+def _named_tensors(tree: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of all modules, under all their names."""
+    for prefix, module in tree.named_modules(remove_duplicate=False):
+        for registry in _registries(module):
+            for key, tensor in registry.items():
+                if isinstance(tensor, torch.Tensor):
+                    yield (f"{prefix}.{key}" if prefix else key), tensor
+
+
+def _first_names(root: nn.Module) -> dict[str, str]:
+    """For each name of a tensor, the first name that the model has for the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in _named_tensors(root)}
