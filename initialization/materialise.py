@@ -98,7 +98,8 @@ class _Initialisation:
                 self._refuse([place for place in self._left() if isinstance(place.meta, nn.Parameter)])
             else:
                 self._huggingface.run(set(self._modules(self._places)), self._done, self._begin)
-            for name in self._modules(self._left()):
+            # Children first: a parent may mean to change what they do.
+            for name in reversed(self._modules(self._left())):
                 self._complete(name)
         self._refuse(self._left())
 

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-# All bits set is a NaN that no computation yields.
-_UNWRITTEN = 0xFF
+# Repeated, -1.7e38 or a NaN that no conversion yields; in one byte the only NaN of some types.
+_UNWRITTEN, _UNWRITTEN_SINGLE = 0xFE, 0xFF
 _CHUNK_BYTES = 2**22
 
 
@@ -14,7 +14,7 @@ def allocate(meta: torch.Tensor) -> torch.Tensor:
     A parameter stays one, of its class.
     """
     real = torch.empty_like(meta, device="cpu", requires_grad=False)
-    _bytes(real).fill_(_UNWRITTEN)
+    _bytes(real).fill_(_mark(real))
     return dress(real, meta)
 
 
@@ -35,7 +35,11 @@ def count_unwritten(tensor: torch.Tensor) -> int:
         return 0
     elements = _bytes(tensor.detach()).view(-1, tensor.element_size())
     rows = max(1, _CHUNK_BYTES // tensor.element_size())
-    return sum(int((chunk == _UNWRITTEN).all(dim=1).sum()) for chunk in elements.split(rows))
+    return sum(int((chunk == _mark(tensor)).all(dim=1).sum()) for chunk in elements.split(rows))
+
+
+def _mark(tensor: torch.Tensor) -> int:
+    return _UNWRITTEN_SINGLE if tensor.element_size() == 1 else _UNWRITTEN
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

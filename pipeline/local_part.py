@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import Place, initial_values
@@ -115,6 +116,20 @@ def _named_tensors(tree: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:
-    """For each name of a tensor, the first name that the model has for the same tensor."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in _named_tensors(root)}
+    """For each name of a tensor, the name under which it is initialised: the first that is not tied to another."""
+    tied = _names_tied_to_others(root)
+    groups: dict[int, list[str]] = {}
+    for name, tensor in _named_tensors(root):
+        groups.setdefault(id(tensor), []).append(name)
+    first = {tensor: min(names, key=lambda name: name in tied) for tensor, names in groups.items()}
+    return {name: first[tensor] for tensor, names in groups.items() for name in names}
+
+
+def _names_tied_to_others(root: nn.Module) -> set[str]:
+    """What models of transformers declare as a copy: ``lm_head.weight``, which is made to be the embedding's."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in root.named_modules()
+        if isinstance(module, PreTrainedModel)
+        for name in module.all_tied_weights_keys
+    }

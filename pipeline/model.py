@@ -5,7 +5,6 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from nxdpp.initialization.initialisers import check_param_init_fn
@@ -19,6 +18,7 @@ from nxdpp.pipeline.fingerprint import parameter_lines
 from nxdpp.pipeline.local_module import owners_by_rank, write_back
 from nxdpp.pipeline.local_part import LocalPart
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
+from nxdpp.pipeline.mean_loss import mean_everywhere
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
 from nxdpp.pipeline.partition_by_cost import check_partition, cuts_by_cost
@@ -393,21 +393,10 @@ class NxDPPModel(nn.Module):
 
     def _return_loss(self, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         if self.broadcast_and_average_loss:
-            return self._loss_everywhere(losses)
+            return mean_everywhere(losses, self._rank_of_last_stage, self._device())
         if not self.holds_last_stage:
             return None
         return losses if self.return_mb_loss else torch.stack(losses).mean()
-
-    def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        if self.holds_last_stage:
-            loss = torch.stack(losses).mean().float()
-            dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-            loss /= parallel_state.get_data_parallel_size()
-        else:
-            loss = torch.empty((), dtype=torch.float32, device=self._device())
-        dist.broadcast(loss, group=pipeline, group_src=self._rank_of_last_stage)
-        return loss
 
     def _return_output(self, variant: TracedVariant, program: RankProgram, results: list[list[Any]]) -> Any:
         if not self.holds_last_stage:

@@ -1,0 +1,184 @@
+"""Values for a model without memory, by whoever knows how to make them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nxdpp.initialization.materialise import Place, initial_values
+
+
+class Scale(nn.Module):
+    """Knows how to initialise itself, with a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(6))
+        self.register_buffer("steps", torch.empty(3, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.factor)
+        self.get_buffer("steps").copy_(torch.arange(3))
+
+
+class Bare(nn.Module):
+    """Does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
+
+
+def on_meta(make: Any, *arguments: Any) -> Any:
+    with torch.device("meta"):
+        return make(*arguments)
+
+
+def places(root: nn.Module) -> list[Place]:
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    return [Place(name, tensor) for name, tensor in tensors if tensor.is_meta]
+
+
+def fill(root: nn.Module, function: Any = None, seed: int = 0) -> dict[str, torch.Tensor]:
+    wanted = places(root)
+    before = {place.name: place.meta for place in wanted}
+    values, _ = initial_values(root, wanted, seed, function)
+    assert {place.name: place.meta for place in places(root)} == before
+    return dict(zip([place.name for place in wanted], values, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(5, 7),
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.PReLU()),
+        lambda: nn.LSTM(4, 5, 2),
+        lambda: nn.Embedding(6, 4, padding_idx=2),
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16),
+        Scale,
+    ],
+)
+def test_modules_initialise_themselves(make: Any) -> None:
+    values = fill(on_meta(make))
+    eager = make()
+
+    assert set(values) == {*dict(eager.named_parameters()), *dict(eager.named_buffers())}
+    for name, value in values.items():
+        expected = eager.get_parameter(name) if name in dict(eager.named_parameters()) else eager.get_buffer(name)
+        assert value.dtype == expected.dtype
+        assert isinstance(value, nn.Parameter) == isinstance(expected, nn.Parameter)
+        if expected.unique().numel() == 1 or not expected.is_floating_point():
+            assert torch.equal(value, expected), name
+        else:
+            assert value.std() > 0
+            assert not value.isnan().any()
+
+
+def test_the_padding_row_of_an_embedding_is_zero() -> None:
+    assert not fill(on_meta(nn.Embedding, 6, 4, 2))["weight"][2].any()
+
+
+def test_a_model_of_transformers_initialises_its_weights_and_unsaved_buffers() -> None:
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    values, eager = fill(on_meta(LlamaForCausalLM, config)), LlamaForCausalLM(config)
+
+    assert torch.equal(values["model.rotary_emb.inv_freq"], eager.model.rotary_emb.inv_freq)
+    assert torch.equal(values["model.layers.1.input_layernorm.weight"], torch.ones(64))
+    assert not values["model.embed_tokens.weight"][0].any()
+    spread = values["model.layers.0.mlp.up_proj.weight"].std().item()
+    assert abs(spread - config.initializer_range) < 0.1 * config.initializer_range
+
+
+def test_a_function_is_called_for_each_module_that_has_something_of_its_own() -> None:
+    root, called = on_meta(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(Scale()))), []
+
+    def by_hand(module: nn.Module) -> None:
+        called.append(type(module))
+        for parameter in module.parameters(recurse=False):
+            parameter.data.fill_(2.5)
+
+    values = fill(root, by_hand)
+
+    assert called == [nn.Linear, Scale]
+    assert torch.equal(values["0.weight"], torch.full((3, 2), 2.5))
+    assert torch.equal(values["2.0.factor"], torch.full((6,), 2.5))
+    assert torch.equal(values["2.0.steps"], torch.arange(3))
+
+
+def test_a_function_may_want_the_device() -> None:
+    devices = []
+
+    def with_device(module: nn.Module, device: torch.device) -> None:
+        devices.append(device)
+        module.weight = nn.Parameter(torch.ones(3, 2, device=device))
+        nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    values = fill(on_meta(nn.Linear, 2, 3), with_device)
+
+    assert devices == [torch.device("cpu")]
+    assert torch.equal(values["weight"], torch.ones(3, 2))
+
+
+def test_what_nobody_initialises_is_named() -> None:
+    root = on_meta(lambda: nn.Sequential(nn.Linear(2, 3), Bare()))
+
+    with pytest.raises(RuntimeError) as caught:
+        fill(root)
+
+    assert "2 parameters or buffers are left without values" in str(caught.value)
+    assert "1.bias of Bare: 5 of 5 elements" in str(caught.value)
+    assert "1.mask of Bare: 16 of 16 elements" in str(caught.value)
+    assert all(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
+
+
+def test_half_a_parameter_is_not_enough() -> None:
+    def half(module: nn.Module) -> None:
+        module.weight.data[0] = 1  # type: ignore[operator]
+        module.bias.data.zero_()  # type: ignore[operator]
+
+    with pytest.raises(RuntimeError, match=r"left without values by param_init_fn:\n  weight of Linear: 4 of 6"):
+        fill(on_meta(nn.Linear, 2, 3), half)
+
+
+def test_an_error_in_the_function_names_the_module_and_changes_nothing() -> None:
+    root = on_meta(lambda: nn.Sequential(nn.Linear(2, 3)))
+
+    def fail(module: nn.Module) -> None:
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError) as caught:
+        fill(root, fail)
+
+    assert caught.value.__notes__ == ["in param_init_fn, called for 0"]
+    assert all(parameter.is_meta for parameter in root.parameters())
+
+
+def test_what_has_values_keeps_them() -> None:
+    root = on_meta(nn.Linear, 4, 4)
+    root.weight = nn.Parameter(torch.full((4, 4), 7.0))
+    llama = on_meta(
+        LlamaForCausalLM,
+        LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, intermediate_size=8, num_attention_heads=2),
+    )
+    llama.lm_head.weight = nn.Parameter(torch.full((9, 8), 7.0))
+
+    assert set(fill(root)) == {"bias"}
+    assert torch.equal(root.weight, torch.full((4, 4), 7.0))
+    assert "lm_head.weight" not in fill(llama)
+    assert torch.equal(llama.lm_head.weight, torch.full((9, 8), 7.0))
+    assert not hasattr(llama.lm_head.weight, "_is_hf_initialized")
+
+
+def test_values_follow_from_the_seed_and_the_name() -> None:
+    two, three = (on_meta(lambda n=n: nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))) for n in (2, 3))
+
+    assert torch.equal(fill(two)["1.weight"], fill(three)["1.weight"])
+    assert not torch.equal(fill(two)["1.weight"], fill(two)["0.weight"])
+    assert not torch.equal(fill(two)["1.weight"], fill(two, seed=1)["1.weight"])

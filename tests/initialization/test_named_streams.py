@@ -1,0 +1,97 @@
+"""Random numbers that follow from the seed and a name."""
+
+import torch
+from torch import nn
+
+from nxdpp.initialization.named_streams import NamedStreams
+
+
+def draw(order: list[str], seed: int = 3, **guarded: torch.Tensor) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.empty(40) for name in ("a", "b", "c")} | guarded
+    with NamedStreams(seed, tensors, list(guarded.values())):
+        for name in order:
+            tensors[name].normal_()
+    return tensors
+
+
+def test_what_is_drawn_into_a_tensor_does_not_depend_on_the_others() -> None:
+    everything, less = draw(["a", "b", "c"]), draw(["c", "a"])
+
+    assert torch.equal(everything["a"], less["a"])
+    assert torch.equal(everything["c"], less["c"])
+    assert not torch.equal(everything["a"], everything["c"])
+
+
+def test_another_seed_and_a_second_draw_give_other_numbers() -> None:
+    once = draw(["a"])["a"]
+
+    assert not torch.equal(once, draw(["a"], seed=4)["a"])
+    assert not torch.equal(once, draw(["a", "a"])["a"])
+    assert torch.equal(draw(["a", "a"])["a"], draw(["a", "b", "a"])["a"])
+
+
+def test_a_view_and_the_data_of_a_parameter_have_its_stream() -> None:
+    whole, by_rows = nn.Parameter(torch.empty(2, 32)), nn.Parameter(torch.empty(2, 32))
+
+    with torch.no_grad():
+        with NamedStreams(0, {"weight": whole}, []):
+            whole.data.view(-1)[:32].normal_()
+        with NamedStreams(0, {"weight": by_rows}, []):
+            by_rows[0].normal_()
+
+    assert torch.equal(whole[0], by_rows[0])
+
+
+def test_the_default_generator_and_its_seed_are_left_as_they_were() -> None:
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+
+    draw(["a", "b"])
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.initial_seed() == 11
+
+
+def test_a_generator_of_ones_own_is_used() -> None:
+    tensor, expected = torch.empty(8), torch.empty(8).normal_(generator=torch.Generator().manual_seed(2))
+
+    with NamedStreams(0, {"tensor": tensor}, []) as streams:
+        tensor.normal_(generator=torch.Generator().manual_seed(2))
+
+    assert torch.equal(tensor, expected)
+    assert not streams.has_drawn
+
+
+def test_tensors_without_a_name_are_drawn_for_the_module() -> None:
+    def draw_for(module: str) -> torch.Tensor:
+        with NamedStreams(0, {}, []) as streams:
+            streams.module = module
+            return torch.randn(4)
+
+    assert torch.equal(draw_for("layers.0"), draw_for("layers.0"))
+    assert not torch.equal(draw_for("layers.0"), draw_for("layers.1"))
+
+
+def test_what_is_guarded_does_not_change() -> None:
+    guarded = torch.arange(40.0)
+
+    tensors = draw(["guarded", "a"], guarded=guarded)
+    with NamedStreams(0, {}, [guarded]):
+        guarded.zero_()
+        guarded[3:].fill_(1)
+        torch.add(guarded, 1, out=guarded)
+
+    assert torch.equal(guarded, torch.arange(40.0))
+    assert torch.equal(tensors["a"], draw(["a"])["a"])
+
+
+def test_it_knows_what_was_written() -> None:
+    first, second, third = (torch.empty(4, dtype=torch.int64) for _ in range(3))
+
+    with NamedStreams(0, {}, []) as streams:
+        first[1:].fill_(2)
+        second.copy_(first)
+
+    assert streams.wrote(first)
+    assert streams.wrote(second)
+    assert not streams.wrote(third)
