@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from tests.distributed import run_ranks
@@ -70,3 +71,66 @@ def test_it_trains_as_one_process_with_these_values(name: str) -> None:
         # The gradients of a tied weight are summed in another order.
         assert set(differences) <= TIED.get(name, set())
         assert all(difference is not None and difference < 1e-6 for difference in differences.values())
+
+
+def step_with_seeds(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    model = on_meta("llama")
+    torch.manual_seed(rank)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_drew_from_different_seeds_are_told_apart(ranks: int) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, step_with_seeds, ranks)
+
+    for seed in (0, 1):
+        assert f"rank {seed} (rank {seed}): initial values from torch.initial_seed() {seed}" in str(caught.value)
+
+
+def guides_function(module: nn.Module) -> None:
+    """As the pipeline guide prints it."""
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(mean=0.0, std=0.5)
+        if module.bias is not None:
+            module.bias.data.zero_()
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(mean=0.0, std=0.5)
+        if module.padding_idx:
+            module.weight.data[module.padding_idx].zero_()
+    elif "RMSNorm" in type(module).__name__:
+        module.weight.data.fill_(1.0)  # type: ignore[operator]
+
+
+def with_function(rank: int, ranks: int) -> Values:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    called: list[nn.Module] = []
+
+    def initialise(module: nn.Module) -> None:
+        called.append(module)
+        guides_function(module)
+
+    wrapped = NxDPPModel(on_meta("tied_llama"), num_microbatches=2, param_init_fn=initialise)
+    assert len(called) == len(set(called))
+    assert {type(module).__name__ for module in called} >= {"Linear", "LlamaRMSNorm", "LlamaRotaryEmbedding"}
+    assert not any(tensor.is_meta for tensor in (*wrapped.parameters(), *wrapped.buffers()))
+    optimizer = torch.optim.SGD(wrapped.local_parameters(), lr=0.1)
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
+    values = {name: tensor.detach().clone() for name, tensor in wrapped.local_named_parameters(remove_duplicate=False)}
+    optimizer.step()
+    assert not any(torch.equal(p, values[name]) for name, p in wrapped.local_named_parameters() if "weight" in name)
+    return values | dict(wrapped.local_named_buffers())
+
+
+def test_the_guides_function_initialises_when_the_model_is_wrapped() -> None:
+    (whole,) = run_ranks(1, with_function, 1)
+    parts = run_ranks(4, with_function, 4)
+
+    assert set().union(*parts) == set(whole)
+    assert all(torch.equal(value, whole[name]) for part in parts for name, value in part.items())
+    assert torch.equal(whole["model.rotary_emb.inv_freq"], make("llama").model.rotary_emb.inv_freq)
+    assert abs(whole["lm_head.weight"][1:].std().item() - 0.5) < 0.05
