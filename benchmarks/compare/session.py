@@ -17,14 +17,17 @@ class Effort(NamedTuple):
 
 def describe_session(effort: Effort) -> dict[str, Any]:
     """What a reader must know of the machine to judge the numbers."""
+    return {**describe_machine(), "warm_up_steps": effort.warm_up, "steps": effort.steps}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, load and versions."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "warm_up_steps": effort.warm_up,
-        "steps": effort.steps,
     }
 
 

@@ -27,3 +27,33 @@ def llama_3_1_405b(layers: int = LLAMA_3_1_405B_LAYERS) -> LlamaConfig:
             "original_max_position_embeddings": 8192,
         },
     )
+
+
+def llama_1b() -> LlamaConfig:
+    """1.03 billion parameters, so that each of 4 ranks has about 1 GB of them in fp32."""
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=20,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+
+
+def llama_small() -> LlamaConfig:
+    """76 million parameters, to see that all works."""
+    return LlamaConfig(
+        vocab_size=8000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+
+
+SIZES = {"1b": llama_1b, "small": llama_small}
