@@ -6,6 +6,7 @@ from torch import nn
 # Repeated, -1.7e38 or a NaN that no conversion yields; in one byte the only NaN of some types.
 _UNWRITTEN, _UNWRITTEN_SINGLE = 0xFE, 0xFF
 _CHUNK_BYTES = 2**22
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def allocate(meta: torch.Tensor) -> torch.Tensor:
@@ -33,9 +34,19 @@ def count_unwritten(tensor: torch.Tensor) -> int:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
-    elements = _bytes(tensor.detach()).view(-1, tensor.element_size())
-    rows = max(1, _CHUNK_BYTES // tensor.element_size())
-    return sum(int((chunk == _mark(tensor)).all(dim=1).sum()) for chunk in elements.split(rows))
+    # Compared as integers, many times faster than as bytes; the only larger elements are pairs of 8 bytes.
+    size = min(tensor.element_size(), 8)
+    mark = int.from_bytes(bytes([_mark(tensor)]) * size, "little", signed=True)
+    integers = _bytes(tensor.detach()).view(_INTEGERS[size])
+    if tensor.element_size() == 2 * size:
+        integers = integers.view(-1, 2)
+    chunks = integers.split(_CHUNK_BYTES // tensor.element_size())
+    return sum(int(torch.count_nonzero(_equal(chunk, mark))) for chunk in chunks)
+
+
+def _equal(integers: torch.Tensor, mark: int) -> torch.Tensor:
+    equal = integers == mark
+    return equal if equal.ndim == 1 else equal.all(dim=1)
 
 
 def _mark(tensor: torch.Tensor) -> int:

@@ -6,7 +6,15 @@ from torch import nn
 
 from nxdpp.initialization.values import allocate, count_unwritten
 
-FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+FLOATING = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+]
 
 
 class Special(nn.Parameter):
