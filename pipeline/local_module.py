@@ -35,6 +35,15 @@ def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[in
     return [(group, ranks) for group, ranks in tied if len(ranks) > 1]
 
 
+def shared_names(root: nn.Module) -> list[list[str]]:
+    """The names of each parameter, and of each buffer, that has several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for named in (root.named_parameters, root.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
 def build_local_module(
     root: nn.Module, local: Collection[str], layers: Collection[str], elsewhere: Collection[str] = ()
 ) -> nn.Module:

@@ -9,7 +9,14 @@ from transformers import PreTrainedModel
 
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import Place, initial_values
-from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, names_elsewhere, tied_names
+from nxdpp.pipeline.local_module import (
+    build_local_module,
+    free_others,
+    local_names,
+    names_elsewhere,
+    shared_names,
+    tied_names,
+)
 from nxdpp.pipeline.placement import Owners
 from nxdpp.pipeline.tied_weights import TiedWeight
 
@@ -28,6 +35,7 @@ class LocalPart:
     Attributes:
         module: the tree of local modules, under their original names.
         tied: the weights that other ranks hold, too.
+        aliases: the names, in the whole model, of each parameter and each buffer that has several.
         origin: a line that says what random numbers the values came from; ``None`` where they came from none. It must
             be the same on all ranks.
     """
@@ -54,6 +62,7 @@ class LocalPart:
         self._param_init_fn = param_init_fn
         # Now, while the model is whole: what is freed is no longer the same object.
         first_names = _first_names(root)
+        self.aliases = shared_names(root)
         elsewhere = names_elsewhere(owners, rank)
         free_others(root, local, elsewhere)
         self.module = build_local_module(root, local, layers, elsewhere)

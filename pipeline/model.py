@@ -16,7 +16,7 @@ from nxdpp.pipeline.chrome_trace import check_path
 from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.fingerprint import parameter_lines
 from nxdpp.pipeline.local_module import owners_by_rank, write_back
-from nxdpp.pipeline.local_part import LocalPart
+from nxdpp.pipeline.local_part import LocalPart, replace_tensors
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.mean_loss import mean_everywhere
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
@@ -208,6 +208,11 @@ class NxDPPModel(nn.Module):
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._steps.busy_share
 
+    @property
+    def tied_names(self) -> list[list[str]]:
+        """The names, in the whole model, of each parameter and each buffer that has several."""
+        return self._part.aliases
+
     def materialise(self) -> None:
         """Give values to what this rank holds of a model built on the meta device; not collective.
 
@@ -353,6 +358,13 @@ class NxDPPModel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._after_move()
         return self
+
+    def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put for each pair the second parameter or buffer wherever the first one is; not collective."""
+        if replaced:
+            old, new = zip(*replaced, strict=True)
+            replace_tensors([self.local_module, self.original_module], old, new)
+            self._after_move()
 
     def _after_move(self) -> None:
         write_back(self.local_module, self.original_module)

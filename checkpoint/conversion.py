@@ -1,0 +1,142 @@
+"""How the tensors of a file become those of a model, and back: the conversions that transformers has for its models.
+
+On loading, ``from_pretrained`` renames tensors, adds or removes the prefix of the base model, merges the tensors of
+experts, and splits or transposes others; on saving, ``save_pretrained`` reverts that. What is done to which names
+follows from the names alone, here as there (``transformers/core_model_loading.py``), so that it is known, with
+all shapes, before a value is read.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+
+@dataclass
+class Conversion:
+    """Some tensors that others are made of.
+
+    ``first`` is the new name of the first of them. Each source is a name with the pattern of ``converter`` that it
+    matched; without a converter there is one, which is renamed. ``renamings`` apply to what a converter makes.
+    """
+
+    first: str
+    converter: Any | None = None
+    renamings: list[Any] = field(default_factory=list)
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that it takes."""
+        return [name for _, name in self.sources]
+
+    def convert(self, tensor: Callable[[str], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+        """What is made, by name, of the sources that ``tensor`` gives; on the meta device, too.
+
+        Raises whatever the converter does for shapes that it cannot convert.
+        """
+        if self.converter is None:
+            return {self.first: tensor(self.names[0])}
+        for pattern, name in self.sources:
+            self.converter.add_tensor(self.first, name, pattern, tensor(name))
+        made = self.converter.convert(self.first, model=model, config=model.config)
+        return {
+            apply_renamings(name, self.renamings): value[0] if isinstance(value, list) else value
+            for name, value in made.items()
+        }
+
+
+@dataclass(frozen=True)
+class LoadingPlan:
+    """What becomes of the tensors of a checkpoint.
+
+    ``unexpected`` gives, for each name that the model has not, the name in the checkpoint. ``used`` are the
+    transforms that matched any: ``save_pretrained`` reverts them.
+    """
+
+    conversions: list[Conversion]
+    unexpected: dict[str, str]
+    used: list[Any]
+
+
+def loading_plan(model: nn.Module, expected: dict[str, torch.Tensor], stored: Iterable[str]) -> LoadingPlan:
+    """How the ``stored`` tensors become those of ``model``, whose state dict is ``expected``.
+
+    The names of a model that is not transformers' must be the stored ones.
+    """
+    transforms: list[Any] = []
+    prefix: str | None = None
+    if isinstance(model, PreTrainedModel):
+        transforms, prefix = get_model_conversion_mapping(model), model.base_model_prefix
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    conversions: dict[str, Conversion] = {}
+    unexpected: dict[str, str] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if new not in expected and name in expected:
+            new, pattern = rename_source_key(name, [], [], prefix, expected)
+        if new in expected:
+            _add(conversions, new, name, pattern, by_pattern)
+        else:
+            unexpected[new] = name
+    return LoadingPlan(list(conversions.values()), unexpected, [each for each in transforms if each.was_used()])
+
+
+def saving_conversions(model: nn.Module, names: Collection[str]) -> list[Conversion]:
+    """How the tensors ``names`` of ``model`` become those that its ``save_pretrained`` would write."""
+    transforms = _transforms_to_revert(model) if isinstance(model, PreTrainedModel) else []
+    # Those of parts of the model were applied last.
+    reverse = [transform.reverse_transform() for transform in reversed(transforms)]
+    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    conversions: dict[str, Conversion] = {}
+    for name in sorted(names, key=dot_natural_key):
+        new, pattern = apply_converters(name, converters)
+        if pattern is None:
+            new = apply_renamings(name, renamings)
+        _add(conversions, new, name, pattern, by_pattern, renamings)
+    return list(conversions.values())
+
+
+def _transforms_to_revert(model: PreTrainedModel) -> list[Any]:
+    used: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return used
+    # A model that was not loaded has no prefix that loading removed.
+    every = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in every if not isinstance(transform, PrefixChange)]
+
+
+def _add(
+    conversions: dict[str, Conversion],
+    new: str,
+    name: str,
+    pattern: str | None,
+    by_pattern: Mapping[str, Any],
+    renamings: Iterable[Any] = (),
+) -> None:
+    converter = None if pattern is None else by_pattern[pattern]
+    conversion = conversions.get(new)
+    if conversion is None:
+        conversion = conversions[new] = Conversion(new, deepcopy(converter), list(renamings))
+    elif conversion.converter is None:
+        # Of two names for one tensor the first counts, as in from_pretrained.
+        return
+    conversion.sources.append((pattern or name, name))
