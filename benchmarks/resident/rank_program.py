@@ -21,7 +21,7 @@ from nxdpp import parallel_state
 def main(name: str, size: str, weights: str, folder: Path) -> None:
     """Construct, wrap and materialise, at the same time on all ranks or, where that is too much, in turn."""
     way = WAYS[name]
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=int(os.environ["WORLD_SIZE"]))
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
     imported = above_baseline()
     for turn in range(dist.get_world_size() if way.in_turn else 1):
         dist.barrier()
