@@ -55,6 +55,12 @@ def _load_pretrained(config: LlamaConfig, weights: str) -> NxDPPModel:
     return wrapped
 
 
+def _save_pretrained(config: LlamaConfig, weights: str) -> NxDPPModel:
+    wrapped = _load_pretrained(config, weights)
+    nxdpp.save_pretrained(wrapped, f"{weights}/saved")
+    return wrapped
+
+
 def _eager(config: LlamaConfig, _: str) -> NxDPPModel:
     return _wrap(LlamaForCausalLM(config))
 
@@ -68,5 +74,6 @@ WAYS = {
     "init_on_device": Way("init_on_device, wrap, materialise", _init_on_device),
     "deferred_init": Way("deferred_init, wrap", _deferred_init),
     "load_pretrained": Way('torch.device("meta"), wrap, load_pretrained', _load_pretrained, reads_weights=True),
+    "save_pretrained": Way("the same, and save_pretrained", _save_pretrained, reads_weights=True),
     "eager": Way("eager constructor, wrap; a rank at a time", _eager, has_target=False, in_turn=True),
 }

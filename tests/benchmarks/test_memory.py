@@ -70,11 +70,12 @@ def test_the_weights_are_those_of_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(weights, "_SHARD_BYTES", 5000)
     weights.write_weights(SMALL, tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    loaded, found = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    read: Any = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, found = read
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     assert all(0.01 < parameter.std() < 0.03 for parameter in loaded.parameters())
-    assert weights.bytes_of(SMALL) == owned_bytes(nn.ParameterList(loaded.parameters()))  # type: ignore[arg-type]
+    assert weights.bytes_of(SMALL) == owned_bytes(nn.ParameterList(loaded.parameters()))
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +94,5 @@ def test_a_process_of_its_own_measures_what_it_owns() -> None:
 
 
 def test_a_process_that_fails_says_why() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"benchmarks\.resident\.rank_program.*failed:(.|\n)*KeyError: 'no such way'"
-    ):
-        run_alone("benchmarks.resident.rank_program", "no such way", "small", "-")
+    with pytest.raises(RuntimeError, match=r"-m benchmarks\.no_such_program .*failed:(.|\n)*No module named"):
+        run_alone("benchmarks.no_such_program")
