@@ -16,7 +16,7 @@ if ROOT not in sys.path:
 
 from rich.console import Console  # noqa: E402
 
-from benchmarks.resident.measure import rows_of_ranks, rows_of_wraps  # noqa: E402
+from benchmarks.resident.measure import TARGET_SIZE, rows_of_ranks, rows_of_wraps  # noqa: E402
 from benchmarks.resident.published import LLAMA_3_1_405B_STAGES  # noqa: E402
 from benchmarks.resident.rows import rows_as_json  # noqa: E402
 from benchmarks.resident.session import describe_session  # noqa: E402
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     def say(text: str) -> None:
         Console(stderr=True).print(f"[dim]{text}")
 
-    rows = rows_of_ranks("small" if asked.quick else "1b", [name for name in WAYS if name in names], runs, say)
+    rows = rows_of_ranks("small" if asked.quick else TARGET_SIZE, [name for name in WAYS if name in names], runs, say)
     if WRAP in names:
         last = LLAMA_3_1_405B_STAGES - 1
         rows += rows_of_wraps([0, last] if asked.quick else range(last + 1), 1, say)

@@ -42,7 +42,7 @@ def print_markdown(rows: Sequence[Row], session: Mapping[str, Any]) -> None:
 
 def cells(row: Row) -> list[str]:
     """The texts of a row."""
-    verdict = {True: "met", False: "NOT met", None: "for comparison"}[row.met]
+    verdict = {True: "met", False: "NOT met", None: "no target"}[row.met]
     return [
         row.way,
         row.ranks,

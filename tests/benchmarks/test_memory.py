@@ -53,7 +53,7 @@ def row(**changes: Any) -> Row:
 def test_a_row_is_within_all_its_limits_or_not(changes: dict[str, Any], met: bool | None) -> None:
     judged = row(**changes)
     assert judged.met is met
-    assert cells(judged)[-1] == {True: "met", False: "NOT met", None: "for comparison"}[met]
+    assert cells(judged)[-1] == {True: "met", False: "NOT met", None: "no target"}[met]
     (written,) = json.loads(rows_as_json([judged], {}))["rows"]
     assert written["met"] is met
     assert written["peak"] == judged.peak
