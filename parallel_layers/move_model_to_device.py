@@ -3,17 +3,29 @@
 import torch
 from torch import nn
 
+from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
+
+_REMEDY = "Make the optimizer after move_model_to_device(), from the parameters that the model has then."
+
 
 def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> None:
     """Moves all parameters and buffers of ``model`` to ``device`` in place; not collective.
 
     Where torch has to make a new ``Parameter`` (between device types that cannot share one), it gets the
-    old one's own attributes, such as ``parameter.tensor_model_parallel``, and its place wherever the old
-    one was shared. Raises ``ValueError`` for parameters or buffers without values, on the meta device.
+    old one's own attributes, such as ``parameter.tensor_model_parallel``, its class, and its place wherever the old
+    one was shared. Gradients move along. What is on ``device`` already stays as it is, the same object.
+
+    Raises, before anything is changed, ``ValueError`` for a device that is none or not there and for parameters or
+    buffers without values, on the meta device; ``RuntimeError`` for an optimizer that holds parameters of which torch
+    has to make new ones.
     """
-    target = torch.device(device)
+    target = checked_device(device)
+    if all(tensor.device == target for tensor in (*model.parameters(), *model.buffers())):
+        return
     _check_have_values(model, target)
     before = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {name: parameter for name, parameter in before.items() if _is_replaced(parameter, target)}
+    check_no_optimizer_holds(replaced, _REMEDY)
     model.to(target)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -24,8 +36,42 @@ def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> 
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, moved[old])
             continue
-        vars(parameter).update(vars(old))
+        keep_attributes(old, parameter)
         moved[old] = parameter
+    watch_replaced(replaced)
+
+
+def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give ``new``, which takes the place of ``old``, its class and its own attributes."""
+    if type(new) is not type(old):
+        new.__class__ = type(old)
+    vars(new).update(vars(old))
+
+
+def checked_device(device: torch.device | str | int) -> torch.device:
+    """``device`` with its index, as tensors there have it. Raises ``ValueError`` where there is none such here."""
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    # torch without CUDA answers with an AssertionError.
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"there is no device {str(device)!r} here: {reason} Give one of this machine, such as "
+            f"{_example_device()!r}, or none for the rank's own."
+        ) from error
+
+
+def _example_device() -> str:
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _is_replaced(parameter: nn.Parameter, target: torch.device) -> bool:
+    """Whether ``Module.to`` makes a new object; it asks torch the same question."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return False
+    empty = torch.empty(0, dtype=parameter.dtype, device=target)
+    shares = torch._has_compatible_shallow_copy_type(parameter, empty)
+    return not shares or torch.__future__.get_overwrite_module_params_on_conversion()
 
 
 def _check_have_values(model: nn.Module, target: torch.device) -> None:

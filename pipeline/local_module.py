@@ -81,15 +81,6 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
                 module._buffers[key] = torch.empty_like(buffer, device="meta")
 
 
-def write_back(tree: nn.Module, root: nn.Module) -> None:
-    """Give ``root`` the parameters and buffers that the vessels of its local ``tree`` hold now."""
-    for name, vessel in tree.named_modules():
-        if type(vessel) is nn.Module:
-            original = root.get_submodule(name)
-            original._parameters.update(vessel._parameters)
-            original._buffers.update(vessel._buffers)
-
-
 def _fill(vessel: nn.Module, module: nn.Module, prefix: str, held: "_Held", layers: Collection[str]) -> None:
     for key, parameter in module._parameters.items():
         if parameter is not None and _join(prefix, key) in held.local:

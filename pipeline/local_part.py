@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import Place, initial_values
+from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.local_module import (
     build_local_module,
     free_others,
@@ -35,6 +36,7 @@ class LocalPart:
     Attributes:
         module: the tree of local modules, under their original names.
         tied: the weights that other ranks hold, too.
+        any_ties: whether any ranks of the pipeline have such weights.
         aliases: the names, in the whole model, of each parameter and each buffer that has several.
         origin: a line that says what random numbers the values came from; ``None`` where they came from none. It must
             be the same on all ranks.
@@ -51,11 +53,13 @@ class LocalPart:
     ) -> None:
         local = local_names(owners, rank)
         # Numbered over the whole model: all ranks must mean the same weight by a number.
+        tied = tied_names(root, owners)
         self.tied = [
             TiedWeight(next(name for name in names if name in local), tuple(ranks), number)
-            for number, (names, ranks) in enumerate(tied_names(root, owners))
+            for number, (names, ranks) in enumerate(tied)
             if rank in ranks
         ]
+        self.any_ties = bool(tied)
         self.origin: str | None = None
         self._root = root
         self._seed = seed
@@ -76,7 +80,8 @@ class LocalPart:
     def materialise(self) -> bool:
         """Give values to all that is on the meta device; whether there was anything. Not collective.
 
-        Raises ``RuntimeError`` for what nothing gives a value to; nothing is changed then.
+        Raises ``RuntimeError`` for what nothing gives a value to, and for an optimizer that holds a parameter without
+        values; nothing is changed then.
         """
         places = self._places()
         if not places:
@@ -85,10 +90,13 @@ class LocalPart:
             isinstance(tensor, nn.Parameter) and not tensor.is_meta and name in self._built_without_memory
             for name, tensor in _named_tensors(self.module)
         )
+        replaced = {place.name: place.meta for place in places if isinstance(place.meta, nn.Parameter)}
+        check_no_optimizer_holds(replaced, "Make the optimizer after move_model_to_device().")
         values, drawn = initial_values(self._root, places, self._seed, self._param_init_fn)
         if drawn and not is_loaded:
             self.origin = f"initial values from torch.initial_seed() {self._seed}"
         replace_tensors([self.module, self._root], [place.meta for place in places], values)
+        watch_replaced(replaced)
         return True
 
     def _places(self) -> list[Place]:

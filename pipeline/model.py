@@ -1,6 +1,6 @@
 """NxDPPModel: a model cut into stages, of which this rank holds and trains its own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -15,14 +15,17 @@ from nxdpp.pipeline.chosen_schedule import ChosenSchedule, Written
 from nxdpp.pipeline.chrome_trace import check_path
 from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.fingerprint import parameter_lines
-from nxdpp.pipeline.local_module import owners_by_rank, write_back
-from nxdpp.pipeline.local_part import LocalPart, replace_tensors
+from nxdpp.pipeline.local_module import owners_by_rank
+from nxdpp.pipeline.local_part import LocalPart
+from nxdpp.pipeline.local_upkeep import LocalUpkeep
+from nxdpp.pipeline.local_view import LocalView
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.mean_loss import mean_everywhere
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
 from nxdpp.pipeline.partition_by_cost import check_partition, cuts_by_cost
 from nxdpp.pipeline.placement import layers_in_order
+from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.program import RankProgram
 from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
 from nxdpp.pipeline.same_graph import check_replicas
@@ -33,7 +36,7 @@ from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classe
 from nxdpp.tracing.trace import TracingOptions
 
 
-class NxDPPModel(nn.Module):
+class NxDPPModel(LocalView):
     """A model that is trained by a pipeline of ranks, each holding some of its layers.
 
     The arguments and their meaning are those of NeuronX Distributed's ``NxDPPModel``. Construction traces the
@@ -86,6 +89,9 @@ class NxDPPModel(nn.Module):
         schedule: the name of a family (``python -m nxdpp schedule --compare`` shows them all), the path of a CSV file,
             or the actions of each rank (``[["0F0", "0B0"], ["1F0", "1B0"]]``). By default ``"1f1b"``, and
             ``"interleaved"`` with several stages a rank.
+        post_partition_hooks: functions of the wrapped model, called in order at the end of construction: to freeze,
+            cast, checkpoint, or replace layers, modules and parameters, in ``local_module`` or ``original_module``. A
+            weight of several stages stays shared by name. What one raises has a note that names it.
 
     Raises:
         ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
@@ -117,8 +123,10 @@ class NxDPPModel(nn.Module):
         partition_batch: Mapping[str, torch.Tensor] | None = None,
         partition_memory_limit: int | None = None,
         schedule: Written | None = None,
+        post_partition_hooks: Sequence[PostPartitionHook] | None = None,
     ) -> None:
         super().__init__()
+        hooks = checked_hooks(post_partition_hooks)
         arguments.check_kinds(module, pipeline_cuts, input_names, leaf_module_cls)
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         ranks = parallel_state.get_pipeline_model_parallel_size()
@@ -196,12 +204,14 @@ class NxDPPModel(nn.Module):
         )
         self.local_module = self._part.module
         self._tied = TiedGradients(self.local_module, self._part.tied, self.rank)
+        self._upkeep = LocalUpkeep(self._part, module, self._tied, self._programs)
         if param_init_fn is not None:
             self.materialise()
         self.train(module.training)
+        call_hooks(hooks, self)
+        self._after_move()
 
     original_module: nn.Module
-    local_module: nn.Module
 
     @property
     def last_busy_share(self) -> float:
@@ -279,69 +289,39 @@ class NxDPPModel(nn.Module):
             return self._return_loss([result[0] for result in results if result])
         return self._return_output(variant, program, results)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not how a pipeline runs: raises ``RuntimeError``."""
-        raise RuntimeError(
-            "a pipelined model is not called: use run_train(**inputs) for forward and backward, run_eval(**inputs) "
-            "for forward alone."
-        )
+    def move_model_to_device(self, device: torch.device | str | int | None = None) -> None:
+        """Move this rank's parameters and buffers, by default to its CUDA device under NCCL, to the CPU under gloo.
 
-    def move_model_to_device(self, device: torch.device | str | None = None) -> None:
-        """Move this rank's stage, by default to its own CUDA device under NCCL and to the CPU under gloo.
+        Collective over all ranks. Parameters without values are initialised first, see ``materialise``. Copies of a
+        weight that several ranks hold get the values of its first owner. Attributes, gradients and ``requires_grad``
+        survive. Call it before making the optimizer.
 
-        Call it before making the optimizer. Parameters without values are initialised first, see ``materialise``.
-        Attributes of parameters survive.
+        Raises:
+            ValueError: for a device that is not there, and for the meta device, before anything is changed.
+            RuntimeError: for an optimizer that holds parameters which have to be replaced, where copies of a weight
+                have different shapes or dtypes, and where values of data-parallel replicas differ (a sample of each).
         """
+        target = self._upkeep.check_device(device)
         self.materialise()
-        move_model_to_device(self.local_module, parallel_state.local_device() if device is None else device)
+        move_model_to_device(self.local_module, target)
         self._after_move()
+        self._upkeep.make_equal(self._steps, self._device())
 
     def refresh(self) -> None:
         """Forget what the stages have agreed about the values between them; the next step agrees anew.
 
-        To be called by every rank after ``requires_grad`` of parameters has changed.
+        To be called by every rank after ``requires_grad`` of parameters has changed or modules have been replaced.
         """
+        self._upkeep.follow()
         self._programs.forget_engines()
         self._replicas_agree = False
 
-    def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their original names; takes what ``named_parameters`` takes."""
-        return self.local_module.named_parameters(**kwargs)
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
-        return self.local_module.parameters()
-
-    def local_named_buffers(self, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's buffers under their original names; takes what ``named_buffers`` takes."""
-        return self.local_module.named_buffers(**kwargs)
-
-    def local_named_modules(self, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """This rank's modules under their original names; takes what ``named_modules`` takes.
-
-        What stands above the layers is in its place as an empty ``nn.Module``.
-        """
-        yield from self.local_module.named_modules(**kwargs)
-
-    def local_state_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """This rank's part of the model's state dict, under its original names."""
-        return self.local_module.state_dict(**kwargs)
-
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load this rank's part of a state dict; with ``strict`` the names must be just the local ones."""
-        return self.local_module.load_state_dict(state_dict, strict=strict)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The same as ``local_named_modules``; parameters and buffers of this module follow from it."""
-        yield from self.local_module.named_modules(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as ``local_state_dict``."""
-        return self.local_module.state_dict(*args, **kwargs)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The same as ``load_local_state_dict``; with ``assign`` the given tensors take the parameters' places."""
-        result = self.local_module.load_state_dict(state_dict, strict=strict, assign=assign)
+        """The same as ``load_local_state_dict``; with ``assign`` the given tensors take the parameters' places.
+
+        ``RuntimeError`` then for an optimizer that holds parameters which would be replaced.
+        """
+        result = self._upkeep.load(state_dict, strict, assign)
         self._after_move()
         return result
 
@@ -349,10 +329,6 @@ class NxDPPModel(nn.Module):
         """Set training mode, which also decides how the model is traced."""
         self.original_module.train(mode)
         return super().train(mode)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Not possible: raises ``TypeError``. A stage has connections to its neighbours."""
-        raise TypeError("a pipelined model cannot be copied; keep its local_state_dict() instead.")
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -362,12 +338,11 @@ class NxDPPModel(nn.Module):
     def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put for each pair the second parameter or buffer wherever the first one is; not collective."""
         if replaced:
-            old, new = zip(*replaced, strict=True)
-            replace_tensors([self.local_module, self.original_module], old, new)
+            self._upkeep.replace(replaced)
             self._after_move()
 
     def _after_move(self) -> None:
-        write_back(self.local_module, self.original_module)
+        self._upkeep.follow()
         self._programs.forget_modules()
         self._steps.forget_device()
 

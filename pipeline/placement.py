@@ -18,7 +18,6 @@ from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.shared_state import contents
 from nxdpp.tracing.trace import TracedModel
 from nxdpp.tracing.uses import (
-    changed_buffers,
     draws_random_numbers,
     is_from_torch,
     may_change_buffers,
@@ -27,6 +26,8 @@ from nxdpp.tracing.uses import (
 
 # For each name of a parameter, or of a buffer that changes, the stages that hold it.
 Owners = dict[str, set[int]]
+# For each of those names, and each module that has some below it, the stages of each.
+_Owned = dict[str, list[set[int]]]
 
 
 def layers_in_order(traced: TracedModel, known: Sequence[str]) -> list[str]:
@@ -77,11 +78,12 @@ def place_nodes(
     stages: dict[fx.Node, int] = {}
     last = max(layer_stages.values()) if number is None else number - 1
     ends = {stage: layer for layer, stage in layer_stages.items()}
+    owned = None if owners is None else _by_module(owners)
     current = 0
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "output") or not _belongs_to_a_stage(node, root, stages):
             continue
-        stages[node] = _stage_of(node, root, stages, current, owners)
+        stages[node] = _stage_of(node, root, stages, current, owned)
         if node.op == "call_module" and node.target in layer_stages:
             stage = layer_stages[node.target]
             current = stage + 1 if ends[stage] == node.target and stage < last else stage
@@ -163,12 +165,6 @@ def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
     return names
 
 
-def _buffers_used(node: fx.Node, root: nn.Module) -> list[str]:
-    if node.op != "call_module":
-        return []
-    return [f"{node.target}.{name}" for name in changed_buffers(root.get_submodule(str(node.target)))]
-
-
 def is_parameter(node: fx.Node, root: nn.Module) -> bool:
     """Whether ``node`` reads a parameter of ``root``."""
     if node.op != "get_attr":
@@ -186,21 +182,31 @@ def _belongs_to_a_stage(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node,
     return any(argument in stages and argument not in only_metadata for argument in node.all_input_nodes)
 
 
-def _stage_of(
-    node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int], current: int, owners: Owners | None
-) -> int:
+def _stage_of(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int], current: int, owned: _Owned | None) -> int:
     argument = node.args[0] if node.args else None
     if _reads_a_result(node) and isinstance(argument, fx.Node) and argument in stages:
         return stages[argument]
-    if owners is None:
+    if owned is None:
         return current
-    used = [*parameters_used(node, root), *(name for name in _buffers_used(node, root) if name in owners)]
-    possible = _common(owners[name] for name in used)
+    # What the module had when the model was cut: a rank may have put others into it, and the rest does not know.
+    names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
+    if node.op == "call_module":
+        names.append(str(node.target))
+    possible = _common(stages for name in names for stages in owned.get(name, ()))
     if possible is None or current in possible:
         return current
     if not possible:
         raise ValueError(f"{node.target} needs parameters that are on different stages; it cannot run on one.")
     return max([stage for stage in possible if stage <= current] or possible)
+
+
+def _by_module(owners: Owners) -> _Owned:
+    owned: _Owned = {}
+    for name, stages in owners.items():
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            owned.setdefault(".".join(parts[:length]), []).append(stages)
+    return owned
 
 
 def _reads_a_result(node: fx.Node) -> bool:

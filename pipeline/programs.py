@@ -1,7 +1,8 @@
 """One program of a stage for each set of inputs that the model is given, traced once and kept."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +21,13 @@ from nxdpp.pipeline.placement import (
     place_nodes,
 )
 from nxdpp.pipeline.program import RankProgram, StageProgram
+from nxdpp.pipeline.replaced_modules import without_memory
 from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.containers import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
+from nxdpp.tracing.swap import swapped
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
 
 # Graphs made for sizes of their own are kept for as many shapes as were used last.
@@ -90,6 +93,7 @@ class ProgramCache:
         self._variants: dict[Variant, list[TracedVariant]] = {}
         self._by_shapes: OrderedDict[Any, TracedVariant] = OrderedDict()
         self._fixed: set[Variant] = set()
+        self._as_cut: dict[str, nn.Module] = {}
 
     def trace(self, variant: Variant, shapes: Shapes) -> TracedModel:
         """The graph for ``variant``, and for inputs of ``shapes`` where the model's code asks for sizes."""
@@ -116,6 +120,26 @@ class ProgramCache:
     def note(self, line: str) -> None:
         """Something else that must be alike on all ranks of the pipeline, before their first step."""
         self._common.append(line)
+
+    def replace(self, modules: Mapping[str, nn.Module]) -> None:
+        """Others run in the place of ``modules``, by name; graphs are still traced as with these.
+
+        The other ranks know nothing of a replacement, and all must have the same graph.
+        """
+        for name, module in modules.items():
+            if name not in self._as_cut:
+                self._as_cut[name] = without_memory(module)
+        self.forget_modules()
+
+    @contextmanager
+    def _model_as_cut(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, module in self._as_cut.items():
+                parent, _, key = name.rpartition(".")
+                modules: dict[str, Any] = self._module.get_submodule(parent)._modules
+                module.train(modules[key].training)
+                stack.enter_context(swapped(modules, {key: module}))
+            yield
 
     def _placed(self, variant: Variant, shapes: Shapes) -> TracedVariant:
         """The graph that is kept for inputs like these, or a new one."""
@@ -162,6 +186,10 @@ class ProgramCache:
 
     def for_inputs(self, inputs: Mapping[str, Any], training: bool) -> TracedVariant:
         """The graph for a microbatch like this; numbers are traced, unless the model needs to know them."""
+        with self._model_as_cut():
+            return self._for_inputs(inputs, training)
+
+    def _for_inputs(self, inputs: Mapping[str, Any], training: bool) -> TracedVariant:
         shapes = shapes_of(inputs)
         tensors = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
         numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
@@ -203,15 +231,18 @@ class ProgramCache:
         return variant.programs["output"]
 
     def _build(self, variant: TracedVariant, ends_with: str, results: list[fx.Node]) -> RankProgram:
-        if ends_with not in variant.plans:
-            variant.plans[ends_with] = plan_stages(variant.traced, self._module, variant.placed, results, self._stages)
+        with self._model_as_cut():
+            if ends_with not in variant.plans:
+                variant.plans[ends_with] = plan_stages(
+                    variant.traced, self._module, variant.placed, results, self._stages
+                )
+            lines = graph_lines(variant.traced, variant.placed, self._module)
         plans = variant.plans[ends_with]
         stages = {
             stage: StageProgram(plans[stage], build_stage(plans[stage], variant.traced, self._module, variant.placed))
             for stage in self._local_stages
         }
         edges = frozenset((maker, plan.stage) for plan in plans for maker in plan.received.values())
-        lines = graph_lines(variant.traced, variant.placed, self._module)
         mode = f"the {ends_with} in {'training' if variant.training else 'evaluation'} mode"
         return RankProgram(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)
 

@@ -109,7 +109,7 @@ def build_stage(plan: StagePlan, traced: TracedModel, root: nn.Module, placed: M
                 for argument in node.all_input_nodes:
                     if argument in copies and _follows_from_shared(argument, plan, placed):
                         over_one.begin(copies[argument], argument, node)
-            copies[node] = _copy(graph, node, copies, stand_ins, root)
+            copies[node] = _copy(graph, node, copies, stand_ins)
             over_one.end()
     over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))
@@ -190,18 +190,7 @@ def _drop_stand_in(plan: StagePlan, plans: list[StagePlan], name: str) -> None:
 
 
 def _copy(
-    graph: fx.Graph,
-    node: fx.Node,
-    copies: Mapping[fx.Node, fx.Node],
-    stand_ins: Mapping[fx.Node, fx.Node],
-    root: nn.Module,
+    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], stand_ins: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    of_metadata = metadata_arguments(node, root)
-
-    def argument(old: fx.Node) -> fx.Node:
-        # A value that is here for its data serves for its metadata too.
-        if old in of_metadata and old not in copies:
-            return stand_ins[old]
-        return copies[old]
-
-    return graph.node_copy(node, argument)
+    # A value that is here for its data serves for its metadata too.
+    return graph.node_copy(node, lambda old: copies[old] if old in copies else stand_ins[old])

@@ -1,5 +1,7 @@
 """A model arrives whole: values, ties and what was noted on its parameters."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,47 @@ def test_an_attribute_on_the_model_itself_is_kept_too() -> None:
     model.bias.note = "kept"  # type: ignore[attr-defined]
     move_model_to_device(model, "meta")
     assert model.bias.note == "kept"  # type: ignore[attr-defined]
+
+
+class _Own(nn.Parameter):
+    """A class of a user's own."""
+
+
+def test_new_parameters_keep_class_gradient_and_whether_they_are_trained() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = _Own(torch.ones(2, 2))
+    model.weight.grad = torch.ones(2, 2)
+    model.bias.requires_grad_(False)
+    before = model.weight
+    move_model_to_device(model, "meta")
+    assert model.weight is not before
+    assert type(model.weight) is _Own
+    assert model.weight.grad is not None
+    assert model.weight.grad.is_meta
+    assert not model.bias.requires_grad
+
+
+def test_a_second_call_moves_nothing() -> None:
+    model = _Tied()
+    move_model_to_device(model, "meta")
+    tensors = [*model.parameters(), *model.buffers()]
+    move_model_to_device(model, "meta")
+    assert all(now is then for now, then in zip([*model.parameters(), *model.buffers()], tensors, strict=True))
+
+
+def test_buffers_that_are_not_saved_move_too() -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    move_model_to_device(model, "meta")
+    assert next(model.buffers()).is_meta
+    assert model.state_dict() == {}
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nonsense", "cpu:x", -5, None, 1.5])
+def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match=rf"there is no device '{device}' here: .* Give one of this machine"):
+        move_model_to_device(model, device)
 
 
 def test_a_model_without_values_is_refused_and_named() -> None:

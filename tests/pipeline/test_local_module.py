@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, tied_names, write_back
+from nxdpp.pipeline.local_module import build_local_module, free_others, local_names, tied_names
 from nxdpp.pipeline.placement import Owners
+from nxdpp.pipeline.replaced_modules import TwoPlaces, without_memory
 from tests.pipeline.chained_stages import ChainedStages
 from tests.tracing.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
 
@@ -125,7 +126,7 @@ class WithState(PlainModel):
         return hidden * self.scale + self.table
 
 
-def test_a_moved_tree_is_written_back_to_the_model() -> None:
+def test_the_model_follows_a_moved_tree() -> None:
     model = WithState()
     x = {"x": torch.ones(3, 4)}
     chain = ChainedStages(model, x, 2, options_for(model, PlainLayer))
@@ -134,11 +135,25 @@ def test_a_moved_tree_is_written_back_to_the_model() -> None:
     assert "scale" in local
     assert "table" not in tree.state_dict()
 
+    places = TwoPlaces(tree, model)
+
     tree._apply(lambda tensor: tensor.double())
-    write_back(tree, model)
+    assert places.follow() == {}
 
     assert model.scale is tree.scale
     assert model.table is tree.table
     assert model.table.dtype is torch.float64
     assert model.layers[0].get_parameter("linear.weight").dtype is torch.float64
     assert model.layers[3].get_parameter("linear.weight").dtype is torch.float32
+
+
+def test_a_copy_without_memory_has_the_same_classes_and_ties() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    copied = without_memory(model)
+    assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
+    assert all(tensor.is_meta for tensor in [*copied.parameters(), *copied.buffers()])
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert copied[1].weight is copied[0].weight  # type: ignore[index]
+    copied.eval()
+    assert all(module.training for module in model.modules())

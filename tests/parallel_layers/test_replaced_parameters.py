@@ -1,0 +1,94 @@
+"""An optimizer of parameters that are no longer the model's is named, and no other is."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from nxdpp.parallel_layers import move_model_to_device, replaced_parameters
+from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from tests.distributed import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert len(replaced_parameters._replaced) == 0
+
+
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters())
+
+
+def test_it_is_named_with_the_first_parameter_and_the_remedy() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([model.bias, torch.ones(1, requires_grad=True)])
+    with pytest.raises(RuntimeError, match=r"AdamW.* holds 1 of the 2 parameters .*\(bias is the first\).* Do this\."):
+        check_no_optimizer_holds(named(model), "Do this.")
+    del optimizer
+    check_no_optimizer_holds(named(model), "Do this.")
+
+
+def test_others_and_forgotten_ones_are_not() -> None:
+    model = nn.Linear(2, 2)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    forgotten = torch.optim.SGD(model.parameters(), lr=0.1)
+    forgotten.itself = forgotten  # type: ignore[attr-defined]  # only the collector frees it
+    del forgotten
+    check_no_optimizer_holds(named(model), "Do this.")
+    check_no_optimizer_holds({}, "Do this.")
+    assert other.param_groups
+
+
+def test_a_move_that_makes_new_parameters_changes_nothing_then() -> None:
+    model = nn.Linear(2, 2)
+    before = named(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"SGD.* Make the optimizer after move_model_to_device\(\)"):
+        move_model_to_device(model, "meta")
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    move_model_to_device(model, "cpu")
+    optimizer.step()
+
+
+def test_one_made_later_of_old_parameters_fails_at_its_first_step() -> None:
+    model = nn.Linear(2, 2)
+    listed = list(model.parameters())
+    move_model_to_device(model, "meta")
+    stale = torch.optim.SGD(listed, lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"SGD.* holds 2 parameters .*\(weight is the first\).* local_parameters\(\)"
+    ):
+        stale.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_the_check_of_steps_goes_with_the_last_replaced_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    watch_replaced({"it": parameter})
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    optimizer.step()
+    assert replaced_parameters._step_hook is not None
+    del parameter
+    optimizer.step()
+    assert replaced_parameters._step_hook is None
+
+
+def shard(rank: int) -> None:
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    # The optimizer inside holds this rank's share of them only.
+    with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer.* holds 4 of the 4 parameters"):
+        check_no_optimizer_holds(named(model), "")
+    assert optimizer.param_groups
+    dist.destroy_process_group()
+
+
+def test_one_that_shards_its_state() -> None:
+    run_ranks(2, shard)

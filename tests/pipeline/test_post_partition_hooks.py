@@ -1,0 +1,307 @@
+"""Whatever a hook does to its rank's part, the numbers are those of one process that does it to its model."""
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
+from nxdpp.pipeline.post_partition_hooks import checked_hooks
+from tests.distributed import run_ranks
+from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+
+Change = Callable[[nn.Module], None]
+Place = Callable[[NxDPPModel], nn.Module]
+
+# The gradient of a tied weight is a sum in another order.
+TIED = {"model.embed_tokens.weight", "lm_head.weight", "lm_head.base.weight"}
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank addition; a class that nobody knows, with a buffer."""
+
+    scale: torch.Tensor
+
+    def __init__(self, base: nn.Linear, name: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features, generator=generator) / 8)
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, generator=generator) / 8)
+        self.register_buffer("scale", torch.tensor(0.5))
+        base.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + (x @ self.down.T @ self.up.T) * self.scale  # type: ignore[no-any-return]
+
+
+class Enclosing(nn.Module):
+    """What the guide puts around a layer to checkpoint it."""
+
+    def __init__(self, mod: nn.Module) -> None:
+        super().__init__()
+        self.mod = mod
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.mod(*arguments, **named)
+
+
+def replace(tree: nn.Module, ending: str, make_new: Callable[[Any, str], nn.Module]) -> None:
+    for name, module in list(tree.named_modules()):
+        if name.endswith(ending) and type(module) is not nn.Module:
+            owner, _, key = name.rpartition(".")
+            setattr(tree.get_submodule(owner), key, make_new(module, name))
+
+
+def freeze(tree: nn.Module) -> None:
+    for name, parameter in tree.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "norm" in name)
+
+
+def adapt_layers(tree: nn.Module) -> None:
+    freeze(tree)
+    replace(tree, "q_proj", Adapted)
+    replace(tree, "down_proj", Adapted)
+
+
+def adapt_head(tree: nn.Module) -> None:
+    replace(tree, "lm_head", Adapted)
+    for name, parameter in tree.named_parameters(remove_duplicate=False):
+        if name in TIED:
+            parameter.requires_grad_(True)
+
+
+def enclose_layers(tree: nn.Module) -> None:
+    for number in range(4):
+        replace(tree, f"layers.{number}", lambda module, _: Enclosing(module))
+
+
+def drop_norm(tree: nn.Module) -> None:
+    replace(tree, "model.norm", lambda *_: nn.Identity())
+
+
+def new_parameters(tree: nn.Module) -> None:
+    for name, module in tree.named_modules():
+        if name == "model.norm" or name.endswith("input_layernorm"):
+            module.weight = nn.Parameter(torch.full_like(module.get_parameter("weight"), 0.75))
+
+
+def cast(tree: nn.Module) -> None:
+    tree.to(torch.float64)
+
+
+def assign(tree: nn.Module) -> None:
+    values = {name: value * 0.5 for name, value in tree.state_dict().items()}
+    tree.load_state_dict(values, assign=True)
+    if isinstance(tree, PreTrainedModel):
+        tree.tie_weights()
+
+
+CHANGES = [freeze, adapt_layers, adapt_head, enclose_layers, drop_norm, new_parameters, cast, assign]
+
+
+def local(model: NxDPPModel) -> nn.Module:
+    return model.local_module
+
+
+def whole_model(model: NxDPPModel) -> nn.Module:
+    return model.original_module
+
+
+def compare(rank: int, name: str, change: Change, place: Place) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make(name)
+    whole = reference(model)
+    change(whole)
+    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=[lambda wrapped: change(place(wrapped))])
+    wrapped.move_model_to_device()
+    names = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
+    assert {name for name, _ in wrapped.local_named_parameters()} <= names
+    for seed in range(2):
+        loss: Any = wrapped.run_train(**padded_batch(4, seed=seed))
+        expected = torch.stack(train_in_one_process(whole, padded_batch(4, seed=seed), 2)).mean()
+        assert rank == 0 or torch.equal(loss, expected)
+    differences = gradient_differences(wrapped, whole)
+    tied = TIED if name == "tied_llama" else set()
+    assert all(n in tied and distance is not None and distance < 1e-6 for n, distance in differences.items())
+    # Another set of inputs is traced anew.
+    batch = padded_batch(4, length=6)
+    del batch["attention_mask"]
+    evaluated = wrapped.run_eval(**batch)
+    with torch.no_grad():
+        expected = torch.stack([whole(**{n: v.chunk(2)[i] for n, v in batch.items()}).loss for i in range(2)]).mean()
+    assert rank == 0 or torch.equal(evaluated, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_local_module(name: str, change: Change) -> None:
+    run_ranks(2, compare, name, change, local)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama"])
+@pytest.mark.parametrize("change", [adapt_layers, adapt_head, enclose_layers, drop_norm, new_parameters])
+def test_a_change_of_the_original_module(name: str, change: Change) -> None:
+    run_ranks(2, compare, name, change, whole_model)
+
+
+class Positions(nn.Module):
+    """A parameter and a buffer above the layers."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(4))
+        self.register_buffer("shift", torch.randn(4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x + self.start)
+        return self.blocks[1](x + self.shift).square().mean()  # type: ignore[no-any-return]
+
+
+def change_above_layers(rank: int, place: Place) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    model = Positions()
+    whole = reference(model)
+
+    def change(tree: Any) -> None:
+        tree.shift = torch.full((4,), 0.25)
+        if "start" in tree._parameters:
+            tree.start = nn.Parameter(torch.full((4,), 0.5))
+
+    change(whole)
+    hook: Any = lambda wrapped: change(place(wrapped))  # noqa: E731
+    wrapped = NxDPPModel(model, nn.Linear, num_microbatches=2, post_partition_hooks=[hook])
+    x = torch.randn(4, 4)
+    loss: Any = wrapped.run_train(x=x)
+    expected = [whole(part) for part in x.chunk(2)]
+    (torch.stack(expected).mean()).backward()
+    assert rank == 0 or torch.equal(loss, torch.stack(expected).mean())
+    assert gradient_differences(wrapped, whole) == {}
+
+
+@pytest.mark.parametrize("place", [local, whole_model])
+def test_parameters_and_buffers_above_layers(place: Place) -> None:
+    run_ranks(2, change_above_layers, place)
+
+
+def checkpoint(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama")
+    whole = reference(model)
+    calls: list[NxDPPModel] = []
+    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=(h for h in (apply_checkpoint, calls.append)))  # type: ignore[arg-type]
+    assert calls == [wrapped]
+    layers = [dict(wrapped.local_named_modules())[name] for name in wrapped.stage_layers]
+    assert all(isinstance(layer.forward, functools.partial) for layer in layers)
+    wrapped.run_train(**padded_batch(4))
+    train_in_one_process(whole, padded_batch(4), 2)
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_apply_checkpoint_is_a_hook() -> None:
+    run_ranks(2, checkpoint)
+
+
+def step_first(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama")
+    whole = reference(model)
+
+    def hook(wrapped: NxDPPModel) -> None:
+        wrapped.run_train(**padded_batch(4))
+        adapt_head(wrapped.local_module)
+
+    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=[hook])
+    train_in_one_process(whole, padded_batch(4), 2)
+    adapt_head(whole)
+    wrapped.run_train(**padded_batch(4))
+    train_in_one_process(whole, padded_batch(4), 2)
+    enclose_layers(wrapped.local_module)
+    enclose_layers(whole)
+    wrapped.refresh()
+    wrapped.run_train(**padded_batch(4))
+    train_in_one_process(whole, padded_batch(4), 2)
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_replacing_after_a_step_and_with_refresh() -> None:
+    run_ranks(2, step_first)
+
+
+def break_it(model: NxDPPModel) -> None:
+    raise ArithmeticError("the hook broke")
+
+
+def take_away(model: NxDPPModel) -> None:
+    inner: Any = model.local_module.get_submodule("model")
+    delattr(inner, "embed_tokens" if model.rank == 0 else "norm")
+
+
+def replace_above(model: NxDPPModel) -> None:
+    model.local_module.model = nn.Identity()
+
+
+def replace_above_in_whole(model: NxDPPModel) -> None:
+    model.original_module.model = nn.Identity()
+
+
+def replace_by_two(model: NxDPPModel) -> None:
+    for tree in (model.local_module, model.original_module):
+        tree.get_submodule("model").rotary_emb = nn.Identity()
+
+
+def lose_tie(model: NxDPPModel) -> None:
+    for name in ("model.embed_tokens", "lm_head"):
+        replace(model.local_module, name, lambda *_: nn.Identity())
+
+
+def resize_tie(model: NxDPPModel) -> None:
+    for name in ("model.embed_tokens", "lm_head"):
+        replace(model.local_module, name, lambda *_: nn.Embedding(7, 32))
+
+
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (take_away, RuntimeError, r"model\.(embed_tokens|norm) was taken away"),
+    (replace_above, RuntimeError, "model was replaced; it stands above transformer layers"),
+    (replace_above_in_whole, RuntimeError, "model was replaced; it stands above transformer layers"),
+    (replace_by_two, RuntimeError, "model.rotary_emb was replaced by one thing in local_module and by another"),
+    (lose_tie, RuntimeError, r"of shape \[61, 32\], is shared by the pipeline ranks \[0, 1\] and was taken away"),
+    (resize_tie, RuntimeError, r"is shared by the pipeline ranks \[0, 1\] and was replaced by one of \[7, 32\]"),
+]
+
+
+def refuse(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    for hook, kind, message in WRONG:
+        with pytest.raises(kind, match=message):
+            NxDPPModel(make("tied_llama"), post_partition_hooks=[hook])
+    called: list[Any] = []
+    with pytest.raises(ArithmeticError, match="the hook broke") as caught:
+        NxDPPModel(make("llama"), post_partition_hooks=[called.append, functools.partial(break_it), called.append])
+    assert caught.value.__notes__ == [f"raised by post_partition_hooks[1], break_it, on pipeline rank {rank}"]
+    assert len(called) == 1
+    model = make("llama")
+    before = dict(model.named_parameters())
+    with pytest.raises(TypeError, match=r"post_partition_hooks\[0\] is 7, which cannot be called"):
+        NxDPPModel(model, post_partition_hooks=[7])  # type: ignore[list-item]
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_what_cannot_be_honoured_is_named() -> None:
+    run_ranks(2, refuse)
+
+
+def test_hooks_come_in_a_list() -> None:
+    assert checked_hooks(None) == ()
+    with pytest.raises(TypeError, match="must be a list of functions"):
+        checked_hooks(print)
