@@ -1,6 +1,7 @@
 """In the debug mode one process sees what each rank of a job holds."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import T5Config, T5ForConditionalGeneration
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from tests.distributed import run_ranks
 from tests.pipeline.models import MODELS, make, padded_batch
 
@@ -97,6 +98,40 @@ def test_values_are_kept_moved_and_loaded_as_on_a_rank() -> None:
     assert not any(parameter.any() for parameter in wrapped.local_parameters())
 
 
+def materialise(rank: int, name: str) -> dict[str, torch.Tensor]:
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    with torch.device("meta"):
+        wrapped = NxDPPModel(make(name), num_microbatches=4)
+    torch.manual_seed(3)
+    wrapped.materialise()
+    return {**dict(wrapped.local_named_parameters()), **dict(wrapped.local_named_buffers())}
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama"])
+def test_values_are_made_as_on_the_real_rank(name: str) -> None:
+    for rank, real in enumerate(run_ranks(2, materialise, name)):
+        parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
+        values = materialise(rank, name)
+        parallel_state.destroy_model_parallel()
+        assert list(values) == list(real)
+        assert all(torch.equal(value, real[key]) for key, value in values.items())
+
+
+def test_a_checkpoint_is_read_and_none_is_written(tmp_path: Path) -> None:
+    whole = make("llama")
+    whole.save_pretrained(tmp_path / "read")
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
+    with torch.device("meta"):
+        wrapped = NxDPPModel(make("llama"), num_microbatches=4)
+    load_pretrained(wrapped, tmp_path / "read")
+    expected = whole.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in wrapped.local_state_dict().items())
+    with pytest.raises(RuntimeError, match=r"^save_pretrained needs the processes.*debug mode"):
+        save_pretrained(wrapped, tmp_path / "written")
+    assert not (tmp_path / "written").exists()
+
+
 @pytest.mark.parametrize("method", ["run_train", "run_eval"])
 def test_steps_are_refused(method: str) -> None:
     wrapped = wrap()
@@ -112,7 +147,7 @@ def test_a_partition_that_is_measured_on_rank_0_is_refused() -> None:
     assert len(wrap(partition="balanced", partition_batch=batch).pipeline_cuts) == 1
 
 
-def test_a_trace_of_steps_is_refused(tmp_path: Any) -> None:
+def test_a_trace_of_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^trace_file_path needs the processes.*debug mode"):
         wrap(trace_file_path=str(tmp_path / "trace.json"))
     assert not list(tmp_path.iterdir())
