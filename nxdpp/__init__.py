@@ -10,17 +10,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nxdpp.checkpoint.load import load_pretrained
     from nxdpp.checkpoint.save import save_pretrained
+    from nxdpp.initialization.deferred_init import deferred_init
+    from nxdpp.initialization.init_on_device import init_on_device
     from nxdpp.parallel_layers import parallel_state
     from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
     from nxdpp.pipeline.model import NxDPPModel
 
-__all__ = ["NxDPPModel", "apply_checkpoint", "load_pretrained", "parallel_state", "save_pretrained"]
+__all__ = [
+    "NxDPPModel",
+    "apply_checkpoint",
+    "deferred_init",
+    "init_on_device",
+    "load_pretrained",
+    "parallel_state",
+    "save_pretrained",
+]
 
 _HOMES = {
     "NxDPPModel": "nxdpp.pipeline.model",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
     "load_pretrained": "nxdpp.checkpoint.load",
     "save_pretrained": "nxdpp.checkpoint.save",
+    "deferred_init": "nxdpp.initialization.deferred_init",
+    "init_on_device": "nxdpp.initialization.init_on_device",
 }
 
 

@@ -1,0 +1,114 @@
+"""Lets a constructor see its tensors without memory as the CPU tensors that they stand for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from nxdpp.initialization.recorder import Recorder, check_device
+
+Tensor = torch.Tensor
+_getters: Any = Tensor  # its attributes are descriptors, which typing takes for what they give
+
+# Their C++ code looks at memory without an operation that could be recorded.
+_ASK_FOR_VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
+_ASK_FOR_MEMORY = {Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.__reduce__, Tensor.share_memory_, Tensor.pin_memory}
+_MOVES = {Tensor.to, Tensor.cpu}
+_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+class AsIfOnCpu(TorchFunctionMode):
+    """What Python code asks a recorder's tensors about their device and memory."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._special: dict[Any, Callable[..., Any]] = {
+            _getters.device.__get__: lambda tensor: torch.device("cpu"),
+            _getters.is_meta.__get__: lambda tensor: False,
+            _getters.is_cpu.__get__: lambda tensor: True,
+            _getters.data.__set__: self._set_data,
+            Tensor.new_tensor: self._new_tensor,
+        }
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function in _FROM_DATA and arguments and isinstance(arguments[0], list | tuple):
+            arguments = (self._with_values(arguments[0]), *arguments[1:])
+        first = arguments[0] if arguments and isinstance(arguments[0], Tensor) else None
+        if first is None or not self._knows(first):
+            return self._call_with_own_devices(function, arguments, keywords)
+        if function in self._special:
+            return self._special[function](*arguments, **keywords)
+        if function in _ASK_FOR_VALUES:
+            return self._from_values(function, first, arguments[1:], keywords)
+        if function in _ASK_FOR_MEMORY:
+            raise RuntimeError(
+                f"deferred_init: the constructor calls {function.__name__} of a tensor of shape {tuple(first.shape)}, "
+                f"which has no memory yet: build this model without deferred_init"
+            )
+        if function in _MOVES:
+            return self._move(function, arguments, keywords)
+        return self._call_with_own_devices(function, arguments, keywords)
+
+    def _knows(self, tensor: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return self._recorder.knows(tensor)
+
+    def _call_with_own_devices(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Call ``function``; where the constructor itself says "meta", that is what it gets."""
+        device = keywords.get("device")
+        if device is None or torch.device(device).type != "meta":
+            check_device(device, function)
+            return function(*arguments, **keywords)
+        self._recorder.leave_meta_alone = True
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            self._recorder.leave_meta_alone = False
+
+    def _from_values(self, function: Any, tensor: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():
+            value = self._recorder.value(tensor).requires_grad_(tensor.requires_grad)
+            result = function(value, *arguments, **keywords)
+        if function is not Tensor.tolist:
+            result.flags.writeable = False  # what is written to it would be lost
+        return result
+
+    def _with_values(self, data: Any) -> Any:
+        """Nested lists of numbers, some of which may be tensors."""
+        with torch._C.DisableTorchFunction():
+            return tree_map(
+                lambda one: self._recorder.value(one) if isinstance(one, Tensor) and self._knows(one) else one, data
+            )
+
+    def _new_tensor(self, own: Tensor, data: Any, *, dtype: torch.dtype | None = None, **keywords: Any) -> Tensor:
+        return torch.tensor(self._with_values(data), dtype=dtype or own.dtype, **keywords)
+
+    def _move(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """``tensor.to(...)``: to the CPU is to where it stands for being."""
+
+        def here(value: Any) -> Any:
+            is_device = isinstance(value, torch.device | str)
+            return torch.device("meta") if is_device and torch.device(value).type == "cpu" else value
+
+        if function is Tensor.cpu:
+            return arguments[0]
+        own, *others = arguments
+        to_meta = any(
+            isinstance(value, torch.device | str) and torch.device(value).type == "meta"
+            for value in (*others, *keywords.values())
+        )
+        if to_meta:
+            with torch.utils._python_dispatch._disable_current_modes():
+                return torch.empty_like(own, device="meta")
+        return function(own, *map(here, others), **{key: here(value) for key, value in keywords.items()})
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """``tensor.data = value``: tensors with and without memory cannot take each other's place."""
+        with torch._C.DisableTorchFunction():
+            tensor.data = value if self._knows(value) else self._recorder.deferred(value)

@@ -1,0 +1,52 @@
+"""What drawing random numbers does to a generator, without the memory for the numbers."""
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_SCRATCH = 1 << 18  # elements drawn at a time
+
+_NORMAL = {aten.normal_, aten.randn, aten.randn_like, aten.normal_functional}
+_UNIFORM = {aten.uniform_, aten.rand, aten.rand_like}
+_BLOCK = 16  # normal numbers that torch makes at a time, of as many uniform ones
+
+
+def is_random(function: Any) -> bool:
+    """Whether ``function`` draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def can_skip(function: Any, result: torch.Tensor) -> bool:
+    """Whether what ``function`` draws for ``result`` follows from the latter's shape, strides and dtype."""
+    return function.overloadpacket in _NORMAL | _UNIFORM and result.dtype.is_floating_point
+
+
+def skip(function: Any, result: torch.Tensor, generator: torch.Generator) -> None:
+    """Leave ``generator`` as ``function`` does that fills ``result``, which may be on the meta device.
+
+    Uniform numbers are drawn one after the other, whatever the strides. Normal ones are made in blocks of 16 uniform
+    ones where there are at least 16 that lie contiguously, else in pairs one after the other.
+    """
+    count = result.numel()
+    if function.overloadpacket in _UNIFORM:
+        _draw_uniform(count, result.dtype, generator)
+    elif count >= _BLOCK and result.is_contiguous():
+        # How an incomplete last block is made up differs by dtype, so torch does it itself.
+        last = _BLOCK + count % _BLOCK
+        _draw_uniform(count - last, result.dtype, generator)
+        torch.empty(last, dtype=result.dtype, device="cpu").normal_(generator=generator)
+    else:
+        _draw_in_pairs(count, result.dtype, generator)
+
+
+def _draw_uniform(count: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    scratch = torch.empty(min(count, _SCRATCH), dtype=dtype, device="cpu")
+    for start in range(0, count, _SCRATCH):
+        scratch[: count - start].uniform_(generator=generator)
+
+
+def _draw_in_pairs(count: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    scratch = torch.empty(min(count, _SCRATCH), 2, dtype=dtype, device="cpu")[:, 0]
+    for start in range(0, count, _SCRATCH):
+        scratch[: count - start].normal_(generator=generator)

@@ -1,0 +1,259 @@
+"""Runs a constructor's tensor operations without memory and puts them on a tape."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from nxdpp.initialization import random_draws, replay
+from nxdpp.initialization.tape import Draw, Generator, Step, Tape, View
+
+aten = torch.ops.aten
+
+# They make a storage and write nothing to it.
+_UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# They write all elements of their first argument, whatever was there before.
+_OVERWRITING = {
+    aten.zero_,
+    aten.fill_,
+    aten.copy_,
+    aten.normal_,
+    aten.uniform_,
+    aten.random_,
+    aten.exponential_,
+    aten.cauchy_,
+    aten.log_normal_,
+    aten.geometric_,
+    aten.bernoulli_,
+}
+# They give a tensor another storage and change no content.
+_REBINDING = {aten.set_}
+
+
+class Recorder(TorchDispatchMode):
+    """While it is entered, CPU tensors that are made have no memory: they are plain tensors on the meta device."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self.leave_meta_alone = False
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one that stands for a CPU tensor."""
+        return tensor.is_meta and self.tape.number_of(tensor) is not None
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The CPU tensor, of now, that ``tensor`` stands for."""
+        return replay.compute(self.tape, self.tape.view(tensor))
+
+    def deferred(self, real: torch.Tensor) -> torch.Tensor:
+        """A tensor without memory for ``real``, whose present content is kept."""
+        if real.is_meta:
+            raise RuntimeError(
+                f"deferred_init: the constructor makes a tensor of shape {tuple(real.shape)} whose values are lost, "
+                f"because torch puts them on the meta device: make it with torch.tensor"
+            )
+        deferred: torch.Tensor = self._record(aten.clone.default, (real.detach(),), {})
+        return deferred
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._run(function, arguments, keywords or {})
+
+    def _run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)]
+        known = [tensor for tensor in tensors if self.knows(tensor)]
+        _check_devices(function, tensors, known, keywords)
+        if function is aten.lift_fresh.default and not known and not self.leave_meta_alone:
+            return self.deferred(tensors[0])
+        if not known and not self._makes_deferred(function, tensors, keywords):
+            return function(*arguments, **keywords)
+        if _gives_no_tensors(function) or any(
+            not self.knows(tensor) for tensor in _changed(function, arguments, keywords)
+        ):
+            return function(*self._valued(arguments), **self._valued(keywords))
+        return self._record(function, arguments, keywords)
+
+    def _makes_deferred(self, function: Any, tensors: list[torch.Tensor], keywords: dict[str, Any]) -> bool:
+        """Whether a function that is given no tensor that we know makes one."""
+        device = keywords.get("device")
+        if not _has_device(function) or self.leave_meta_alone:
+            return False
+        if tensors:
+            return device is not None and device.type == "meta" and not any(tensor.is_meta for tensor in tensors)
+        return True
+
+    def _record(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run ``function`` without memory; a step of the tape where it makes or changes content."""
+        changed = _changed(function, arguments, keywords)
+        draw = _draw(arguments, keywords) if random_draws.is_random(function) else None
+        kept_arguments, kept_keywords = tree_map(self._kept, (arguments, _on(function, "cpu", keywords)))
+        overwrites = self._overwrites(function, arguments, keywords)
+        results = self._results(function, arguments, keywords, changed, draw)
+        leaves = tree_leaves(results)
+        creates: list[tuple[int, View]] = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and self.tape.number_of(leaf) is None:
+                self.tape.add_storage(leaf)
+                creates.append((place, self.tape.view(leaf)))
+        changes = frozenset(self._number(tensor) for tensor in changed)
+        if function.overloadpacket in _UNWRITTEN | _REBINDING or not (creates or changes):
+            return results
+        self.tape.append(
+            Step(
+                function,
+                kept_arguments,
+                kept_keywords,
+                tuple(creates),
+                changes,
+                overwrites,
+                draw,
+                torch.get_default_dtype(),
+            )
+        )
+        return results
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        number = self.tape.number_of(tensor)
+        assert number is not None
+        return number
+
+    def _results(
+        self,
+        function: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        changed: list[torch.Tensor],
+        draw: Draw | None,
+    ) -> Any:
+        """What ``function`` returns, without memory; a generator that it draws from has moved on."""
+        keywords_on_meta = _on(function, "meta", tree_map(_without_memory, keywords))
+        try:
+            results = function(*tree_map(_without_memory, arguments), **keywords_on_meta)
+        except (NotImplementedError, RuntimeError):
+            # What cannot be run without memory, because the shape follows from the values, is run once with it.
+            return self._results_of_values(function, arguments, keywords, changed)
+        if draw is not None:
+            self._advance(function, arguments, keywords, results)
+        return results
+
+    def _results_of_values(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], changed: list[torch.Tensor]
+    ) -> Any:
+        results = function(*self._valued(arguments), **_on(function, "cpu", self._valued(keywords)))
+        flat, structure = tree_flatten(results)
+        if changed:
+            assert len(flat) <= len(changed), f"{function} both changes and makes tensors"
+            return tree_unflatten(changed[: len(flat)], structure)
+        return tree_map(_without_memory, results)
+
+    def _advance(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], results: Any) -> None:
+        generators = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Generator)]
+        generator = generators[0] if generators else torch.default_generator
+        if isinstance(results, torch.Tensor) and random_draws.can_skip(function, results):
+            random_draws.skip(function, results, generator)
+            return
+        if function.overloadpacket in _OVERWRITING:
+            first = torch.empty_like(arguments[0], device="cpu")
+            arguments = (first, *arguments[1:])
+        function(*self._valued(arguments), **_on(function, "cpu", self._valued(keywords)))
+
+    def _valued(self, tree: Any) -> Any:
+        """``tree`` with values in the place of tensors without memory."""
+        return tree_map(
+            lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) and self.knows(leaf) else leaf, tree
+        )
+
+    def _kept(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return Generator()
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return self.tape.view(leaf) if self.knows(leaf) else leaf.detach().clone()
+
+    def _overwrites(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> frozenset[int]:
+        if function.overloadpacket not in _OVERWRITING:
+            return frozenset()
+        changed, *others = arguments
+        view = self.tape.view(changed)
+        covers = changed.numel() * changed.element_size() == self.tape.nbytes(view.storage)
+        read = [leaf for leaf in tree_leaves((others, keywords)) if isinstance(leaf, torch.Tensor)]
+        reads_itself = any(self.tape.number_of(tensor) == view.storage for tensor in read)
+        overlaps = torch._debug_has_internal_overlap(changed) == 1
+        return frozenset([view.storage]) if covers and not reads_itself and not overlaps else frozenset()
+
+
+def _changed(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that ``function`` writes to."""
+    changed: list[torch.Tensor] = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = arguments[place] if place < len(arguments) else keywords.get(argument.name)
+        changed += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    return changed
+
+
+def _gives_no_tensors(function: Any) -> bool:
+    """Whether ``function`` returns something, and no tensor: a number or a truth value."""
+    returns = function._schema.returns
+    return bool(returns) and not any("Tensor" in str(one.type) for one in returns)
+
+
+def _draw(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Draw:
+    generators = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Generator)]
+    generator = generators[0] if generators else torch.default_generator
+    return Draw(generator.get_state(), default=generator is torch.default_generator)
+
+
+def _without_memory(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Generator):
+        return None
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _has_device(function: Any) -> bool:
+    return any(argument.name == "device" for argument in function._schema.arguments)
+
+
+def _on(function: Any, device: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """``keywords`` with the device, for a function that has such an argument, and no pinned memory."""
+    if not _has_device(function):
+        return keywords
+    unpinned = {"pin_memory": False} if keywords.get("pin_memory") else {}
+    return {**keywords, **unpinned, "device": torch.device(device)}
+
+
+def check_device(device: Any, function: Any) -> None:
+    """RuntimeError where a function is called for a ``device`` on which nothing can be deferred."""
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        raise RuntimeError(
+            f"deferred_init: the constructor calls {function} for device {device}; only what is made on the CPU can be "
+            f"deferred: build on the CPU and move the model afterwards"
+        )
+
+
+def _check_devices(
+    function: Any, tensors: list[torch.Tensor], known: list[torch.Tensor], keywords: dict[str, Any]
+) -> None:
+    """RuntimeError for what cannot be recorded."""
+    check_device(keywords.get("device"), function)
+    if keywords.get("layout") not in (None, torch.strided):
+        raise RuntimeError(
+            f"deferred_init: the constructor calls {function} for layout {keywords['layout']}; only strided tensors "
+            f"can be deferred"
+        )
+    foreign = [tensor for tensor in tensors if tensor.device.type != "cpu" and not any(tensor is one for one in known)]
+    if known and foreign:
+        raise RuntimeError(
+            f"deferred_init: the constructor calls {function} with a tensor on {foreign[0].device} together with one "
+            f"of its own, which would be on the CPU"
+        )
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in known):
+        raise RuntimeError(
+            f"deferred_init: the constructor calls {function} with a lazily conjugated or negated tensor: "
+            f"add .resolve_conj() or .resolve_neg()"
+        )

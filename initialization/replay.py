@@ -1,0 +1,115 @@
+"""Makes a tensor by doing again, with memory, the recorded steps that it follows from."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from nxdpp.initialization.tape import Generator, Step, Tape, View
+
+
+def compute(tape: Tape, view: View) -> torch.Tensor:
+    """What ``view`` stands for at the present end of the tape: a new tensor on the CPU, of the same strides.
+
+    It is zero where no step wrote. The state of the default generator is left as it is.
+    """
+    with _as_when_recorded():
+        memory = _Memory(tape)
+        places = tape.steps_for([view.storage])
+        last_use = {number: place for place in places for number in tape.steps[place].touches()}
+        last_use[view.storage] = len(tape)
+        for place in places:
+            step = tape.steps[place]
+            _do_again(step, memory)
+            memory.free(number for number in step.touches() if last_use[number] == place)
+        return _own_memory(memory.tensor(view))
+
+
+class _Memory:
+    """The storages that have content at this point of a replay."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def tensor(self, view: View, content_matters: bool = True) -> torch.Tensor:
+        """``view`` as a tensor that shares the storage's memory, which is made now if it was not yet."""
+        if view.storage not in self._storages:
+            make = torch.zeros if content_matters else torch.empty
+            memory = make(self._tape.nbytes(view.storage), dtype=torch.uint8, device="cpu")
+            self._storages[view.storage] = memory.untyped_storage()
+        empty = torch.empty(0, dtype=view.dtype, device="cpu")
+        return empty.set_(self._storages[view.storage], view.offset, view.size, view.stride)
+
+    def put(self, view: View, value: torch.Tensor) -> None:
+        """Make ``value`` the content of the storage of ``view``, which has none yet."""
+        storage = value.untyped_storage()
+        is_new = all(storage._cdata != other._cdata for other in self._storages.values())
+        lies_alike = (value.size(), value.stride(), value.storage_offset()) == (view.size, view.stride, view.offset)
+        if is_new and lies_alike and storage.nbytes() >= self._tape.nbytes(view.storage):
+            self._storages[view.storage] = storage
+        else:
+            self.tensor(view).copy_(value)
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """Give the memory of these storages back."""
+        for number in numbers:
+            self._storages.pop(number, None)
+
+
+def _do_again(step: Step, memory: _Memory) -> None:
+    def with_memory(leaf: Any) -> Any:
+        if isinstance(leaf, View):
+            return memory.tensor(leaf, content_matters=leaf.storage not in step.overwrites)
+        if isinstance(leaf, Generator):
+            assert step.draw is not None
+            return torch.Generator().set_state(step.draw.state)
+        return leaf
+
+    arguments, keywords = tree_map(with_memory, (step.arguments, step.keywords))
+    with _default_dtype(step.default_dtype):
+        if step.draw is not None and step.draw.default:
+            torch.set_rng_state(step.draw.state)
+        results = tree_leaves(step.function(*arguments, **keywords))
+    for place, view in step.creates:
+        memory.put(view, results[place])
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with no more memory than it needs, of the same strides."""
+    all_of_it = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    elements_overlap = torch._debug_has_internal_overlap(tensor) == 1
+    if all_of_it or elements_overlap:
+        return tensor
+    own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return own.copy_(tensor)
+
+
+@contextmanager
+def _as_when_recorded() -> Iterator[None]:
+    """Without the modes that a caller may have set; the default generator is afterwards as it was."""
+    state = torch.default_generator.get_state()
+    try:
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            torch.autocast("cpu", enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,1 @@
+"""Import paths that the pipeline guide prints."""

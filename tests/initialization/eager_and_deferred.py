@@ -1,0 +1,52 @@
+"""A module from its constructor, and from ``deferred_init`` under the same seed, compared to the last bit."""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from nxdpp import deferred_init
+from nxdpp.initialization.recording import recording_of
+
+
+def check(make: Callable[[], nn.Module], seed: int = 0) -> None:
+    """Every parameter and buffer is equal to the eager one, alone and in any order, and so is the generator."""
+    torch.manual_seed(seed)
+    eager = make()
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    deferred = deferred_init(make)
+    assert torch.equal(torch.get_rng_state(), state), "the generator is not where the constructor leaves it"
+    expected, found = _named(eager), _named(deferred)
+    assert list(expected) == list(found)
+    assert _ties(expected) == _ties(found)
+    recording = recording_of(deferred)
+    assert recording is not None
+    names = list(expected)
+    random.Random(seed).shuffle(names)
+    for name in names:
+        want, have = expected[name], found[name]
+        assert have.is_meta, name
+        assert (type(have), have.requires_grad, vars(have)) == (type(want), want.requires_grad, vars(want)), name
+        value = recording.materialise(have)
+        assert (value.dtype, value.shape, value.stride()) == (want.dtype, want.shape, want.stride()), name
+        assert torch.equal(_bits(value), _bits(want)), name
+    assert torch.equal(torch.get_rng_state(), state), "making tensors moved the generator"
+
+
+def _named(module: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _ties(named: dict[str, torch.Tensor]) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return sorted(groups.values())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat

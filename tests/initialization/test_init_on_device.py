@@ -1,0 +1,174 @@
+"""``init_on_device``: parameters on meta at once, buffers with values, nothing left behind."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+import nxdpp.utils.model_utils
+from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
+from benchmarks.resident.published import llama_3_1_405b
+from benchmarks.zoo_models import build
+from nxdpp import deferred_init, init_on_device
+
+META = torch.device("meta")
+
+
+class Own(nn.Parameter):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.own = Own(torch.ones(2))
+        self.own.expert = 3  # type: ignore[attr-defined]
+        self.tied = self.linear.weight
+        self.count = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3)))
+
+
+def test_the_guide_s_import_path() -> None:
+    assert nxdpp.utils.model_utils.init_on_device is init_on_device
+    assert nxdpp.utils.model_utils.deferred_init is deferred_init
+
+
+@pytest.mark.parametrize("device", [META, "meta"])
+def test_parameters_keep_what_they_are(device: torch.device | str) -> None:
+    with init_on_device(device):
+        block = Block()
+        assert all(parameter.is_meta for parameter in block.parameters())
+    assert block.tied is block.linear.weight
+    assert type(block.own) is Own
+    assert block.own.expert == 3  # type: ignore[attr-defined]
+    assert block.linear.weight.requires_grad
+    assert not block.frozen.requires_grad
+    assert block.count.dtype == torch.int64
+    assert torch.equal(block.get_buffer("mask"), torch.tril(torch.ones(3, 3)))
+    assert not any(parameter.is_meta for parameter in Block().parameters())
+
+
+def test_an_object_registered_later_again_is_the_same_parameter() -> None:
+    with init_on_device(META):
+        weight = nn.Parameter(torch.ones(3))
+        first, second = nn.Module(), nn.Module()
+        first.register_parameter("weight", weight)
+        second.register_parameter("weight", weight)
+    assert first.weight is second.weight is weight
+    assert weight.is_meta
+
+
+def test_nested_and_after_an_error() -> None:
+    with init_on_device(META):
+        with init_on_device("cpu"):
+            real = nn.Linear(2, 2)
+        with init_on_device(META):
+            inner = nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match="on purpose"), init_on_device(META):
+            raise RuntimeError("on purpose")
+        outer = nn.Linear(2, 2)
+    assert not real.weight.is_meta
+    assert inner.weight.is_meta
+    assert outer.weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_another_device_is_torch_s_own_context() -> None:
+    with init_on_device(torch.device("cpu")):
+        assert torch.get_default_device().type == "cpu"
+        assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_other_threads_build_as_always() -> None:
+    built: list[nn.Module] = []
+    with init_on_device(META):
+        thread = threading.Thread(target=lambda: built.append(Block()))
+        thread.start()
+        thread.join()
+    assert not any(parameter.is_meta for parameter in built[0].parameters())
+
+
+def test_a_large_linear_takes_no_memory() -> None:
+    reset_peak()
+    before = resident_bytes()
+    with init_on_device(META):
+        nn.Linear(30_000, 30_000)
+    assert peak_bytes() - before < 20 * 2**20
+
+
+def test_the_published_405b_llama_takes_no_memory() -> None:
+    reset_peak()
+    before = resident_bytes()
+    with init_on_device(META):
+        model = LlamaForCausalLM(llama_3_1_405b())
+    assert peak_bytes() - before < 100 * 2**20
+    assert sum(parameter.numel() for parameter in model.parameters()) == 405_853_388_800
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mamba", "t5gemma", "bloom"])
+def test_transformers_models(model_type: str) -> None:
+    task = "seq2seq-lm" if model_type == "t5gemma" else "causal-lm"
+    eager = build(task, model_type)
+    with init_on_device(META):
+        model: PreTrainedModel = type(eager)(eager.config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not [name for name, module in model.named_modules() if "_is_hf_initialized" in vars(module)]
+    buffers = dict(eager.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    # What a later initialisation needs: memory, and nothing that says it was done.
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    model.initialize_weights()
+    unset = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+    assert not unset
+
+
+def test_the_context_of_a_real_part() -> None:
+    real = AutoModelForCausalLM.from_config(build("causal-lm", "llama", device="meta").config)
+    with init_on_device(META):
+        both = nn.ModuleList([real, nn.Linear(2, 2)])
+    assert not any(parameter.is_meta for parameter in real.parameters())
+    assert "_is_hf_initialized" in vars(real.get_submodule("lm_head"))
+    assert both.get_parameter("1.weight").is_meta
+
+
+@pytest.mark.parametrize("device", [None, 1.5, True, ["meta"]])
+def test_what_is_no_device(device: object) -> None:
+    with pytest.raises(TypeError, match=r"device must be a torch\.device"), init_on_device(device):  # type: ignore[arg-type]
+        pass
+
+
+def test_a_device_that_torch_does_not_know() -> None:
+    with pytest.raises(ValueError, match="'mars' is none that torch knows"), init_on_device("mars"):
+        pass
+
+
+def test_parameters_that_cannot_go() -> None:
+    with init_on_device(META), pytest.raises(ValueError, match="weight of LazyLinear is lazy"):
+        nn.LazyLinear(3)
+
+    def with_a_view() -> None:
+        module, weight = nn.Module(), nn.Parameter(torch.ones(3))
+        views.append(weight[:2])
+        module.register_parameter("weight", weight)
+
+    views: list[torch.Tensor] = []
+    with init_on_device(META), pytest.raises(ValueError, match="weight of Module cannot go to the meta device"):
+        with_a_view()
+
+
+def test_not_together_with_deferred_init() -> None:
+    def inside() -> nn.Module:
+        with init_on_device(META):
+            return nn.Linear(2, 2)
+
+    with pytest.raises(RuntimeError, match="leave the inner context out"):
+        deferred_init(inside)
+    with init_on_device(META), pytest.raises(ValueError, match="outside of init_on_device"):
+        deferred_init(nn.Linear, 2, 2)
