@@ -1,6 +1,6 @@
 """After a move everything local is there, copies of a weight are equal, and who was there before is still right."""
 
-from typing import Any
+import time
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline import tied_copies
-from nxdpp.pipeline.transport import Transport
 from tests.distributed import run_ranks
 from tests.pipeline.models import make, padded_batch, reference
 from tests.pipeline.test_tied_weights import Block, SeveralTies
@@ -71,7 +70,7 @@ def test_a_copy_travels_in_pieces() -> None:
     run_ranks(2, large_copies)
 
 
-def count_sends(rank: int) -> None:
+def move_thrice(rank: int) -> None:
     start(2)
     model = make("tied_llama")
     for parameter in model.parameters():
@@ -80,23 +79,21 @@ def count_sends(rank: int) -> None:
     optimizer = torch.optim.AdamW(wrapped.local_parameters())
     wrapped.run_train(**padded_batch(4))
     before = dict(wrapped.local_named_parameters())
+    values = {name: parameter.detach().clone() for name, parameter in before.items()}
     gradients = {name: parameter.grad for name, parameter in before.items()}
-    sent: list[Any] = []
-    send, Transport.send = Transport.send, lambda *arguments: sent.append(arguments)  # type: ignore[assignment, method-assign]
     for device in (None, "cpu", torch.device("cpu")):
         wrapped.move_model_to_device(device)
-    Transport.send = send  # type: ignore[method-assign]
-    assert not sent
     for name, parameter in wrapped.local_named_parameters():
         assert parameter is before[name]
         assert parameter.grad is gradients[name]
         assert parameter.tensor_model_parallel  # type: ignore[attr-defined]
+        assert torch.equal(parameter, values[name])
     optimizer.step()
     wrapped.run_train(**padded_batch(4))
 
 
-def test_where_nothing_moves_nothing_is_sent_or_replaced_or_refused() -> None:
-    run_ranks(2, count_sends)
+def test_where_nothing_moves_nothing_is_replaced_or_refused() -> None:
+    run_ranks(2, move_thrice)
 
 
 def cast_one_copy(rank: int) -> None:
@@ -189,3 +186,62 @@ def assign_on_one_rank(rank: int) -> None:
 
 def test_assigning_keeps_what_is_tied_on_one_rank() -> None:
     run_ranks(1, assign_on_one_rank)
+
+
+class Noted(nn.Parameter):
+    """A class of a user's own."""
+
+
+def freeze_norms(wrapped: NxDPPModel) -> None:
+    for name, parameter in wrapped.local_named_parameters():
+        parameter.requires_grad_("norm" not in name)
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def move_from_meta(rank: int) -> None:
+    start(2)
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = make("tied_llama")
+    model.lm_head.register_parameter("weight", model.model.embed_tokens.weight)
+    norm = model.model.layers[0].input_layernorm
+    norm.weight = Noted(norm.weight)
+    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=[freeze_norms])
+    optimizer = torch.optim.AdamW(wrapped.local_parameters())
+    listed = list(wrapped.local_parameters())
+    message = rf"AdamW, holds {len(listed)} of the {len(listed)} .* Make the optimizer after move_model_to_device\(\)"
+    with pytest.raises(RuntimeError, match=message):
+        wrapped.move_model_to_device()
+    assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+    del optimizer
+    wrapped.move_model_to_device()
+    now = dict(wrapped.local_named_parameters())
+    wrapped.move_model_to_device()
+    for name, parameter in wrapped.local_named_parameters():
+        assert parameter is now[name]
+        assert not parameter.is_meta
+        assert parameter.requires_grad == ("norm" not in name)
+        assert parameter.tensor_model_parallel  # type: ignore[attr-defined]
+    assert rank == 1 or type(now["model.layers.0.input_layernorm.weight"]) is Noted
+    with pytest.raises(RuntimeError, match=r"SGD, holds .* replaced before it was made"):
+        torch.optim.SGD(listed, lr=0.1).step()
+    late = torch.optim.AdamW(wrapped.local_parameters())
+    wrapped.run_train(**padded_batch(4))
+    late.step()
+
+
+def test_from_the_meta_device() -> None:
+    run_ranks(2, move_from_meta)
+
+
+def move_one_wrongly(rank: int) -> None:
+    start(2)
+    wrapped = NxDPPModel(make("tied_llama"))
+    wrapped.move_model_to_device("near" if rank == 1 else None)
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="there is no device 'near' here"):
+        run_ranks(2, move_one_wrongly)
+    assert time.monotonic() - began < 20
