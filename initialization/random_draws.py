@@ -1,11 +1,15 @@
 """What drawing random numbers does to a generator, without the memory for the numbers."""
 
+from functools import cache
 from typing import Any
 
 import torch
 
+from nxdpp.initialization import mersenne_twister
+
 aten = torch.ops.aten
 _SCRATCH = 1 << 18  # elements drawn at a time
+_WORTH_A_JUMP = 1 << 22  # numbers whose drawing takes longer than to jump over them
 
 _NORMAL = {aten.normal_, aten.randn, aten.randn_like, aten.normal_functional}
 _UNIFORM = {aten.uniform_, aten.rand, aten.rand_like}
@@ -41,9 +45,27 @@ def skip(function: Any, result: torch.Tensor, generator: torch.Generator) -> Non
 
 
 def _draw_uniform(count: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    draws_each = _draws_each(dtype) if count >= _WORTH_A_JUMP else None
+    if draws_each is not None:
+        mersenne_twister.jump(generator, count * draws_each)
+        return
     scratch = torch.empty(min(count, _SCRATCH), dtype=dtype, device="cpu")
     for start in range(0, count, _SCRATCH):
         scratch[: count - start].uniform_(generator=generator)
+
+
+@cache
+def _draws_each(dtype: torch.dtype) -> int | None:
+    """How many draws of 32 bits a uniform number is made of; None if this torch's generator is not the one we know."""
+    count = 10_000
+    drawn = torch.Generator().manual_seed(1)
+    torch.empty(count, dtype=dtype, device="cpu").uniform_(generator=drawn)
+    for each in (1, 2):
+        jumped = torch.Generator().manual_seed(1)
+        mersenne_twister.jump(jumped, count * each)
+        if torch.equal(jumped.get_state(), drawn.get_state()):
+            return each
+    return None
 
 
 def _draw_in_pairs(count: int, dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -170,6 +170,17 @@ def test_the_generator_after_any_number_of_draws(
         check(partial(make, count), seed=count)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_generator_after_a_large_tensor(dtype: torch.dtype) -> None:
+    def make() -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("normal", torch.empty(2**22 + 33, dtype=dtype).normal_())
+        module.register_buffer("uniform", torch.empty(2**22 + 33, dtype=dtype).uniform_())
+        return module
+
+    check(make)
+
+
 def test_default_dtype_of_the_constructor() -> None:
     def make() -> nn.Module:
         torch.set_default_dtype(torch.bfloat16)
