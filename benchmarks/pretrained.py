@@ -1,0 +1,121 @@
+"""Checkpoints of every transformer type: what ``load_pretrained`` and ``save_pretrained`` make of transformers' own.
+
+    python -m benchmarks.pretrained [TASK ...] [--jobs 2] [--type TYPE]
+
+For each type that ``benchmarks.zoo`` knows, a tiny model with random weights is saved by its own ``save_pretrained``
+and loaded into a wrapped model of other weights, and into one on the meta device, on one rank. All parameters and
+buffers, unsaved ones too, are compared with those of ``from_pretrained``, bit for bit; then what ``save_pretrained``
+writes with the tensors of transformers' file. A type is exact, WRONG, refused (with what message), or cannot be
+compared, because transformers itself does not load what it saved. The exit status is 1 where one is wrong.
+"""
+
+import argparse
+import sys
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from benchmarks.zoo_models import ARGUMENTS, CANNOT_TRAIN, TASKS, build, types
+from benchmarks.zoo_models.own_process import in_own_processes
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
+from nxdpp.tracing.errors import TracingError
+
+TIME_LIMIT = 120.0  # seconds a type
+
+
+def main() -> None:
+    """Print one line a type, and a summary of each task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], help="by default all", metavar="TASK")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--type", help="only this one")
+    arguments = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True)
+    wrong = False
+    for task in arguments.tasks or list(TASKS):
+        chosen = [name for name in types(task) if arguments.type in (None, name)]
+        counts: dict[str, int] = {}
+        for name, result in in_own_processes(partial(judge, task), chosen, arguments.jobs, TIME_LIMIT):
+            kind, words = ("WRONG", str(result)) if isinstance(result, RuntimeError) else result
+            counts[kind] = counts.get(kind, 0) + 1
+            console.print(f"{task:21}{name:28}{kind:20}{words:.300}", markup=False)
+        console.print(f"{task}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+        wrong = wrong or "WRONG" in counts
+    sys.exit(wrong)
+
+
+def judge(task: str, model_type: str) -> tuple[str, str]:
+    """What kind of result a type has, and why in words. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    if (task, model_type) in CANNOT_TRAIN:
+        return "does not build", CANNOT_TRAIN[task, model_type]
+    parallel_state.initialize_model_parallel()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return compare(task, model_type, Path(folder))
+    except Exception as error:
+        return "WRONG", f"{type(error).__name__}: {error}"
+
+
+def compare(task: str, model_type: str, folder: Path) -> tuple[str, str]:
+    """As ``judge``, with files in ``folder``."""
+    saved: Any = build(task, model_type)
+    randomise(saved, 1)
+    try:
+        saved.save_pretrained(folder / "theirs")
+        expected: Any = type(saved).from_pretrained(folder / "theirs")
+    except Exception as error:
+        return "not comparable", f"{type(error).__name__}: {error}"
+    real, empty = build(task, model_type), build(task, model_type, "meta")
+    randomise(real, 2)
+    given: dict[str, Any] = dict(ARGUMENTS.get(model_type, {}))
+    try:
+        wrapped = [NxDPPModel(model, **given) for model in (real, empty)]
+    except TracingError as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    except ValueError as error:
+        return "refused", f"ValueError: {error}"
+    differing = []
+    for kind, model in zip(("real", "meta"), wrapped, strict=True):
+        load_pretrained(model, folder / "theirs")
+        differing += [f"{kind}: {name}" for name in differences(model.local_state_dict(), expected.state_dict())]
+        buffers = dict(model.local_named_buffers()), dict(expected.named_buffers())
+        differing += [f"{kind}: {name}" for name in differences(*buffers)]
+    save_pretrained(wrapped[1], folder / "ours")
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("ours", "theirs"))
+    differing += [f"saved: {name}" for name in differences(ours, theirs)]
+    return ("WRONG", f"{len(differing)} tensors: {', '.join(differing)}") if differing else ("exact", "")
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Give all floating-point parameters that are saved values from a stream that begins with ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and name not in unsaved:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def differences(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names that only one of them has, or with other values or dtypes."""
+    names = sorted(tensors.keys() ^ expected.keys())
+    for name in sorted(tensors.keys() & expected.keys()):
+        if tensors[name].dtype is not expected[name].dtype or not torch.equal(tensors[name], expected[name]):
+            names.append(name)
+    return names
+
+
+if __name__ == "__main__":
+    main()
