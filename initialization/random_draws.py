@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nxdpp.initialization import mersenne_twister
 
@@ -49,7 +50,7 @@ def _draw_uniform(count: int, dtype: torch.dtype, generator: torch.Generator) ->
     if draws_each is not None:
         mersenne_twister.jump(generator, count * draws_each)
         return
-    scratch = torch.empty(min(count, _SCRATCH), dtype=dtype, device="cpu")
+    scratch = _scratch(dtype)
     for start in range(0, count, _SCRATCH):
         scratch[: count - start].uniform_(generator=generator)
 
@@ -69,6 +70,13 @@ def _draws_each(dtype: torch.dtype) -> int | None:
 
 
 def _draw_in_pairs(count: int, dtype: torch.dtype, generator: torch.Generator) -> None:
-    scratch = torch.empty(min(count, _SCRATCH), 2, dtype=dtype, device="cpu")[:, 0]
-    for start in range(0, count, _SCRATCH):
+    scratch = _scratch(dtype).view(-1, 2)[:, 0]
+    for start in range(0, count, len(scratch)):
         scratch[: count - start].normal_(generator=generator)
+
+
+@cache
+def _scratch(dtype: torch.dtype) -> torch.Tensor:
+    """Memory for all draws: were it another for each, what is made between them would keep it from being reused."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.empty(_SCRATCH, dtype=dtype, device="cpu")

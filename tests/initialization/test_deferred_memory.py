@@ -1,0 +1,29 @@
+"""Recording a constructor takes little memory, and leaves none in pieces that nobody can use."""
+
+from torch import nn
+
+from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
+from nxdpp import deferred_init
+from tests.distributed import run_ranks
+
+LAYERS, WIDTH = 80, 512
+ALLOWED_BYTES = 30 * 2**20
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+
+def growth(_: int) -> int:
+    deferred_init(Stack, 2, 4)
+    reset_peak()
+    before = resident_bytes()
+    deferred_init(Stack, LAYERS, WIDTH)
+    return peak_bytes() - before
+
+
+def test_drawing_for_many_parameters_takes_no_more_than_for_one() -> None:
+    (taken,) = run_ranks(1, growth)
+    assert taken < ALLOWED_BYTES
