@@ -61,6 +61,7 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
     if is_recording():
         return constructor(*args, **kwargs)
     _check_surroundings()
+    seed, state = torch.initial_seed(), torch.get_rng_state()
     tape = Tape()
     recorder = Recorder(tape)
     with marked_as_recording(), recorder, AsIfOnCpu(recorder):
@@ -69,7 +70,7 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
         raise TypeError(f"{constructor!r} returned a {type(module).__name__}, not a torch.nn.Module")
     give_values(module, recorder)
     tape.forget_the_dead()
-    remember(Recording(tape), module)
+    remember(Recording(tape, seed, state), module)
     return module
 
 

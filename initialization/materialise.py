@@ -26,7 +26,7 @@ from nxdpp.initialization.values import allocate, count_unwritten
 _SHOWN = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """A tensor without values, and where it is initialised: ``name`` is that of the model's first name for it."""
 

@@ -1,5 +1,6 @@
 """What is known of a module that was built without memory: the values that its tensors are to have."""
 
+import hashlib
 import weakref
 
 import torch
@@ -10,10 +11,16 @@ from nxdpp.initialization.tape import Tape
 
 
 class Recording:
-    """How to make each tensor that a constructor made, in any order, with the values that it would have."""
+    """How to make each tensor that a constructor made, in any order, with the values that it would have.
 
-    def __init__(self, tape: Tape) -> None:
+    Attributes:
+        origin: what random numbers the values are from, in words; the same where the values are the same.
+    """
+
+    def __init__(self, tape: Tape, seed: int, generator_state: torch.Tensor) -> None:
         self._tape = tape
+        digest = hashlib.blake2b(generator_state.numpy().tobytes(), digest_size=8).hexdigest()
+        self.origin = f"torch.initial_seed() {seed}, state {digest} of its generator"
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is on the meta device and was made by the recorded constructor."""

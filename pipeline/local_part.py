@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import Place, initial_values
+from nxdpp.initialization.recording import recording_of
+from nxdpp.initialization.values import dress
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.local_module import (
     build_local_module,
@@ -64,6 +66,8 @@ class LocalPart:
         self._root = root
         self._seed = seed
         self._param_init_fn = param_init_fn
+        # A function of the user's is asked in place of the constructor.
+        self._recording = recording_of(root) if param_init_fn is None else None
         # Now, while the model is whole: what is freed is no longer the same object.
         first_names = _first_names(root)
         self.aliases = shared_names(root)
@@ -72,6 +76,11 @@ class LocalPart:
         self.module = build_local_module(root, local, layers, elsewhere)
         self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
         self._built_without_memory = frozenset(self.without_values())
+
+    @property
+    def is_made_at_once(self) -> bool:
+        """Whether values are made when the model is wrapped: by a function, or as a constructor would."""
+        return self._param_init_fn is not None or self._recording is not None
 
     def without_values(self) -> list[str]:
         """Names of what is still on the meta device."""
@@ -92,12 +101,29 @@ class LocalPart:
         )
         replaced = {place.name: place.meta for place in places if isinstance(place.meta, nn.Parameter)}
         check_no_optimizer_holds(replaced, "Make the optimizer after move_model_to_device().")
-        values, drawn = initial_values(self._root, places, self._seed, self._param_init_fn)
-        if drawn and not is_loaded:
-            self.origin = f"initial values from torch.initial_seed() {self._seed}"
+        values, origin = self._values(places)
+        if origin is not None and not is_loaded:
+            self.origin = f"initial values from {origin}"
         replace_tensors([self.module, self._root], [place.meta for place in places], values)
         watch_replaced(replaced)
         return True
+
+    def _values(self, places: Sequence[Place]) -> tuple[list[torch.Tensor], str | None]:
+        """Values for ``places``, and what random numbers they are from."""
+        recorded = [place for place in places if self._is_recorded(place.meta)]
+        others = [place for place in places if place not in recorded]
+        made, drawn = initial_values(self._root, others, self._seed, self._param_init_fn)
+        if self._recording is None:
+            return made, f"torch.initial_seed() {self._seed}" if drawn else None
+        values = dict(zip(others, made, strict=True))
+        values |= {place: dress(self._recording.materialise(place.meta), place.meta) for place in recorded}
+        return [values[place] for place in places], self._recording.origin
+
+    def _is_recorded(self, tensor: torch.Tensor) -> bool:
+        if self._recording is None or not self._recording.knows(tensor):
+            return False
+        # A parameter from torch.empty has no values; a buffer from there may be one that forward fills.
+        return self._recording.is_written(tensor) or not isinstance(tensor, nn.Parameter)
 
     def _places(self) -> list[Place]:
         """One for each tensor without values, whatever names it has."""

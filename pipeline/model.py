@@ -205,7 +205,7 @@ class NxDPPModel(LocalView):
         self.local_module = self._part.module
         self._tied = TiedGradients(self.local_module, self._part.tied, self.rank)
         self._upkeep = LocalUpkeep(self._part, module, self._tied, self._programs)
-        if param_init_fn is not None:
+        if self._part.is_made_at_once:
             self.materialise()
         self.train(module.training)
         call_hooks(hooks, self)
@@ -229,7 +229,8 @@ class NxDPPModel(LocalView):
         Parameters that have values, and those of a model that was built in memory, stay as they are. What a
         parameter is drawn from follows from the seed that torch had when the model was wrapped, and from the
         parameter's name: it is the same for any partition, if all ranks had the same seed. ``param_init_fn``, the
-        ``_init_weights`` of transformers' models or a module's ``reset_parameters`` draws it.
+        ``_init_weights`` of transformers' models or a module's ``reset_parameters`` draws it. A model of
+        ``deferred_init``, or one with a ``param_init_fn``, has its values since it was wrapped.
 
         Raises:
             RuntimeError: for parameters and buffers that nothing gives values to, before anything is changed.

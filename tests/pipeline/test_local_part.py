@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.initialization.deferred_init import deferred_init
 from tests.distributed import run_ranks
 from tests.pipeline.models import MODELS, gradient_differences, make, padded_batch, reference, train_in_one_process
 
@@ -134,3 +135,59 @@ def test_the_guides_function_initialises_when_the_model_is_wrapped() -> None:
     assert all(torch.equal(value, whole[name]) for part in parts for name, value in part.items())
     assert torch.equal(whole["model.rotary_emb.inv_freq"], make("llama").model.rotary_emb.inv_freq)
     assert abs(whole["lm_head.weight"][1:].std().item() - 0.5) < 0.05
+
+
+def deferred_values(rank: int, name: str, ranks: int, arguments: dict[str, Any]) -> Values:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(1234)
+    model = deferred_init(MODELS[name])
+    wrapped = NxDPPModel(model, num_microbatches=2, **arguments)
+    eager = make(name)
+    assert all(torch.equal(value, eager.get_buffer(key)) for key, value in wrapped.local_named_buffers())
+    return {name: tensor.detach() for name, tensor in wrapped.local_named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_deferred_values_are_those_of_the_eager_constructor(name: str) -> None:
+    whole = dict(make(name).named_parameters(remove_duplicate=False))
+    for ranks, arguments in ((1, {}), (2, {"virtual_pipeline_size": 2}), (4, {})):
+        parts = run_ranks(ranks, deferred_values, name, ranks, arguments)
+        assert set().union(*parts) == set(whole)
+        for part in parts:
+            for key, value in part.items():
+                assert torch.equal(value, whole[key]), key
+
+
+class Unwritten(nn.Module):
+    """Its weight has no values in one process either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.weight).sum()
+
+
+def test_a_parameter_that_the_constructor_leaves_without_values_is_refused() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"left without values by .*\n  weight of Unwritten: 4 of 4 elements"):
+            NxDPPModel(deferred_init(Unwritten), nn.Linear)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def other_states(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(7)
+    torch.rand(rank)
+    NxDPPModel(deferred_init(MODELS["llama"]), num_microbatches=2).run_train(**padded_batch(4))
+
+
+def test_ranks_that_recorded_other_random_numbers_are_told_apart() -> None:
+    with pytest.raises(AssertionError, match=r"initial values from torch.initial_seed\(\) 7, state \w{16} of its"):
+        run_ranks(2, other_states)
