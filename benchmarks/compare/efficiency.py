@@ -7,7 +7,7 @@ from benchmarks.compare.contender import BY_HAND, PEER, US
 from benchmarks.compare.field import Entry, run_field
 from benchmarks.compare.job import Job
 from benchmarks.compare.layers import SleepingLayer, wake_up_in_time
-from benchmarks.compare.rows import Row, Verdict, measured_row, median, refused_row
+from benchmarks.compare.rows import Row, Verdict, measured_row, median
 from benchmarks.compare.session import Effort
 from benchmarks.compare.stacks import stack_job
 from nxdpp.parallel_layers import parallel_state
@@ -66,14 +66,10 @@ def case_rows(case: str, sleep_ms: int, microbatches: int, entries: Sequence[Ent
             1000 * wall - ideal_ms(entry.family, sleep_ms, microbatches) for wall in entry.times.wall
         ]
         for entry in entries
-        if entry.times is not None
     }
     rows = []
     for entry in entries:
-        values = excess.get((entry.name, entry.family))
-        if values is None:
-            rows.append(refused_row(SECTION, case, entry.family, entry.name, entry.refusal))
-            continue
+        values = excess[entry.name, entry.family]
         ideal = ideal_ms(entry.family, sleep_ms, microbatches)
         verdicts = []
         if entry.name == US:

@@ -15,12 +15,11 @@ from nxdpp.schedules.families import find_family
 
 
 class Entry(NamedTuple):
-    """A contender of a case: its times or, where it cannot run, why."""
+    """A contender of a case and its times."""
 
     name: str
     family: str
-    times: Times | None = None
-    refusal: str = ""
+    times: Times
 
 
 def run_field(
@@ -37,23 +36,18 @@ def run_field(
     Raises:
         AssertionError: for a contender whose loss or gradients are not those of one process.
     """
-    entries: list[Entry] = []
+    names: list[tuple[str, str]] = []
     contenders: list[Contender] = []
     for family in families:
         chunks = find_family(family).default_chunks
         job = make_job(chunks)
         loss, gradients = check_job(chunks).reference()
         for name, make in makers(job, family, chunks):
-            try:
-                contender = make()
-            except NotImplementedError as error:
-                entries.append(Entry(name, family, refusal=str(error)))
-                continue
+            contender = make()
             check_step(contender, loss, gradients)
             contenders.append(contender)
-            entries.append(Entry(name, family))
-    times = iter(take_turns(contenders, effort))
-    return [entry if entry.refusal else entry._replace(times=next(times)) for entry in entries]
+            names.append((name, family))
+    return [Entry(*name, times) for name, times in zip(names, take_turns(contenders, effort), strict=True)]
 
 
 def makers(job: Job, family: str, chunks: int) -> Sequence[tuple[str, Callable[[], Contender]]]:

@@ -9,11 +9,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from benchmarks.compare.alternation import Times, take_turns
+from benchmarks.compare.alternation import take_turns
 from benchmarks.compare.contender import PEER, US, Contender, check_step
-from benchmarks.compare.field import makers
+from benchmarks.compare.field import Entry, makers
 from benchmarks.compare.job import Job, run_one_process
-from benchmarks.compare.rows import Row, Verdict, measured_row, median, refused_row
+from benchmarks.compare.rows import Row, Verdict, measured_row, median
 from benchmarks.compare.session import Effort
 from nxdpp.parallel_layers import parallel_state
 from tests.distributed import run_ranks
@@ -86,24 +86,19 @@ def measure(effort: Effort, say: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def run_rank(rank: int, ranks: int, effort: Effort) -> list[tuple[str, str, Times | None, str]]:
+def run_rank(rank: int, ranks: int, effort: Effort) -> list[Entry]:
     """One rank of a case: 1F1B of all who run it and, as two stages a rank, the interleaved one."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     job = llama_job()
     loss, gradients = job.reference()
     cores = max(2, len(os.sched_getaffinity(0)))
     contenders: list[Contender] = [Alone(job, 1, rank), Alone(job, cores, rank)]
-    refused: list[tuple[str, str, Times | None, str]] = []
     for family, chunks in (("1f1b", 1), ("interleaved", 2)):
-        for name, make in makers(job, family, chunks):
-            try:
-                contenders.append(make())
-            except NotImplementedError as error:
-                refused.append((name, family, None, str(error)))
-                continue
+        for _, make in makers(job, family, chunks):
+            contenders.append(make())
             check_step(contenders[-1], loss, gradients)
     times = take_turns(contenders, effort)
-    return [(c.name, c.family, t, "") for c, t in zip(contenders, times, strict=True)] + refused
+    return [Entry(c.name, c.family, t) for c, t in zip(contenders, times, strict=True)]
 
 
 def llama_job() -> Job:
@@ -143,16 +138,13 @@ def _loss(function: Callable[..., torch.Tensor], logits: torch.Tensor, labels: t
     return function(logits=logits, labels=labels, vocab_size=VOCABULARY)
 
 
-def case_rows(ranks: int, found: Sequence[tuple[str, str, Times | None, str]]) -> list[Row]:
+def case_rows(ranks: int, found: Sequence[Entry]) -> list[Row]:
     """Tokens a second; more is better."""
     case = f"p={ranks}, {MICROBATCHES} x {MICROBATCH} x {SEQUENCE} tokens"
     tokens = MICROBATCHES * MICROBATCH * SEQUENCE
-    speeds = {(name, family): [tokens / wall for wall in times.wall] for name, family, times, _ in found if times}
+    speeds = {(name, family): [tokens / wall for wall in times.wall] for name, family, times in found}
     rows = []
-    for name, family, times, refusal in found:
-        if times is None:
-            rows.append(refused_row(SECTION, case, family, name, refusal))
-            continue
+    for name, family, _ in found:
         beside = {PEER: speeds.get((PEER, family)), ALONE: speeds.get((ALONE, "none"))}
         values = speeds[name, family]
         verdicts = [

@@ -14,7 +14,7 @@ from benchmarks.compare.contender import US, Contender, check_step
 from benchmarks.compare.field import makers
 from benchmarks.compare.job import Job
 from benchmarks.compare.layers import WideLayer
-from benchmarks.compare.rows import Row, Verdict, measured_row, refused_row
+from benchmarks.compare.rows import Row, Verdict, measured_row
 from benchmarks.compare.session import Effort
 from benchmarks.compare.stacks import stack_job
 from nxdpp.parallel_layers import parallel_state
@@ -32,26 +32,22 @@ MEBIBYTE = 2**20
 
 
 class Peaks(NamedTuple):
-    """Of one contender: MiB of each step on each rank or, where it cannot run, why."""
+    """Of one contender: MiB of each step on each rank."""
 
     name: str
     family: str
     ranks: list[list[float]]
-    refusal: str = ""
 
 
 def measure(effort: Effort, say: Callable[[str], None]) -> list[Row]:
     """A row for each rank of each contender."""
     say(SECTION)
     peaks = run_ranks(RANKS, run_rank, effort, timeout=300)[0]
-    medians = {(p.name, p.family): [statistics.median(rank) for rank in p.ranks] for p in peaks if p.ranks}
+    medians = {(p.name, p.family): [statistics.median(rank) for rank in p.ranks] for p in peaks}
     rows = []
     for rank in range(RANKS):
         case = f"rank {rank}, p={RANKS}, m={MICROBATCHES}"
         for found in peaks:
-            if found.refusal:
-                rows.append(refused_row(SECTION, case, found.family, found.name, found.refusal))
-                continue
             beside = [(US, "gpipe")] if found.family != "gpipe" and found.name == US else []
             verdicts = [
                 Verdict(f"{name} {family}", medians[found.name, found.family][rank] / medians[name, family][rank])
@@ -70,22 +66,18 @@ def run_rank(rank: int, effort: Effort) -> list[Peaks]:
     return_freed_memory()
     loss, gradients = wide_job().reference()
     contenders: list[Contender] = []
-    entries: list[Peaks] = []
+    names: list[tuple[str, str]] = []
     for family in FAMILIES:
         for name, make in makers(wide_job(), family, find_family(family).default_chunks):
-            try:
-                contenders.append(make())
-            except NotImplementedError as error:
-                entries.append(Peaks(name, family, [], str(error)))
-                continue
+            contenders.append(make())
             check_step(contenders[-1], loss, gradients)
             contenders[-1].forget_gradients()
-            entries.append(Peaks(name, family, []))
+            names.append((name, family))
     mine = [[peak_of_step(contender) for contender in contenders] for _ in range(effort.steps)]
     everybodys: list[list[list[float]]] = [[] for _ in range(RANKS)]
     dist.all_gather_object(everybodys, mine)
-    peaks = iter([[step[index] for step in rank] for rank in everybodys] for index in range(len(contenders)))
-    return [entry if entry.refusal else entry._replace(ranks=next(peaks)) for entry in entries]
+    peaks = [[[step[index] for step in rank] for rank in everybodys] for index in range(len(contenders))]
+    return [Peaks(*name, peak) for name, peak in zip(names, peaks, strict=True)]
 
 
 def wide_job() -> Job:

@@ -7,7 +7,7 @@ from benchmarks.compare.contender import BY_HAND, PEER, US
 from benchmarks.compare.field import Entry, run_field
 from benchmarks.compare.job import Job
 from benchmarks.compare.layers import ScalingLayer
-from benchmarks.compare.rows import Row, Verdict, measured_row, median, refused_row
+from benchmarks.compare.rows import Row, Verdict, measured_row, median
 from benchmarks.compare.session import Effort
 from benchmarks.compare.stacks import stack_job
 from nxdpp.parallel_layers import parallel_state
@@ -54,14 +54,10 @@ def case_rows(ranks: int, unit: str, entries: Sequence[Entry]) -> list[Row]:
             1e6 * seconds / MICROBATCHES for seconds in (entry.times.wall if unit == "wall" else entry.times.cpu)
         ]
         for entry in entries
-        if entry.times is not None
     }
     rows = []
     for entry in entries:
-        values = found.get((entry.name, entry.family))
-        if values is None:
-            rows.append(refused_row(SECTION, case, entry.family, entry.name, entry.refusal))
-            continue
+        values = found[entry.name, entry.family]
         verdicts = [
             Verdict(name, median(values) / median(others), target)
             for name, target in targets(entry.family).items()

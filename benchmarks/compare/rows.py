@@ -28,20 +28,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one contender in one case; ``low`` and ``high`` are quartiles, in ``unit`` too.
-
-    A row without ``median`` was not run, and ``note`` says why.
-    """
+    """What was measured of one contender in one case; ``low`` and ``high`` are quartiles, in ``unit`` too."""
 
     section: str
     case: str
     family: str
     contender: str
     unit: str
-    median: float | None = None
-    low: float | None = None
-    high: float | None = None
-    steps: int = 0
+    median: float
+    low: float
+    high: float
+    steps: int
     verdicts: list[Verdict] = field(default_factory=list)
     note: str = ""
 
@@ -62,11 +59,6 @@ def measured_row(
     """The row of these values, one a step."""
     low, middle, high = quartiles(values)
     return Row(section, case, family, contender, unit, middle, low, high, len(values), list(verdicts))
-
-
-def refused_row(section: str, case: str, family: str, contender: str, why: str) -> Row:
-    """The row of what cannot run."""
-    return Row(section, case, family, contender, unit="", note=why)
 
 
 def median(values: Sequence[float]) -> float:

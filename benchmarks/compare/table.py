@@ -42,10 +42,6 @@ COLUMNS = (
 
 def cells(row: Row) -> list[str]:
     """The texts of a row."""
-    if row.median is None:
-        return [row.family, row.contender, "not run", "", "", row.note]
-    assert row.low is not None, "what has a median has quartiles"
-    assert row.high is not None, "what has a median has quartiles"
     spread = f"{_number(row.low)} to {_number(row.high)}"
     beside = "; ".join([*map(verdict_text, row.verdicts), *([row.note] if row.note else [])])
     return [row.family, row.contender, _number(row.median), spread, row.unit, beside]

@@ -15,7 +15,7 @@ from benchmarks.compare.field import Entry, run_field
 from benchmarks.compare.job import Job
 from benchmarks.compare.layers import ScalingLayer, SleepingLayer
 from benchmarks.compare.overhead import targets
-from benchmarks.compare.rows import Row, Verdict, refused_row
+from benchmarks.compare.rows import Row, Verdict
 from benchmarks.compare.session import Effort, describe_session
 from benchmarks.compare.stacks import stack_job
 from benchmarks.compare.table import print_markdown, print_table, read_rows, rows_as_json
@@ -47,15 +47,12 @@ def test_an_efficiency_row_compares_what_is_above_the_ideal() -> None:
         Entry(BY_HAND, "1f1b", Times([0.545, 0.545], [])),
         Entry(PEER, "1f1b", Times([0.565, 0.565], [])),
         Entry(US, "1f1b", Times([0.548, 0.548], [])),
-        Entry(US, "zb-h1", refusal="not built"),
     ]
     rows = case_rows("case", 5, 32, entries)
     assert [row.median for row in rows[:3]] == pytest.approx([20, 40, 23])
     peer, by_hand, ideal = rows[2].verdicts
     assert [verdict.ratio for verdict in (peer, by_hand, ideal)] == pytest.approx([23 / 40, 23 / 20, 548 / 525])
     assert [verdict.met for verdict in (peer, by_hand, ideal)] == [True, False, None]
-    assert rows[3].median is None
-    assert rows[3].note == "not built"
 
 
 def test_overhead_has_the_targets_of_the_issue() -> None:
@@ -67,7 +64,6 @@ def test_overhead_has_the_targets_of_the_issue() -> None:
 def test_rows_survive_json_and_a_missed_target_is_shown() -> None:
     rows = [
         Row("efficiency", "5 ms", "1f1b", US, "ms", 50.0, 49.0, 51.0, 12, [Verdict(PEER, 0.7, 0.6)]),
-        refused_row("efficiency", "5 ms", "zb-v", US, "because"),
     ]
     session = describe_session(Effort(1, 3))
     content = json.loads(rows_as_json(rows, session))
@@ -77,8 +73,6 @@ def test_rows_survive_json_and_a_missed_target_is_shown() -> None:
     with console.capture() as captured:
         print_table(console, rows, session)
     text = captured.get()
-    assert "not run" in text
-    assert "because" in text
     assert "0 of 1 targets are met." in text
     assert "not met: efficiency, 5 ms, 1f1b: 0.7 x torch (at most 0.6: NOT met)" in text
 
@@ -100,14 +94,11 @@ def light_rank(rank: int) -> list[Entry]:
 
 def test_all_contenders_compute_the_same_and_are_timed() -> None:
     entries = run_ranks(2, light_rank)[0]
-    ran = [(entry.name, entry.family) for entry in entries if entry.times is not None]
+    ran = [(entry.name, entry.family) for entry in entries]
     assert {(BY_HAND, "1f1b"), (PEER, "1f1b"), (US, "1f1b"), (PEER, "gpipe"), (PEER, "zb-v")} <= set(ran)
     for entry in entries:
-        if entry.times is not None:
-            assert len(entry.times.wall) == len(entry.times.cpu) == 2
-            assert min(entry.times.wall) > 0
-        else:
-            assert entry.refusal
+        assert len(entry.times.wall) == len(entry.times.cpu) == 2
+        assert min(entry.times.wall) > 0
 
 
 def lying_rank(rank: int) -> None:
