@@ -3,6 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, deferred_init, load_pretrained, parallel_state
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.post_partition_hooks import checked_hooks
 from tests.distributed import run_ranks
@@ -236,6 +237,37 @@ def step_first(rank: int) -> None:
 
 def test_replacing_after_a_step_and_with_refresh() -> None:
     run_ranks(2, step_first)
+
+
+def adapt(tree: nn.Module) -> None:
+    adapt_layers(tree)
+    adapt_head(tree)
+
+
+def adapt_without_memory(rank: int, directory: str, built: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    whole = reference(make("tied_llama"))
+    adapt(whole)
+    hooks: list[Any] = [lambda wrapped: adapt(wrapped.local_module)]
+    if built == "deferred":
+        model = deferred_init(make, "tied_llama")
+    else:
+        with torch.device("meta"):
+            model = make("tied_llama")
+        model.tie_weights()
+        hooks.insert(0, lambda wrapped: load_pretrained(wrapped, directory))
+    wrapped = NxDPPModel(model, num_microbatches=2, post_partition_hooks=hooks)
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
+    train_in_one_process(whole, padded_batch(4), 2)
+    differences = gradient_differences(wrapped, whole)
+    assert all(n in TIED and distance is not None and distance < 1e-6 for n, distance in differences.items())
+
+
+@pytest.mark.parametrize("built", ["deferred", "meta"])
+def test_a_model_built_without_memory(built: str, tmp_path: Path) -> None:
+    make("tied_llama").save_pretrained(tmp_path)
+    run_ranks(2, adapt_without_memory, str(tmp_path), built)
 
 
 def break_it(model: NxDPPModel) -> None:
