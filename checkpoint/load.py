@@ -32,7 +32,8 @@ def load_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
 
     Raises ``ValueError``, the same on every rank and before anything is changed, for a directory that is no
     checkpoint, a file that is truncated or corrupt, and tensors that are missing, unexpected or of another shape,
-    all of the model in one list; ``OSError`` for a file that cannot be read.
+    all of the model in one list; ``OSError`` for a file that cannot be read; ``RuntimeError`` for an optimizer that
+    holds parameters on the meta device.
     """
     check_wrapped(model, "load_pretrained")
     directory = Path(directory)

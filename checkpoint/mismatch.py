@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from nxdpp.checkpoint.conversion import Conversion, LoadingPlan
 from nxdpp.checkpoint.stored_tensor import StoredTensor
@@ -87,10 +87,8 @@ def check_fits(found: Fit, model: nn.Module, directory: Path) -> None:
 def _not_ignored(model: nn.Module, missing: set[str], unexpected: dict[str, str]) -> tuple[set[str], dict[str, str]]:
     if not isinstance(model, PreTrainedModel):
         return missing, unexpected
-    information = LoadStateDictInfo(missing, set(unexpected), set(), [], {}, set())
-    # Any: what transformers notes for itself is not annotated the same in all its versions.
-    theirs: Any = model
-    theirs._adjust_missing_and_unexpected_keys(information)
+    information: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(information)
     kept = {name: source for name, source in unexpected.items() if name in information.unexpected_keys}
     return information.missing_keys, kept
 

@@ -10,6 +10,7 @@
 import copy
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,6 +56,7 @@ class SavedDirectory:
                 f"{self._unfinished(unseen[0])}, which rank {unseen[0]} has written, is not to be seen from rank 0: "
                 f"all ranks must be given one directory that they share."
             )
+        self._remove_unfinished_of_others()
         with tempfile.TemporaryDirectory(dir=self._directory, prefix=".configuration", suffix=_UNFINISHED) as folder:
             _write_configuration(module, Path(folder))
             index = self._write_index(module, Path(folder))
@@ -89,6 +91,15 @@ class SavedDirectory:
         index = folder / INDEX_FILE
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         return index
+
+    def _remove_unfinished_of_others(self) -> None:
+        """What a save that was killed has left."""
+        own = {self._unfinished(rank) for rank in self._files}
+        for path in list(self._directory.glob(f"*{_UNFINISHED}")):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path not in own:
+                path.unlink()
 
     def _remove_earlier(self) -> None:
         """What would make a directory of old and new files look whole goes first."""

@@ -19,11 +19,11 @@ from report import TrainingReport, print_stage_table
 from rich.console import Console
 from rich.text import Text
 from settings import Settings, read_settings, refuse
-from trained_model import generate_sample, save_checkpoint
+from trained_model import generate_sample
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, parallel_state, save_pretrained
 
 HELD_OUT_SEQUENCES = 128
 PROMPT_BYTES, SAMPLE_BYTES = 48, 240
@@ -66,7 +66,8 @@ def train(settings: Settings) -> None:
             report.step_done(step, loss.item(), settings.batch_size * settings.seq_length, model.last_busy_share)
     console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
 
-    save_checkpoint(model, settings.config, settings.output)
+    # nxdpp: a Hugging Face checkpoint, of which each rank writes its own layers.
+    save_pretrained(model, settings.output)
     console.print(f"checkpoint and metrics.jsonl are in {settings.output}", highlight=False)
     if dist.get_rank() == 0:
         print_sample(console, settings)

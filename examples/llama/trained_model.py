@@ -1,30 +1,11 @@
-"""A trained model as a Hugging Face folder, and what it writes when loaded from there."""
+"""What a trained model writes when it is loaded from a Hugging Face folder."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from corpus import decode
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from nxdpp import NxDPPModel, parallel_state
-
-
-def save_checkpoint(model: NxDPPModel, config: LlamaConfig, folder: Path) -> None:
-    """Write ``config.json`` and ``model.safetensors`` to ``folder`` from rank 0; collective over all ranks.
-
-    Rank 0 holds the whole model in CPU memory while it writes. Weights keep their names and dtypes; a tied
-    weight is written once.
-    """
-    parts = _gather_states(model)
-    if dist.get_rank() != 0:
-        return
-    with torch.device("meta"):
-        whole = LlamaForCausalLM(config)
-    whole.load_state_dict({name: weight for part in parts for name, weight in part.items()}, assign=True)
-    whole.tie_weights()
-    whole.save_pretrained(folder)
+from transformers import LlamaForCausalLM
 
 
 def generate_sample(folder: Path, prompt: torch.Tensor, new_bytes: int, seed: int) -> str:
@@ -44,12 +25,3 @@ def generate_sample(folder: Path, prompt: torch.Tensor, new_bytes: int, seed: in
         temperature=0.7,
     )
     return decode(tokens[0, len(prompt) :].tolist())
-
-
-def _gather_states(model: NxDPPModel) -> list[dict[str, torch.Tensor]]:
-    """Every stage's weights, from the first data-parallel replica, in CPU memory; empty but on rank 0."""
-    first_replica = parallel_state.get_data_parallel_rank() == 0
-    own = {name: weight.cpu() for name, weight in model.local_state_dict().items()} if first_replica else {}
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.gather_object(own, parts if dist.get_rank() == 0 else None)
-    return parts

@@ -25,7 +25,8 @@ def on_meta() -> LlamaForCausalLM:
 
 
 def write(_: int, folder: Path, dtype: torch.dtype) -> None:
-    model = on_meta().to(dtype).to_empty(device="cpu")
+    model = on_meta().to_empty(device="cpu")
+    torch.nn.Module.to(model, dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.5)

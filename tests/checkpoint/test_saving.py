@@ -33,6 +33,9 @@ def save(rank: int, ranks: int, folder: Path, seed: int) -> None:
 
 def test_an_earlier_checkpoint_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
+    (tmp_path / "model-00003-of-00009.safetensors.unfinished").write_text("of a save that was killed")
+    (tmp_path / ".configuration1.unfinished").mkdir()
+    (tmp_path / ".configuration1.unfinished" / "config.json").write_text("{}")
     configuration = ["config.json", "generation_config.json"]
     for seed, ranks in enumerate((4, 2, 1, 1, 2)):
         run_ranks(ranks, save, ranks, tmp_path, seed)

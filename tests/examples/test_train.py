@@ -46,6 +46,11 @@ def _job(folder: Path, world_size: int, *flags: str, **fields: Any) -> list[str]
     return printed
 
 
+def _saved(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the checkpoint in ``folder``."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def _losses(folder: Path) -> list[float]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
@@ -108,7 +113,7 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(tmp_path: Path, stages
 def test_replicas_train_like_one_process(tmp_path: Path) -> None:
     losses, weights = _unwrapped_training()
     _job(tmp_path / "run", 2, "--pipeline-parallel-size", "1")
-    saved = load_file(tmp_path / "run" / "model.safetensors")
+    saved = _saved(tmp_path / "run")
 
     assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
@@ -117,7 +122,7 @@ def test_replicas_train_like_one_process(tmp_path: Path) -> None:
 def test_tied_weight_is_saved_once(tmp_path: Path) -> None:
     _job(tmp_path / "one", 1, tie_word_embeddings=True)
     _job(tmp_path / "two", 2, tie_word_embeddings=True)
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    one, two = (_saved(tmp_path / name) for name in ("one", "two"))
 
     assert "lm_head.weight" not in two
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
@@ -128,7 +133,7 @@ def test_tied_weight_is_saved_once(tmp_path: Path) -> None:
 def test_bfloat16_is_the_arithmetic_not_the_weights(tmp_path: Path) -> None:
     _job(tmp_path / "whole", 1)
     _job(tmp_path / "half", 2, "--dtype", "bfloat16")
-    saved = load_file(tmp_path / "half" / "model.safetensors")
+    saved = _saved(tmp_path / "half")
 
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
     assert _losses(tmp_path / "half") != _losses(tmp_path / "whole")
