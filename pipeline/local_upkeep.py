@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.initialization.values import allocate
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.move_model_to_device import checked_device, keep_attributes
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
@@ -48,10 +49,11 @@ class LocalUpkeep:
     def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """As ``Module.load_state_dict``; with ``assign``, attributes of parameters and ties survive.
 
-        Raises ``RuntimeError``, before anything is changed, where an optimizer holds a parameter that is replaced.
+        What is on the meta device gets memory for what it is given. Raises ``RuntimeError``, before anything is
+        changed, where an optimizer holds a parameter that is replaced.
         """
         if not assign:
-            return self._tree.load_state_dict(state_dict, strict=strict)
+            return self._load_in_place(state_dict, strict)
         before = dict(self._tree.named_parameters(remove_duplicate=False))
         replaced = {name: old for name, old in before.items() if state_dict.get(name, old) is not old}
         check_no_optimizer_holds(replaced, "Make the optimizer after load_state_dict(assign=True).")
@@ -65,6 +67,19 @@ class LocalUpkeep:
                 keep_attributes(old, new)
         watch_replaced(replaced)
         return result
+
+    def _load_in_place(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        own = self._tree.state_dict(keep_vars=True)
+        given = {name: tensor for name, tensor in own.items() if name in state_dict and _is_on_meta(tensor)}
+        old = list({id(tensor): tensor for tensor in given.values()}.values())
+        new = [allocate(tensor) for tensor in old]
+        if old:
+            self.replace(list(zip(old, new, strict=True)))
+        try:
+            return self._tree.load_state_dict(state_dict, strict=strict)
+        except BaseException:
+            replace_tensors([self._tree, self._root], new, old)
+            raise
 
     def replace(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put for each pair the second wherever the first one is.
@@ -97,3 +112,8 @@ class LocalUpkeep:
             make_copies_equal(self._tree, self._tied.weights, steps.transport(device), control)
         replicas = parallel_state.get_data_parallel_group()
         check_replicas_have_equal_values(self._tree.named_parameters(), self._part.origin, replicas)
+
+
+def _is_on_meta(value: Any) -> bool:
+    """Whether ``value``, of a state dict, is a tensor without memory."""
+    return isinstance(value, torch.Tensor) and value.is_meta

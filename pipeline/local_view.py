@@ -36,12 +36,20 @@ class LocalView(nn.Module):
         return self.local_module.state_dict(**kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load this rank's part of a state dict; with ``strict`` the names must be just the local ones."""
-        return self.local_module.load_state_dict(state_dict, strict=strict)
+        """Load this rank's part of a state dict; with ``strict`` the names must be just the local ones.
+
+        What is on the meta device gets memory for what it is given; ``RuntimeError`` then for an optimizer that holds
+        it.
+        """
+        return self.load_state_dict(state_dict, strict=strict)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The same as ``local_named_modules``; parameters and buffers of this module follow from it."""
         yield from self.local_module.named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The local module of this original name; ``get_parameter`` and ``get_buffer`` follow from it."""
+        return self.local_module.get_submodule(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The same as ``local_state_dict``."""

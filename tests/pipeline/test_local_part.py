@@ -191,3 +191,24 @@ def other_states(rank: int) -> None:
 def test_ranks_that_recorded_other_random_numbers_are_told_apart() -> None:
     with pytest.raises(AssertionError, match=r"initial values from torch.initial_seed\(\) 7, state \w{16} of its"):
         run_ranks(2, other_states)
+
+
+def test_a_state_dict_fills_a_model_without_memory() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        whole = make("llama")
+        wrapped = NxDPPModel(on_meta("llama"), num_microbatches=2)
+        names = set(wrapped.local_state_dict())
+        part = {name: value for name, value in whole.state_dict().items() if name in names}
+        mistaken = part | {"model.embed_tokens.weight": torch.zeros(2, 2)}
+        with pytest.raises(RuntimeError, match="size mismatch for model"):
+            wrapped.load_local_state_dict(mistaken)
+        assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+
+        wrapped.load_local_state_dict(part)
+        wrapped.move_model_to_device()
+
+        assert all(torch.equal(value, part[name]) for name, value in wrapped.local_state_dict().items())
+        assert torch.equal(wrapped.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
+    finally:
+        parallel_state.destroy_model_parallel()
