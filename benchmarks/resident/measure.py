@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident.processes import run_alone, run_ranks
-from benchmarks.resident.published import LLAMA_3_1_405B_STAGES, SIZES
+from benchmarks.resident.published import LLAMA_3_1_405B_STAGES, SIZES, WITH_TARGETS
 from benchmarks.resident.rows import MEGABYTE, Row, own_limit
 from benchmarks.resident.ways import WAYS
 from benchmarks.resident.weights import bytes_of, write_weights
 
 RANKS = 4
-TARGET_SIZE = "1b"
-"""Beside a smaller model, what is imported is more than the limit leaves."""
-
 WRAP_BYTES = 1500 * MEGABYTE
 WRAP_SECONDS = 20.0
 _WRAPS = ((1, "even"), (2, "even"), (1, "balanced"), (2, "balanced"))
@@ -34,24 +31,20 @@ def rows_of_ranks(size: str, ways: Sequence[str], runs: int, say: Say) -> list[R
             ]
             for rank in range(RANKS):
                 measured = [ranks[rank] for ranks in repeated]
-                has_target = WAYS[name].has_target and size == TARGET_SIZE
+                has_target = WAYS[name].has_target and size in WITH_TARGETS
                 limit = own_limit(measured[0]["owned"]) if has_target else None
-                case = f"Llama of {_parameters(size)}, {RANKS} ranks"
+                case = f"Llama of {_parameters(size)} parameters, {RANKS} ranks"
                 rows.append(_row(case, WAYS[name].title, str(rank), measured, limit))
     return rows
 
 
-def rows_of_wraps(ranks: Sequence[int], runs: int, say: Say) -> list[Row]:
-    """A row for each way to cut the 405B Llama: the worst of ``ranks``, all of their seconds."""
+def rows_of_wraps(ranks: Sequence[int], say: Say) -> list[Row]:
+    """A row for each way to cut the 405B Llama: the worst of ``ranks``, each run once, and all of their seconds."""
     rows = []
     for chunks, partition in _WRAPS:
         way = f"{partition}, {chunks} stage{'s' if chunks > 1 else ''} a rank"
         say(f"Llama-3.1-405B, {way}")
-        measured = [
-            run_alone("benchmarks.resident.wrap_program", str(rank), str(chunks), partition)
-            for rank in ranks
-            for _ in range(runs)
-        ]
+        measured = [run_alone("benchmarks.resident.wrap_program", str(rank), str(chunks), partition) for rank in ranks]
         case = f"Llama-3.1-405B, {LLAMA_3_1_405B_STAGES} ranks"
         which = f"worst of {len(ranks)}"
         rows.append(_row(case, way, which, measured, WRAP_BYTES, WRAP_SECONDS))

@@ -1,5 +1,7 @@
 """The configurations that memory is measured with."""
 
+from functools import partial
+
 from transformers import LlamaConfig
 
 LLAMA_3_1_405B_LAYERS = 126
@@ -29,8 +31,8 @@ def llama_3_1_405b(layers: int = LLAMA_3_1_405B_LAYERS) -> LlamaConfig:
     )
 
 
-def llama_1b() -> LlamaConfig:
-    """1.03 billion parameters, so that each of 4 ranks has about 1 GB of them in fp32."""
+def llama_1b(tied: bool = False) -> LlamaConfig:
+    """1.03 billion parameters, so that each of 4 ranks has about 1 GB of them in fp32; or with one embedding."""
     return LlamaConfig(
         vocab_size=32000,
         hidden_size=2048,
@@ -39,7 +41,7 @@ def llama_1b() -> LlamaConfig:
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=2048,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
 
 
@@ -56,4 +58,6 @@ def llama_small() -> LlamaConfig:
     )
 
 
-SIZES = {"1b": llama_1b, "small": llama_small}
+SIZES = {"1b": llama_1b, "1b-tied": partial(llama_1b, tied=True), "small": llama_small}
+WITH_TARGETS = ("1b", "1b-tied")
+"""Beside the small model, what is imported is more than the limits leave."""

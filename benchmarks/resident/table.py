@@ -61,7 +61,8 @@ def describe(session: Mapping[str, Any]) -> str:
     return (
         f"commit {session['commit']}; {session['processor']}, {session['cores']} cores, {session['memory_gb']} GB, "
         f"load {session['load_before']} before; Python {session['python']}, torch {session['torch']}, transformers "
-        f"{session['transformers']}; {session['runs']} runs a row: highest peak, median seconds (to the longest)"
+        f"{session['transformers']}; runs of each rank: {session['runs']}, of the 405B model 1; highest peak, median "
+        f"seconds (to the longest)"
     )
 
 
