@@ -30,6 +30,7 @@ class Settings:
     """What is to be done, checked. ``batch_size`` counts sequences of a step over all ranks."""
 
     config: LlamaConfig
+    pretrained: Path | None
     corpus: Corpus
     steps: int
     batch_size: int
@@ -52,7 +53,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags = _parser().parse_args(arguments)
     pipeline_parallel_size = flags.pipeline_parallel_size or world_size
-    config = read_config(flags.config) if flags.config else default_config()
+    config = _read_config(flags)
     _check_division(flags, pipeline_parallel_size, world_size)
     _check_model(config, flags.seq_length, pipeline_parallel_size)
     corpus = read_corpus(flags.data or standard_library_files())
@@ -61,6 +62,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
         _check_output(flags.output)
     return Settings(
         config=config,
+        pretrained=flags.pretrained,
         corpus=corpus,
         steps=flags.steps,
         batch_size=flags.batch_size,
@@ -110,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.json",
         help="a Hugging Face config.json of the Llama to train; without it, one of about 5 M parameters",
+    )
+    parser.add_argument(
+        "--pretrained",
+        type=Path,
+        metavar="DIR",
+        help="go on from the weights of a Hugging Face folder (config.json, *.safetensors) in place of random ones",
     )
     parser.add_argument(
         "--data",
@@ -185,6 +193,14 @@ def _learning_rate(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
+
+
+def _read_config(flags: argparse.Namespace) -> LlamaConfig:
+    if flags.pretrained is None:
+        return read_config(flags.config) if flags.config else default_config()
+    if flags.config is not None:
+        raise ValueError("--config and --pretrained exclude each other: the folder has a config.json of its own")
+    return read_config(flags.pretrained / "config.json")
 
 
 def _check_division(flags: argparse.Namespace, pipeline_parallel_size: int, world_size: int) -> None:

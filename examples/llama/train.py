@@ -23,7 +23,7 @@ from trained_model import generate_sample
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from nxdpp import NxDPPModel, parallel_state, save_pretrained
+from nxdpp import NxDPPModel, deferred_init, init_on_device, load_pretrained, parallel_state, save_pretrained
 
 HELD_OUT_SEQUENCES = 128
 PROMPT_BYTES, SAMPLE_BYTES = 48, 240
@@ -37,11 +37,14 @@ def train(settings: Settings) -> None:
     torch.manual_seed(settings.seed)
     # nxdpp: the wrapped model, of which each rank keeps its own layers.
     model = NxDPPModel(
-        LlamaForCausalLM(settings.config),
+        model_without_memory(settings),
         transformer_layer_cls=LlamaDecoderLayer,
         num_microbatches=settings.num_microbatches,
         broadcast_and_average_loss=True,
     )
+    if settings.pretrained is not None:
+        # nxdpp: each rank reads its own layers.
+        load_pretrained(model, settings.pretrained)
     model.move_model_to_device()
     weights = [parameter for _, parameter in model.local_named_parameters()]
     optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, betas=(0.9, 0.99))
@@ -72,6 +75,15 @@ def train(settings: Settings) -> None:
     if dist.get_rank() == 0:
         print_sample(console, settings)
     parallel_state.destroy_model_parallel()
+
+
+def model_without_memory(settings: Settings) -> LlamaForCausalLM:
+    """The whole model, of which no rank ever holds more than its own layers; they get their values once it is cut."""
+    if settings.pretrained is not None:
+        with init_on_device(torch.device("meta")):
+            return LlamaForCausalLM(settings.config)
+    # nxdpp: the values will be those of LlamaForCausalLM(settings.config).
+    return deferred_init(LlamaForCausalLM, settings.config)
 
 
 def held_out_loss(model: NxDPPModel, settings: Settings) -> float:

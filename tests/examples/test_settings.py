@@ -58,6 +58,16 @@ def test_every_flag_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").is_dir()
 
 
+def test_a_pretrained_folder_brings_its_configuration(tmp_path: Path) -> None:
+    _config(tmp_path)
+    settings = read_settings(f"--pretrained {tmp_path} --seq-length 32 --output {tmp_path}".split())
+
+    assert settings.pretrained == tmp_path
+    assert settings.config.hidden_size == 32
+    assert "exclude each other" in _refusal("--pretrained", str(tmp_path), "--config", str(tmp_path / "config.json"))
+    assert "cannot read" in _refusal("--pretrained", str(tmp_path / "nothing"))
+
+
 def test_processes_that_are_no_stages_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
 

@@ -59,14 +59,14 @@ def _losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def _unwrapped_training() -> tuple[list[float], dict[str, torch.Tensor]]:
+def _unwrapped_training(pretrained: Path | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same training without nxdpp: a plain model accumulating microbatches."""
     from corpus import read_corpus, standard_library_files, training_batches
     from train import learning_rate_factor
 
     text = read_corpus(standard_library_files()).train
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)) if pretrained is None else _loaded(pretrained)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     losses = []
     for step, batch in enumerate(islice(training_batches(text, BATCH, LENGTH, SEED), STEPS)):
@@ -78,6 +78,12 @@ def _unwrapped_training() -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer.zero_grad()
         losses.append(torch.stack(parts).mean().item())
     return losses, dict(model.state_dict())
+
+
+def _loaded(folder: Path) -> LlamaForCausalLM:
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder)
+    model.train()
+    return model
 
 
 def _held_out_loss(folder: Path) -> float:
@@ -117,6 +123,17 @@ def test_replicas_train_like_one_process(tmp_path: Path) -> None:
 
     assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_it_goes_on_from_a_pretrained_folder(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "before")
+    losses, weights = _unwrapped_training(tmp_path / "before")
+    run_ranks(2, _train, [*FLAGS, "--pretrained", str(tmp_path / "before"), "--output", str(tmp_path / "after")])
+    saved = _saved(tmp_path / "after")
+
+    assert _losses(tmp_path / "after") == pytest.approx(losses, rel=1e-6)
+    assert [name for name in weights if not torch.equal(saved[name], weights[name])] == []
 
 
 def test_tied_weight_is_saved_once(tmp_path: Path) -> None:
