@@ -42,6 +42,9 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
     - Parameters that are views of one storage, and not the same object, no longer share memory once made.
     - A matrix product or decomposition rounds as with the number of threads set when the tensor is made.
     - ``type()`` of a tensor, ``isinstance(x, torch.FloatTensor)`` and ``torch.nn.init``'s own code see meta tensors.
+    - What is done to the module afterwards is not recorded: ``.half()`` or ``nn.init.zeros_(parameter)`` belong into
+      the constructor, and are an error when values are asked for. Not noticed is what is written through ``.data``.
+      A copy of the module (``copy.deepcopy``) is a plain model on the meta device.
     - Tensors that only a closure or an object of another kind holds stay on the meta device.
 
     Not collective. Inside a constructor that is being recorded it just calls ``constructor``.

@@ -2,6 +2,8 @@
 
 import hashlib
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -47,21 +49,53 @@ class Recording:
         return replay.compute(self._tape, self._tape.view(tensor)).to(device)
 
 
-_recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Part:
+    """A recorded module, and which object each of its tensors was, in which version, when the constructor ended."""
+
+    recording: Recording
+    tensors: dict[str, tuple[int, int]]
+
+
+_parts: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary()
 
 
 def recording_of(module: nn.Module) -> Recording | None:
     """The recording that came with ``module``, or with a part of it, from ``deferred_init``; None without one.
 
-    Raises ValueError where parts of it come from different calls.
+    Raises:
+        ValueError: where parts of it come from different calls.
+        RuntimeError: where a tensor that has no values yet was replaced (``model.half()``) or written to since.
     """
-    found = {id(recording): recording for part in module.modules() if (recording := _recordings.get(part))}
-    if len(found) > 1:
+    found = {name: part for name, each in module.named_modules() if (part := _parts.get(each)) is not None}
+    if len({id(part.recording) for part in found.values()}) > 1:
         raise ValueError("parts of the module come from several calls of deferred_init: build the whole in one call")
-    return next(iter(found.values()), None)
+    for name, part in found.items():
+        _check_unchanged(part, module.get_submodule(name), name)
+    return next((part.recording for part in found.values()), None)
 
 
 def remember(recording: Recording, module: nn.Module) -> None:
     """Make ``recording`` what ``recording_of`` finds for ``module`` and for its parts, while those live."""
     for part in module.modules():
-        _recordings[part] = recording
+        tensors = {key: (id(tensor), tensor._version) for key, tensor in _own(part) if recording.knows(tensor)}
+        _parts[part] = _Part(recording, tensors)
+
+
+def _check_unchanged(part: _Part, module: nn.Module, name: str) -> None:
+    for key, tensor in _own(module):
+        if not tensor.is_meta or key not in part.tensors:
+            continue
+        identity, version = part.tensors[key]
+        written = id(tensor) == identity and tensor._version != version
+        if written or not part.recording.knows(tensor):
+            raise RuntimeError(
+                f"{f'{name}.{key}' if name else key} was {'written to' if written else 'replaced'} after "
+                f"deferred_init, which has recorded the constructor only: do it there, in a function that is given in "
+                f"its place, such as deferred_init(lambda: LlamaForCausalLM(config).to(torch.bfloat16))"
+            )
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional, init
 from torch.nn.utils import parametrizations
 
+from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
 from nxdpp import deferred_init
 from nxdpp.initialization.recording import recording_of
 from tests.initialization.eager_and_deferred import check
@@ -300,6 +301,44 @@ def test_a_recording_is_found_from_a_wrapper_and_goes_with_the_module() -> None:
     assert recording_of(nn.Sequential(module)) is recording_of(module) is not None
     with pytest.raises(ValueError, match="several calls of deferred_init"):
         recording_of(nn.Sequential(module, deferred_init(nn.Linear, 3, 4)))
+
+
+AFTERWARDS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "half": (lambda module: module.half(), r"0\.weight was replaced after deferred_init"),
+    "zeros_": (lambda module: init.zeros_(module.get_parameter("1.bias")), r"1\.bias was written to after"),
+    "buffer": (lambda module: module.get_buffer("1.running_mean").add_(1), r"1\.running_mean was written to"),
+}
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_what_is_done_afterwards_is_not_lost_unnoticed(name: str) -> None:
+    change, message = AFTERWARDS[name]
+    module = deferred_init(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    change(module)
+    with pytest.raises(RuntimeError, match=message):
+        recording_of(module)
+
+
+def test_what_may_be_done_afterwards() -> None:
+    module = deferred_init(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    module[0].weight = module[1].weight
+    module[1].bias = nn.Parameter(torch.zeros(3))
+    module[0].register_parameter("bias", None)
+    module.append(nn.Linear(3, 3, device="meta"))
+    module.requires_grad_(False).eval()
+    assert recording_of(module) is not None
+
+
+def test_neither_recording_nor_making_holds_more_than_it_makes() -> None:
+    reset_peak()
+    before = resident_bytes()
+    module = deferred_init(lambda: nn.Sequential(*(nn.Linear(4000, 4000) for _ in range(20))))
+    recording = recording_of(module)
+    assert recording is not None
+    made = [recording.materialise(part.get_parameter("weight")) for part in module[3:5]]
+    bytes_made = sum(tensor.nbytes for tensor in made)
+    assert bytes_made == 2 * 4000 * 4000 * 4
+    assert peak_bytes() - before < bytes_made + 30 * 2**20
 
 
 def test_within_a_constructor_it_just_calls() -> None:
