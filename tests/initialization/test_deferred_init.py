@@ -182,6 +182,19 @@ def test_the_generator_after_a_large_tensor(dtype: torch.dtype) -> None:
     check(make)
 
 
+def test_a_generator_of_one_s_own_moves_on_as_with_the_constructor() -> None:
+    def make(generator: torch.Generator) -> nn.Module:
+        module = nn.Linear(5, 5)
+        init.normal_(module.weight, generator=generator)
+        module.bias.data.copy_(torch.randperm(5, generator=generator))
+        return module
+
+    used, deferred = (torch.Generator().manual_seed(3) for _ in range(2))
+    make(used)
+    deferred_init(make, deferred)
+    assert torch.equal(used.get_state(), deferred.get_state())
+
+
 def test_default_dtype_of_the_constructor() -> None:
     def make() -> nn.Module:
         torch.set_default_dtype(torch.bfloat16)
@@ -335,7 +348,7 @@ def test_neither_recording_nor_making_holds_more_than_it_makes() -> None:
     module = deferred_init(lambda: nn.Sequential(*(nn.Linear(4000, 4000) for _ in range(20))))
     recording = recording_of(module)
     assert recording is not None
-    made = [recording.materialise(part.get_parameter("weight")) for part in module[3:5]]
+    made = [recording.materialise(part.get_parameter("weight")) for part in module[3:5].children()]
     bytes_made = sum(tensor.nbytes for tensor in made)
     assert bytes_made == 2 * 4000 * 4000 * 4
     assert peak_bytes() - before < bytes_made + 30 * 2**20
