@@ -26,6 +26,9 @@ def load_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
     memory, so that optimizers stay right. Those on the meta device are replaced by real ones with the same class,
     attributes and ties, and what no file has, buffers that are not saved, is made by ``model.materialise()``.
 
+    What stands in ``model`` under other names than in the unwrapped model, because modules were replaced, is not in a
+    checkpoint: load before that.
+
     Needs no memory beside the model's, but for 16 MiB, and for a tensor that transformers makes of others, such as
     merged experts: up to twice its bytes while it is made. Where a checkpoint has a tied weight under several names,
     every rank reads all of them, to compare.

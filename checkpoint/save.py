@@ -24,7 +24,8 @@ def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
     weight is written once. Every rank of the first data-parallel replica that holds any writes one file; a lone one
     is ``model.safetensors``, several are ``model-00001-of-00004.safetensors`` and so on, with an index.
     ``config.json`` and, for a model that generates, ``generation_config.json`` stand beside them; a module that is
-    not transformers' has neither. ``directory``, made where it is not there, is to be one that all ranks share.
+    not transformers' has neither, and source files of custom code are not copied. ``directory``, made where it is not
+    there, is to be one that all ranks share.
 
     Only names, shapes and dtypes go between ranks; a rank needs 32 MiB beside the model's memory, and, for a tensor
     that is made of others, the bytes of those. Files get their names once all are whole, the index, or the lone file,

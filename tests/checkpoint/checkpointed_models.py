@@ -49,10 +49,10 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def wrap(model: nn.Module, ranks: int = 1, stages_a_rank: int = 1, **arguments: Any) -> NxDPPModel:
-    """Wrapped for a pipeline of ``ranks``, each with so many stages."""
+def wrap(model: nn.Module, ranks: int = 1, **arguments: Any) -> NxDPPModel:
+    """Wrapped for a pipeline of ``ranks``."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    return NxDPPModel(model, num_microbatches=ranks, virtual_pipeline_size=stages_a_rank, **arguments)
+    return NxDPPModel(model, num_microbatches=ranks, **arguments)
 
 
 def differing(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

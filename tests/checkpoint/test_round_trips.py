@@ -18,25 +18,32 @@ from tests.checkpoint.checkpointed_models import (
 )
 from tests.distributed import run_ranks
 
-PARTITIONS = {"one rank": (1, 1), "two ranks": (2, 1), "two ranks of two stages": (2, 2), "four ranks": (4, 1)}
+Arguments = dict[str, Any]
+PARTITIONS: dict[str, tuple[int, Arguments]] = {
+    "one rank": (1, {}),
+    "two ranks": (2, {}),
+    "two ranks of two stages": (2, {"virtual_pipeline_size": 2}),
+    "first and last stage on one rank": (2, {"schedule": "zb-v"}),
+    "four ranks": (4, {}),
+}
 
 
-def save_all(rank: int, ranks: int, stages_a_rank: int, folder: Path) -> None:
+def save_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> None:
     for name in NAMES:
-        save_pretrained(wrap(make(name), ranks, stages_a_rank), folder / name)
+        save_pretrained(wrap(make(name), ranks, **arguments), folder / name)
 
 
-def load_all(rank: int, ranks: int, stages_a_rank: int, folder: Path) -> dict[str, dict[str, list[str]]]:
+def load_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> dict[str, dict[str, list[str]]]:
     """For each model the local tensors that differ from those that transformers loads."""
     wrong: dict[str, dict[str, list[str]]] = {}
     for name in NAMES:
         expected = type(make(name)).from_pretrained(folder / name).state_dict()
-        real = wrap(make(name, seed=5), ranks, stages_a_rank)
+        real = wrap(make(name, seed=5), ranks, **arguments)
         before = dict(real.local_named_parameters())
         assert set(differing(dict(before), expected)) == set(before)
         load_pretrained(real, folder / name)
         assert all(parameter is before[key] for key, parameter in real.local_named_parameters())
-        empty = wrap(on_meta(name), ranks, stages_a_rank)
+        empty = wrap(on_meta(name), ranks, **arguments)
         load_pretrained(empty, folder / name)
         wrong[name] = {
             "real": differing(real.local_state_dict(), expected),
@@ -48,8 +55,8 @@ def load_all(rank: int, ranks: int, stages_a_rank: int, folder: Path) -> dict[st
 
 @pytest.mark.parametrize("partition", list(PARTITIONS))
 def test_a_saved_model_is_what_transformers_saves(partition: str, tmp_path: Path) -> None:
-    ranks, stages_a_rank = PARTITIONS[partition]
-    run_ranks(ranks, save_all, ranks, stages_a_rank, tmp_path)
+    ranks, arguments = PARTITIONS[partition]
+    run_ranks(ranks, save_all, ranks, arguments, tmp_path)
 
     for name in NAMES:
         model: Any = saved_by_transformers(name, tmp_path / "theirs" / name)
@@ -71,16 +78,16 @@ def test_a_model_that_transformers_saved_is_loaded(partition: str, tmp_path: Pat
         # Several shards, which are not those of the pipeline.
         saved_by_transformers(name, tmp_path / name, max_shard_size="40KB" if name != "gpt2" else "1GB")
     assert (tmp_path / "llama" / "model.safetensors.index.json").exists()
-    ranks, stages_a_rank = PARTITIONS[partition]
+    ranks, arguments = PARTITIONS[partition]
 
-    for wrong in run_ranks(ranks, load_all, ranks, stages_a_rank, tmp_path):
+    for wrong in run_ranks(ranks, load_all, ranks, arguments, tmp_path):
         assert wrong == {name: {"real": [], "meta": [], "buffers": []} for name in NAMES}
 
 
 def test_what_one_partition_saves_another_loads(tmp_path: Path) -> None:
-    run_ranks(2, save_all, 2, 2, tmp_path)
+    run_ranks(2, save_all, 2, {"virtual_pipeline_size": 2}, tmp_path)
 
-    for wrong in run_ranks(4, load_all, 4, 1, tmp_path):
+    for wrong in run_ranks(4, load_all, 4, {}, tmp_path):
         assert wrong == {name: {"real": [], "meta": [], "buffers": []} for name in NAMES}
 
 

@@ -85,6 +85,17 @@ def test_what_is_noted_on_parameters_on_meta_survives(tmp_path: Path) -> None:
     assert model.model.norm.weight.requires_grad
 
 
+def test_an_optimizer_of_parameters_on_meta_is_named(tmp_path: Path) -> None:
+    saved_by_transformers("llama", tmp_path)
+    wrapped = wrap_as(0, 2, on_meta("llama"))
+    optimizer = torch.optim.SGD(wrapped.local_parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"an optimizer, SGD, holds \d+ of the \d+ parameters"):
+        load_pretrained(wrapped, tmp_path)
+
+    assert all(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"])
+    assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+
+
 def test_real_parameters_keep_memory_that_is_not_contiguous(tmp_path: Path) -> None:
     expected = saved_by_transformers("llama", tmp_path)
     model = make("llama", seed=5)
