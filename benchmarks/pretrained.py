@@ -3,10 +3,11 @@
     python -m benchmarks.pretrained [TASK ...] [--jobs 2] [--type TYPE]
 
 For each type that ``benchmarks.zoo`` knows, a tiny model with random weights is saved by its own ``save_pretrained``
-and loaded into a wrapped model of other weights, and into one on the meta device, on one rank. All parameters and
-buffers, unsaved ones too, are compared with those of ``from_pretrained``, bit for bit; then what ``save_pretrained``
-writes with the tensors of transformers' file. A type is exact, WRONG, refused (with what message), or cannot be
-compared, because transformers itself does not load what it saved. The exit status is 1 where one is wrong.
+and loaded into a wrapped model of other weights, and into one on the meta device, on one rank and as each of two. All
+parameters and buffers, on one rank unsaved ones too, are compared with those of ``from_pretrained``, bit for bit; then
+what ``save_pretrained`` writes with the tensors of transformers' file. A type is exact, WRONG, refused (with what
+message), or cannot be compared, because transformers itself does not load what it saved. The exit status is 1 where
+one is wrong.
 """
 
 import argparse
@@ -95,7 +96,25 @@ def compare(task: str, model_type: str, folder: Path) -> tuple[str, str]:
     save_pretrained(wrapped[1], folder / "ours")
     ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("ours", "theirs"))
     differing += [f"saved: {name}" for name in differences(ours, theirs)]
+    differing += over_two_ranks(task, model_type, folder / "theirs", expected.state_dict())
     return ("WRONG", f"{len(differing)} tensors: {', '.join(differing)}") if differing else ("exact", "")
+
+
+def over_two_ranks(task: str, model_type: str, folder: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    """What each of two ranks loads otherwise, and what none of them has, each rank in this process."""
+    differing = []
+    left = set(expected)
+    for rank in range(2):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
+        given: dict[str, Any] = dict(ARGUMENTS.get(model_type, {}))
+        model = NxDPPModel(build(task, model_type, "meta"), num_microbatches=2, **given)
+        load_pretrained(model, folder)
+        local = model.local_state_dict()
+        wanted = {name: expected[name] for name in local if name in expected}
+        differing += [f"rank {rank}: {name}" for name in differences(local, wanted)]
+        left -= set(local)
+    return differing + [f"no rank: {name}" for name in sorted(left)]
 
 
 def randomise(model: nn.Module, seed: int) -> None:
