@@ -91,7 +91,8 @@ def initialize_debug(
 
     To see what a rank of a large job would hold, without that job. The getters of ranks and sizes, and those of
     groups with ``as_list=True``, answer as on that rank; ``local_device`` is the CPU. A model, best one on the meta
-    device, can be wrapped, materialised and looked at through its ``local_*`` methods. ``torch.distributed`` is not
+    device, can be wrapped, materialised, loaded, moved (no other rank's copy of a tied weight is looked at) and seen
+    through its ``local_*`` methods. ``torch.distributed`` is not
     started, and whatever needs other processes raises ``RuntimeError``: ``run_train`` and ``run_eval``, what is
     collective, ``partition="profiled"``, the getters of groups. ``destroy_model_parallel`` ends it. A repeated call
     with the same numbers changes nothing.
