@@ -55,6 +55,11 @@ def reset_parameters(module: nn.Module) -> bool:
     return False
 
 
+def has_own_tensors(module: nn.Module) -> bool:
+    """Whether ``module`` has parameters or buffers that are not those of modules in it."""
+    return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
+
+
 class HuggingFaceInitialiser:
     """The ``_init_weights`` of the models of transformers in ``root``, each for the modules that are its own.
 

@@ -18,10 +18,12 @@ from nxdpp.initialization.initialisers import (
     HuggingFaceInitialiser,
     ParameterInitialiser,
     call_param_init_fn,
+    has_own_tensors,
     reset_parameters,
 )
+from nxdpp.initialization.marked_memory import MarkedMemory
 from nxdpp.initialization.named_streams import NamedStreams
-from nxdpp.initialization.values import allocate, count_unwritten
+from nxdpp.initialization.values import allocate, count_unwritten, take_the_place_of
 
 _SHOWN = 8
 
@@ -57,15 +59,18 @@ def initial_values(
     ``reset_parameters``; with one, these are asked for buffers that it left alone.
 
     Raises:
-        RuntimeError: for tensors that nobody has initialised, or only in part.
+        RuntimeError: for tensors that nobody has initialised, or only in part, and for those that were replaced by one
+            of another shape or dtype.
     """
     before = _tensors_at(root, places)
-    for place in places:
-        _put(root, place, allocate(place.meta))
+    allocated = [allocate(place.meta) for place in places]
+    for place, tensor in zip(places, allocated, strict=True):
+        _put(root, place, tensor)
     try:
         initialiser = _Initialisation(root, places, seed, param_init_fn)
         initialiser.run()
-        return list(_tensors_at(root, places)), initialiser.has_drawn
+        made = zip(_tensors_at(root, places), allocated, strict=True)
+        return [value if value is own else take_the_place_of(own, value) for value, own in made], initialiser.has_drawn
     finally:
         for place, tensor in zip(places, before, strict=True):
             _put(root, place, tensor)
@@ -91,23 +96,45 @@ class _Initialisation:
         return self._streams.has_drawn
 
     def run(self) -> None:
-        with torch.no_grad(), self._streams:
+        with torch.no_grad(), MarkedMemory(), self._streams:
             if self._function is not None:
                 for name in self._modules(self._places):
                     self._call(name, self._function)
                 self._refuse([place for place in self._left() if isinstance(place.meta, nn.Parameter)])
+                self._guard_what_is_written()
             else:
-                self._huggingface.run(set(self._modules(self._places)), self._done, self._begin)
+                self._huggingface.run(set(self._modules(self._places)), self._done, self._streams.begin)
             # Children first: a parent may mean to change what they do.
-            for name in reversed(self._modules(self._left())):
+            for name in reversed(self._modules_to_complete()):
                 self._complete(name)
         self._refuse(self._left())
+        self._refuse_others()
 
-    def _begin(self, module: str) -> None:
-        self._streams.module = module
+    def _guard_what_is_written(self) -> None:
+        left = {place.name for place in self._left()}
+        written = [tensor for place, tensor in self._current() if place.name not in left]
+        self._done += written
+        self._streams.guard(written)
+
+    def _modules_to_complete(self) -> list[str]:
+        """Those with something left, and those around them, in the model's order.
+
+        A module with tensors of its own may reach into others: where its own are on another rank it is asked, too.
+        """
+        having = set(self._modules(self._left()))
+        return [
+            name
+            for name, module in self._root.named_modules(remove_duplicate=False)
+            if name in having
+            or (
+                has_own_tensors(module)
+                and not self._huggingface.knows(name)
+                and any(not name or inner.startswith(f"{name}.") for inner in having)
+            )
+        ]
 
     def _call(self, name: str, function: ParameterInitialiser) -> None:
-        self._begin(name)
+        self._streams.begin(name)
         try:
             call_param_init_fn(function, self._root.get_submodule(name))
         except Exception as error:
@@ -116,16 +143,10 @@ class _Initialisation:
 
     def _complete(self, name: str) -> None:
         """As the constructor does: first what the module itself does, then what its model makes of that."""
-        self._begin(name)
-        left = {place.name for place in self._left()}
-        module = self._root.get_submodule(name)
-        written = [t for p, t in self._current() if p.module == name and p.name not in left] if self._function else []
-        guarded = [tensor.clone() for tensor in written]
-        reset_parameters(module)
+        self._streams.begin(name)
+        reset_parameters(self._root.get_submodule(name))
         if self._huggingface.knows(name):
-            self._huggingface.run_one(name, [*self._done, *written])
-        for tensor, value in zip(written, guarded, strict=True):
-            tensor.copy_(value)
+            self._huggingface.run_one(name, self._done)
 
     def _current(self) -> list[tuple[Place, torch.Tensor]]:
         return list(zip(self._places, _tensors_at(self._root, self._places), strict=True))
@@ -135,6 +156,8 @@ class _Initialisation:
         return [place for place, tensor in self._current() if not self._is_written(tensor)]
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_meta:
+            return False
         if tensor.is_floating_point() or tensor.is_complex():
             return count_unwritten(tensor) == 0
         return self._streams.wrote(tensor) or tensor.numel() == 0
@@ -151,7 +174,7 @@ class _Initialisation:
         for place in left[:_SHOWN]:
             tensor = getattr(self._root.get_submodule(place.module), place.key)
             module = type(self._root.get_submodule(place.module)).__name__
-            count = count_unwritten(tensor) or tensor.numel()
+            count = (0 if tensor.is_meta else count_unwritten(tensor)) or tensor.numel()
             lines.append(f"  {place.name} of {module}: {count} of {tensor.numel()} elements")
         if len(left) > _SHOWN:
             lines.append(f"  and {len(left) - _SHOWN} more")
@@ -161,6 +184,15 @@ class _Initialisation:
             "under nxdpp.init_on_device (which makes buffers at once) or with nxdpp.deferred_init, or load them with "
             "nxdpp.load_pretrained."
         )
+
+    def _refuse_others(self) -> None:
+        for place, tensor in self._current():
+            if (tensor.shape, tensor.dtype) != (place.meta.shape, place.meta.dtype):
+                raise RuntimeError(
+                    f"{place.name} is {place.meta.dtype} of {list(place.meta.shape)} in the model, and was replaced by "
+                    f"{tensor.dtype} of {list(tensor.shape)} by {self._who()}. Write into it, as torch.nn.init does, "
+                    f"or copy_(); post_partition_hooks is the place to cast it."
+                )
 
     def _who(self) -> str:
         if self._function is not None:

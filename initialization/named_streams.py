@@ -8,7 +8,7 @@ which parameters a rank holds. Here each has its own::
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class NamedStreams(TorchDispatchMode):
     """While entered, random numbers on the CPU come from a stream of the tensor that they are written to.
 
-    What is drawn into a tensor without a name (``torch.randn(...)`` that is copied later) comes from a stream of
-    ``module``, the name of the module that is being initialised. An explicit ``generator`` is left alone, and so are
-    Python's and NumPy's random numbers. On exit the default generator is as it was.
+    What is drawn into a tensor without a name (``torch.randn(...)`` that is copied later) comes from a stream of the
+    module that is being initialised. When another module's turn begins, the streams of tensors begin anew: a tensor
+    that several modules write has what the last of them draws, whether the others were asked on this rank or not. An
+    explicit ``generator`` is left alone, and so are Python's and NumPy's random numbers. On exit the default generator
+    is as it was.
 
     Args:
         seed: as ``torch.initial_seed()`` gives it.
@@ -30,12 +32,22 @@ class NamedStreams(TorchDispatchMode):
 
     def __init__(self, seed: int, names: Mapping[str, torch.Tensor], guarded: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.module = ""
+        self._module = ""
         self._seed = seed
         self._names = {_key(tensor): name for name, tensor in names.items()}
         self._guarded = {_key(tensor) for tensor in guarded}
         self._states: dict[tuple[str, str], torch.Tensor] = {}
         self._written: set[int] = set()
+        self._has_drawn = False
+
+    def begin(self, module: str) -> None:
+        """From now on the module of this name is being initialised."""
+        self._module = module
+        self._states = {stream: state for stream, state in self._states.items() if stream[0] == "module"}
+
+    def guard(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From now on nobody may change ``tensors``, either."""
+        self._guarded.update(map(_key, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,11 +67,11 @@ class NamedStreams(TorchDispatchMode):
     @property
     def has_drawn(self) -> bool:
         """Whether any stream was used."""
-        return bool(self._states)
+        return self._has_drawn
 
     def _stream(self, written: list[torch.Tensor]) -> tuple[str, str]:
         name = self._names.get(_key(written[0])) if written else None
-        return ("module", self.module) if name is None else ("tensor", name)
+        return ("module", self._module) if name is None else ("tensor", name)
 
     def _draw(self, stream: tuple[str, str], func: Any, args: Any, kwargs: Any) -> Any:
         before = torch.get_rng_state()
@@ -70,6 +82,7 @@ class NamedStreams(TorchDispatchMode):
                 torch.default_generator.manual_seed(_stream_seed(self._seed, *stream))
             result = func(*args, **kwargs)
             self._states[stream] = torch.get_rng_state()
+            self._has_drawn = True
         finally:
             torch.set_rng_state(before)
         return result

@@ -15,8 +15,13 @@ def allocate(meta: torch.Tensor) -> torch.Tensor:
     A parameter stays one, of its class.
     """
     real = torch.empty_like(meta, device="cpu", requires_grad=False)
-    _bytes(real).fill_(_mark(real))
+    mark(real)
     return dress(real, meta)
+
+
+def mark(tensor: torch.Tensor) -> None:
+    """Make all of ``tensor``'s memory unwritten."""
+    _bytes(tensor).fill_(_mark(tensor))
 
 
 def dress(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
@@ -25,6 +30,13 @@ def dress(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
         real = torch.Tensor._make_subclass(type(meta), real.detach(), meta.requires_grad)
     vars(real).update({key: value for key, value in vars(meta).items() if key != "_is_hf_initialized"})
     return real
+
+
+def take_the_place_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """``new`` with the class and the attributes of ``old`` that it lacks, and frozen where either is."""
+    dressed = dress(new, old)
+    vars(dressed).update(vars(new))
+    return dressed.requires_grad_(new.requires_grad and old.requires_grad)
 
 
 def count_unwritten(tensor: torch.Tensor) -> int:
@@ -36,16 +48,16 @@ def count_unwritten(tensor: torch.Tensor) -> int:
         return 0
     # Compared as integers, many times faster than as bytes; the only larger elements are pairs of 8 bytes.
     size = min(tensor.element_size(), 8)
-    mark = int.from_bytes(bytes([_mark(tensor)]) * size, "little", signed=True)
+    marked = int.from_bytes(bytes([_mark(tensor)]) * size, "little", signed=True)
     integers = _bytes(tensor.detach()).view(_INTEGERS[size])
     if tensor.element_size() == 2 * size:
         integers = integers.view(-1, 2)
     chunks = integers.split(_CHUNK_BYTES // tensor.element_size())
-    return sum(int(torch.count_nonzero(_equal(chunk, mark))) for chunk in chunks)
+    return sum(int(torch.count_nonzero(_equal(chunk, marked))) for chunk in chunks)
 
 
-def _equal(integers: torch.Tensor, mark: int) -> torch.Tensor:
-    equal = integers == mark
+def _equal(integers: torch.Tensor, marked: int) -> torch.Tensor:
+    equal = integers == marked
     return equal if equal.ndim == 1 else equal.all(dim=1)
 
 
@@ -55,4 +67,4 @@ def _mark(tensor: torch.Tensor) -> int:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload, no-any-return]

@@ -24,6 +24,23 @@ class Scale(nn.Module):
         self.get_buffer("steps").copy_(torch.arange(3))
 
 
+class Reaching(nn.Module):
+    """Initialises itself and what is in it, with another spread than that has by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.empty(4))
+        self.register_buffer("factor", torch.empty(2), persistent=False)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.position)
+        self.get_buffer("factor").fill_(3.0)
+        for linear in (self.first, self.second):
+            nn.init.normal_(linear.weight, std=0.01)
+
+
 class Bare(nn.Module):
     """Does not know."""
 
@@ -43,9 +60,9 @@ def places(root: nn.Module) -> list[Place]:
     return [Place(name, tensor) for name, tensor in tensors if tensor.is_meta]
 
 
-def fill(root: nn.Module, function: Any = None, seed: int = 0) -> dict[str, torch.Tensor]:
-    wanted = places(root)
-    before = {place.name: place.meta for place in wanted}
+def fill(root: nn.Module, function: Any = None, seed: int = 0, part: str = "") -> dict[str, torch.Tensor]:
+    wanted = [place for place in places(root) if place.name.startswith(part)]
+    before = {place.name: place.meta for place in places(root)}
     values, _ = initial_values(root, wanted, seed, function)
     assert {place.name: place.meta for place in places(root)} == before
     return dict(zip([place.name for place in wanted], values, strict=True))
@@ -158,6 +175,77 @@ def test_an_error_in_the_function_names_the_module_and_changes_nothing() -> None
 
     assert caught.value.__notes__ == ["in param_init_fn, called for 0"]
     assert all(parameter.is_meta for parameter in root.parameters())
+
+
+def normal_below(module: nn.Module) -> None:
+    """Not only what is the module's own."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("function", [None, normal_below])
+def test_a_module_that_reaches_into_others_does_so_wherever_they_are(function: Any) -> None:
+    root = on_meta(Reaching)
+    whole = fill(root, function)
+
+    for part in ("position", "first", "second"):
+        values = fill(root, function, part=part)
+        assert values
+        assert all(torch.equal(value, whole[name]) for name, value in values.items())
+    assert (whole["second.weight"].abs().max() < 0.1) == (function is None)
+
+
+def test_what_a_function_wrote_is_not_written_again_for_a_buffer_that_it_left() -> None:
+    def by_hand(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data.fill_(2.5)
+
+    values = fill(on_meta(Reaching), by_hand)
+
+    assert torch.equal(values.pop("factor"), torch.full((2,), 3.0))
+    assert all(torch.equal(value, torch.full_like(value, 2.5)) for value in values.values())
+
+
+def test_memory_that_a_function_makes_has_no_values() -> None:
+    garbage = [torch.full((300, 300), 7.0) for _ in range(8)]
+    del garbage
+
+    with pytest.raises(RuntimeError, match=r"0.weight of Linear: 90000 of 90000 elements\n  0.bias"):
+        fill(on_meta(lambda: nn.Sequential(nn.Linear(300, 300))), lambda module: module.to_empty(device="cpu"))
+
+    def then_reset(module: nn.Module, device: torch.device) -> None:
+        module.to_empty(device=device, recurse=False)
+        module.reset_parameters()  # type: ignore[operator]
+
+    values = fill(on_meta(nn.Linear, 4, 7), then_reset)
+    assert all(0 < value.abs().max() <= 0.5 for value in values.values())
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(3, 2, dtype=torch.float64)])
+def test_a_function_does_not_change_shapes_or_dtypes(value: torch.Tensor) -> None:
+    def replace(module: nn.Module) -> None:
+        module.weight = nn.Parameter(value)
+        nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match=r"^0.weight is torch.float32 of \[3, 2\] in the model, and was replaced by"):
+        fill(on_meta(lambda: nn.Sequential(nn.Linear(2, 3))), replace)
+
+
+def test_what_takes_a_parameter_s_place_has_its_attributes() -> None:
+    root = on_meta(nn.Linear, 2, 3)
+    root.weight.partition_dim = 1
+    root.weight.requires_grad_(False)
+
+    def replace(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.ones(3, 2))
+        module.bias = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    values = fill(root, replace)
+
+    assert values["weight"].partition_dim == 1  # type: ignore[attr-defined]
+    assert not values["weight"].requires_grad
+    assert not values["bias"].requires_grad
+    assert torch.equal(values["weight"], torch.ones(3, 2))
 
 
 def test_what_has_values_keeps_them() -> None:

@@ -65,7 +65,7 @@ def test_a_generator_of_ones_own_is_used() -> None:
 def test_tensors_without_a_name_are_drawn_for_the_module() -> None:
     def draw_for(module: str) -> torch.Tensor:
         with NamedStreams(0, {}, []) as streams:
-            streams.module = module
+            streams.begin(module)
             return torch.randn(4)
 
     assert torch.equal(draw_for("layers.0"), draw_for("layers.0"))
