@@ -41,7 +41,7 @@ class LocalPart:
         any_ties: whether any ranks of the pipeline have such weights.
         aliases: the names, in the whole model, of each parameter and each buffer that has several.
         origin: a line that says what random numbers the values came from; ``None`` where they came from none. It must
-            be the same on all ranks.
+            be the same on all ranks that have one.
     """
 
     def __init__(

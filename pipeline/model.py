@@ -236,8 +236,7 @@ class NxDPPModel(LocalView):
             RuntimeError: for parameters and buffers that nothing gives values to, before anything is changed.
         """
         if self._part.materialise():
-            if self._part.origin is not None:
-                self._programs.note(self._part.origin)
+            self._steps.origin = self._part.origin
             self._after_move()
 
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:

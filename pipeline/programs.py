@@ -117,10 +117,6 @@ class ProgramCache:
         self._owners |= buffer_owners(first, placed, self._module)
         return self._owners
 
-    def note(self, line: str) -> None:
-        """Something else that must be alike on all ranks of the pipeline, before their first step."""
-        self._common.append(line)
-
     def replace(self, modules: Mapping[str, nn.Module]) -> None:
         """Others run in the place of ``modules``, by name; graphs are still traced as with these.
 

@@ -7,6 +7,8 @@ no tensor is on its way to a rank that expects another::
     rank 0 ──hash──▶ rank 1 ──hash──▶ rank 2       step with inputs that all have seen
     rank 0 ──hash, text──▶ rank 1 ──hash, text──▶ rank 2       step with inputs that the sender sees first
 
+With the text goes what random numbers the values are from, which ranks that drew none pass on from those before.
+
 The texts are kept, so that a difference can be shown when one of the two has seen its inputs before.
 """
 
@@ -43,10 +45,12 @@ class SameStep:
 
     Args:
         group: a group over the ranks of the pipeline that takes CPU tensors.
+        origin: what random numbers this rank's values are from; ``None`` where none were drawn.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, origin: str | None = None) -> None:
         self._group = group
+        self._origin = origin
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self._heard: dict[int, Step] = {}
@@ -70,7 +74,7 @@ class SameStep:
     def _tell(self, step: Step, step_digest: int, is_new: bool) -> None:
         while self._sends:
             self._sends.pop().wait()
-        text = pickle.dumps(tuple(step)) if is_new else b""
+        text = pickle.dumps((*step, self._origin)) if is_new else b""
         header = self._sent.numpy()
         header[0], header[1] = step_digest, len(text)
         self._sends.append(self._group.send([self._sent], self._rank + 1, _TAG))
@@ -85,8 +89,9 @@ class SameStep:
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._group.recv([text], before, _TAG).wait()
-            graph, signature = pickle.loads(text.numpy().tobytes())
+            graph, signature, origin = pickle.loads(text.numpy().tobytes())
             self._remember(theirs, Step(Fingerprint(*graph), signature))
+            self._compare_origin(origin)
         if theirs != step_digest:
             raise RuntimeError(self._difference(self._heard.get(theirs), step))
         if bool(length) != is_new:
@@ -94,6 +99,17 @@ class SameStep:
             raise RuntimeError(
                 f"{self._name(news)} has been refreshed, moved or loaded, and {self._name(old)} has not: their stages "
                 f"would wait for each other. Call refresh() on every rank."
+            )
+
+    def _compare_origin(self, origin: str | None) -> None:
+        if self._origin is None:
+            self._origin = origin
+        elif origin not in (None, self._origin):
+            here, there = self._name(self._rank), self._name(self._rank - 1)
+            raise RuntimeError(
+                f"the parameters of {here} are of other random numbers than those before it:\n  {there}: {origin}\n"
+                f"  {here}: {self._origin}\nGive torch.manual_seed the same seed on every rank of a pipeline, before "
+                f"the model is built and wrapped."
             )
 
     def _remember(self, theirs: int, step: Step) -> None:

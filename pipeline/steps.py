@@ -31,10 +31,14 @@ class Steps:
         rank: this rank of it.
         keep_outputs: hold sent activations until their backward.
         trace_path: where to write what happens in each step; ``None`` not to.
+
+    Attributes:
+        origin: what random numbers this rank's values are from, see ``LocalPart``; to be set before the first step.
     """
 
     def __init__(self, schedule: ChosenSchedule, rank: int, keep_outputs: bool, trace_path: Path | None = None) -> None:
         self.busy_share = 0.0
+        self.origin: str | None = None
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
@@ -63,7 +67,7 @@ class Steps:
         ``RuntimeError`` where the ranks are not about to do the same thing, and what fails in the step.
         """
         if self._same_step is None:
-            self._same_step = SameStep(parallel_state.get_pipeline_control_group())
+            self._same_step = SameStep(parallel_state.get_pipeline_control_group(), self.origin)
         signature = (_signature(microbatches[0]), _autocast(device.type), train)
         known = program.engines.get(signature)
         step = Step(program.graph, signature)

@@ -158,6 +158,23 @@ def test_deferred_values_are_those_of_the_eager_constructor(name: str) -> None:
                 assert torch.equal(value, whole[key]), key
 
 
+def step_partly_on_meta(rank: int) -> bool:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama")
+    with torch.device("meta"):
+        model.model.layers[-1] = make("llama").model.layers[-1]
+    torch.manual_seed(SEED)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    had_values = not any(parameter.is_meta for parameter in wrapped.local_parameters())
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
+    return had_values
+
+
+def test_a_rank_may_have_values_where_another_draws_them() -> None:
+    assert run_ranks(2, step_partly_on_meta) == [True, False]
+
+
 class Unwritten(nn.Module):
     """Its weight has no values in one process either."""
 

@@ -50,6 +50,26 @@ def test_the_later_rank_says_what_differs() -> None:
     assert "rank 1 (rank 1) has been refreshed, moved or loaded, and pipeline rank 0 (rank 0) has not" in second[5]
 
 
+def compare_origins(rank: int, origins: list[str | None]) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    same = SameStep(parallel_state.get_pipeline_control_group(), origins[rank])
+    step = Step(GRAPH, "a")
+    try:
+        same.check(step, step.digest, True)
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    dist.barrier()
+    return message
+
+
+def test_ranks_that_drew_no_random_numbers_stand_between_those_that_did() -> None:
+    for origins in ([None, "seed 1", None], ["seed 1", None, "seed 1"], [None, None, "seed 1"]):
+        assert run_ranks(3, compare_origins, origins) == ["", "", ""]
+    *_, last = run_ranks(3, compare_origins, ["seed 1", None, "seed 2"])
+    assert "pipeline rank 1 (rank 1): seed 1\n  pipeline rank 2 (rank 2): seed 2\n" in last
+
+
 def replicas(rank: int) -> str:
     parallel_state.initialize_model_parallel()
     group = parallel_state.get_data_parallel_group()
