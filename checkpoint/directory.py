@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nxdpp.checkpoint.stored_tensor import StoredTensor, read_header
+from nxdpp.checkpoint.stored_tensor import Mapping, StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         )
     _check_not_quantized(directory / CONFIG_FILE)
     if (directory / SINGLE_FILE).is_file():
-        return read_header(directory / SINGLE_FILE)
+        return read_header(directory / SINGLE_FILE, Mapping())
     if (directory / INDEX_FILE).is_file():
         return _tensors_of_shards(directory / INDEX_FILE)
     pickled = sorted(path.name for path in directory.glob("*.bin"))
@@ -41,12 +41,13 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
     files = _weight_map(index)
     tensors: dict[str, StoredTensor] = {}
+    mapping = Mapping()
     # In this order the last one wins where two files have a tensor, as in from_pretrained.
     for name in sorted(set(files.values())):
         path = index.parent / name
         if not path.is_file():
             raise ValueError(f"{index} names {name}, which is not there. Copy or download the missing file.")
-        found = read_header(path)
+        found = read_header(path, mapping)
         absent = [tensor for tensor, file in files.items() if file == name and tensor not in found]
         if absent:
             raise ValueError(

@@ -29,14 +29,15 @@ def load_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
     What stands in ``model`` under other names than in the unwrapped model, because modules were replaced, is not in a
     checkpoint: load before that.
 
-    Needs no memory beside the model's, but for 16 MiB, and for a tensor that transformers makes of others, such as
+    Needs no memory beside the model's, but for 32 MiB, and for a tensor that transformers makes of others, such as
     merged experts: up to twice its bytes while it is made. Where a checkpoint has a tied weight under several names,
-    every rank reads all of them, to compare.
+    every rank reads all of them, to compare. Files are mapped: one that is cut short while it is read can end the
+    process (SIGBUS).
 
     Raises ``ValueError``, the same on every rank and before anything is changed, for a directory that is no
     checkpoint, a file that is truncated or corrupt, and tensors that are missing, unexpected or of another shape,
-    all of the model in one list; ``OSError`` for a file that cannot be read; ``RuntimeError`` for an optimizer that
-    holds parameters on the meta device.
+    all of the model in one list; ``OSError`` for a file that cannot be read, or is changed meanwhile;
+    ``RuntimeError`` for an optimizer that holds parameters on the meta device.
     """
     check_wrapped(model, "load_pretrained")
     directory = Path(directory)
@@ -122,7 +123,7 @@ class _Source:
         return conversion.convert(lambda name: self._stored[name].read(dtype), self._model.original_module)
 
     def _place(self, name: str) -> tuple[Path, int]:
-        return self._stored[name].path, self._stored[name].offset
+        return self._stored[name].path, self._stored[name].place
 
     def _stored_path(self, name: str) -> Path:
         return self._stored[self._provided[name].names[0]].path

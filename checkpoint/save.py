@@ -1,7 +1,7 @@
 """Saving a pipelined model as a Hugging Face directory: every rank writes what it holds."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from nxdpp.checkpoint.agreement import from_all_ranks, together
 from nxdpp.checkpoint.names import check_wrapped, tensors_of
-from nxdpp.checkpoint.save_plan import Shard, plan_shards
+from nxdpp.checkpoint.save_plan import Layout, Shard, plan_shards
 from nxdpp.checkpoint.saved_directory import SavedDirectory
-from nxdpp.checkpoint.shard_writer import Layout
+from nxdpp.checkpoint.shard_writer import check_dtypes
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.pipeline.model import NxDPPModel
 
@@ -21,20 +21,22 @@ def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
 
     ``from_pretrained(directory)``, and ``load_pretrained`` under any partition, give the same values. Names and
     layout of the tensors are those of transformers' own ``save_pretrained``: merged experts are split again, a tied
-    weight is written once. Every rank of the first data-parallel replica that holds any writes one file; a lone one
-    is ``model.safetensors``, several are ``model-00001-of-00004.safetensors`` and so on, with an index.
+    weight is written once. Every rank of the first data-parallel replica writes what it holds, in files of up to 1 GB
+    and of larger tensors; a lone one is ``model.safetensors``, several are ``model-00001-of-00004.safetensors`` and
+    so on over all ranks, with an index.
     ``config.json`` and, for a model that generates, ``generation_config.json`` stand beside them; a module that is
     not transformers' has neither, and source files of custom code are not copied. ``directory``, made where it is not
     there, is to be one that all ranks share.
 
-    Only names, shapes and dtypes go between ranks; a rank needs 32 MiB beside the model's memory, and, for a tensor
-    that is made of others, the bytes of those. Files get their names once all are whole, the index, or the lone file,
-    last: a save that fails before leaves an earlier checkpoint there as it was, one that is killed in between leaves
-    neither. The shards of an earlier checkpoint are removed.
+    Only names, shapes and dtypes go between ranks. A rank needs no memory beside the model's for tensors that are
+    written as they are, from the CPU and contiguous; others are copied, those of one file at a time. Files get their
+    names once all are whole, the index, or the lone file, last: a save that fails before leaves an earlier checkpoint
+    there as it was, one that is killed in between leaves neither. The shards of an earlier checkpoint are removed.
 
-    Raises on every rank, before anything is written, ``ValueError`` for tensors on the meta device and
-    ``NotImplementedError`` for quantized models, adapters, tensor parallelism, and tensors that would be made of parts
-    on several ranks; and for what cannot be written ``OSError`` on its rank and ``RuntimeError`` on the others.
+    Raises on every rank, before anything is written, ``ValueError`` for tensors on the meta device and for dtypes
+    that safetensors has not, ``NotImplementedError`` for quantized models, adapters, tensor parallelism, and tensors
+    that would be made of parts on several ranks; and for what cannot be written ``OSError`` on its rank and
+    ``RuntimeError`` on the others.
     """
     check_wrapped(model, "save_pretrained")
     parallel_state.refuse_in_debug("save_pretrained")
@@ -44,7 +46,8 @@ def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
     shards = together(lambda: plan_shards(module, model.tied_names, everyone), unless)
     saved = SavedDirectory(Path(directory), shards)
     try:
-        together(lambda: saved.write(rank, _tensors(model, shards.get(rank))), unless)
+        local = _local_tensors(model)
+        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard)), unless)
         together(lambda: saved.finish(module) if rank == 0 else None, unless)
     except Exception:
         saved.remove_unfinished(rank)
@@ -57,6 +60,7 @@ def _layouts(model: NxDPPModel) -> dict[str, Layout] | None:
     if parallel_state.get_data_parallel_rank() > 0:
         return None
     local = tensors_of(model.local_module)
+    check_dtypes((name, tensor.dtype) for name, tensor in local.items())
     return {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in local.items()}
 
 
@@ -78,14 +82,20 @@ def _check_can_be_saved(model: NxDPPModel) -> None:
         )
 
 
-def _tensors(model: NxDPPModel, shard: Shard | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """What ``shard`` is to hold, made one conversion at a time."""
-    if shard is None:
-        return
+def _local_tensors(model: NxDPPModel) -> dict[str, torch.Tensor]:
+    """The tensors that this rank holds, tied ones under all their names."""
     local = tensors_of(model.local_module)
     for names in model.tied_names:
         held = next((local[name] for name in names if name in local), None)
         if held is not None:
             local |= dict.fromkeys(names, held)
+    return local
+
+
+def _tensors(model: NxDPPModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
+    """What ``shard`` is to hold, made of the ``local`` tensors."""
+    made: dict[str, torch.Tensor] = {}
     for conversion in shard.conversions:
-        yield from conversion.convert(lambda name: local[name].detach(), model.original_module).items()
+        made |= conversion.convert(lambda name: local[name].detach(), model.original_module)
+    assert {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()} == shard.layouts
+    return made

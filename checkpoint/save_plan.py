@@ -1,7 +1,8 @@
-"""Which tensors a checkpoint has and which rank writes them, worked out on every rank alike."""
+"""Which tensors a checkpoint has and which rank writes them to which file, worked out on every rank alike."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import nn
@@ -9,21 +10,48 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from nxdpp.checkpoint.conversion import Conversion, saving_conversions
-from nxdpp.checkpoint.shard_writer import Layout
+
+SHARD_BYTES = 10**9
+"""In a file at most, but for a tensor that has more, and for those that a conversion makes at once.
+
+What a file gets is in memory at once: a copy, where it is made of other tensors or comes from another device. So this
+is what a rank needs beside its model, and smaller than the 50 GB of transformers.
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape and dtype of a tensor that is to be written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that its values take."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
 class Shard:
-    """What one rank writes: the conversions that it runs, and the tensors that they make."""
+    """A file that ``rank`` writes: the conversions that it runs, and the tensors that they make."""
 
-    conversions: list[Conversion]
-    layouts: dict[str, Layout]
+    rank: int
+    conversions: list[Conversion] = field(default_factory=list)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(self, conversion: Conversion, made: Mapping[str, Layout]) -> None:
+        """Have it hold what ``conversion`` makes."""
+        self.conversions.append(conversion)
+        self.layouts |= made
+        self.bytes += _bytes(made)
 
 
 def plan_shards(
     module: nn.Module, tied_names: Sequence[Sequence[str]], held: Sequence[Mapping[str, Layout] | None]
-) -> dict[int, Shard]:
-    """What each rank writes, the first of those that hold it; ranks that write nothing are left out.
+) -> list[Shard]:
+    """What is written, each part by the first of the ranks that hold it, in the order of ranks.
 
     ``held`` gives, for each rank, the tensors that it has, under all their names; ``None`` for one that is not to
     write. Conversions run on the meta device here.
@@ -34,14 +62,16 @@ def plan_shards(
     for tensors in held:
         layouts = {**(tensors or {}), **layouts}
     mates = {name: names for names in tied_names for name in names}
-    shards: dict[int, Shard] = {}
+    shards: dict[int, list[Shard]] = {}
     for conversion in saving_conversions(module, _names_to_save(module, list(layouts), tied_names)):
         rank = _first_holder(conversion, mates, held)
         made = conversion.convert(lambda name: _on_meta(layouts[name]), module)
-        shard = shards.setdefault(rank, Shard([], {}))
-        shard.conversions.append(conversion)
-        shard.layouts |= {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
-    return dict(sorted(shards.items()))
+        made_layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+        of_rank = shards.setdefault(rank, [Shard(rank)])
+        if of_rank[-1].layouts and of_rank[-1].bytes + _bytes(made_layouts) > SHARD_BYTES:
+            of_rank.append(Shard(rank))
+        of_rank[-1].add(conversion, made_layouts)
+    return [shard for _, of_rank in sorted(shards.items()) for shard in of_rank]
 
 
 def _names_to_save(module: nn.Module, names: Sequence[str], tied_names: Sequence[Sequence[str]]) -> list[str]:
@@ -71,3 +101,7 @@ def _first_holder(
 
 def _on_meta(layout: Layout) -> torch.Tensor:
     return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+
+
+def _bytes(layouts: Mapping[str, Layout]) -> int:
+    return sum(layout.bytes for layout in layouts.values())

@@ -2,7 +2,7 @@
 
 ::
 
-    model-00001-of-00002.safetensors.unfinished     each rank writes its own
+    .unfinished/model-00001-of-00002.safetensors    each rank writes its own
     model-00001-of-00002.safetensors                rank 0 removes what was there and renames
     model.safetensors.index.json                    last: without it the directory is no checkpoint
 """
@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,77 +29,69 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class SavedDirectory:
-    """``directory`` as it comes to hold ``shards``, given by the ranks that write them."""
+    """``directory`` as it comes to hold ``shards``, a file each."""
 
-    def __init__(self, directory: Path, shards: Mapping[int, Shard]) -> None:
+    def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
         self._directory = directory
-        self._shards = shards
-        numbers = {rank: number for number, rank in enumerate(shards, start=1)}
-        self._files = {rank: f"model-{numbers[rank]:05d}-of-{len(shards):05d}.safetensors" for rank in shards}
+        # A save that is killed leaves the library's temporary files, too: in here the next one removes them.
+        self._unfinished = directory / _UNFINISHED
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         if len(shards) == 1:
-            self._files = dict.fromkeys(shards, SINGLE_FILE)
+            files = [SINGLE_FILE]
+        self._shards = dict(zip(files, shards, strict=True))
 
-    def write(self, rank: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write the shard of ``rank``, if it has one, under the name of an unfinished one."""
+    def write(self, rank: int, tensors_of: Callable[[Shard], dict[str, torch.Tensor]]) -> None:
+        """Write the shards of ``rank`` where unfinished ones are, one at a time, each of what ``tensors_of`` gives."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        if rank in self._shards:
-            write_shard(self._unfinished(rank), self._shards[rank].layouts, tensors)
+        self._unfinished.mkdir(exist_ok=True)
+        for file, shard in self._shards.items():
+            if shard.rank == rank:
+                write_shard(self._unfinished / file, tensors_of(shard))
 
     def finish(self, module: nn.Module) -> None:
         """Make a checkpoint of ``module`` of what all ranks have written; on one rank.
 
         Raises ``RuntimeError`` where files of other ranks are not there to be seen.
         """
-        unseen = [rank for rank in self._files if not self._unfinished(rank).is_file()]
-        if unseen:
-            raise RuntimeError(
-                f"{self._unfinished(unseen[0])}, which rank {unseen[0]} has written, is not to be seen from rank 0: "
-                f"all ranks must be given one directory that they share."
-            )
-        self._remove_unfinished_of_others()
-        with tempfile.TemporaryDirectory(dir=self._directory, prefix=".configuration", suffix=_UNFINISHED) as folder:
+        for name, shard in self._shards.items():
+            if not (self._unfinished / name).is_file():
+                raise RuntimeError(
+                    f"{self._unfinished / name}, which rank {shard.rank} has written, is not to be seen from rank 0: "
+                    f"all ranks must be given one directory that they share."
+                )
+        with tempfile.TemporaryDirectory(dir=self._unfinished) as folder:
             _write_configuration(module, Path(folder))
             index = self._write_index(module, Path(folder))
             self._remove_earlier()
             for file in sorted(Path(folder).iterdir()):
                 if file != index:
                     file.replace(self._directory / file.name)
-            for rank, name in self._files.items():
-                self._unfinished(rank).replace(self._directory / name)
+            for name in self._shards:
+                (self._unfinished / name).replace(self._directory / name)
             if index is not None:
                 index.replace(self._directory / INDEX_FILE)
+        shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def remove_unfinished(self, rank: int) -> None:
         """Remove what ``write`` wrote on ``rank``, so far as it can be."""
-        if rank in self._files:
-            try:
-                self._unfinished(rank).unlink(missing_ok=True)
-            except OSError:
-                # The error that led here is the one to be told.
-                return
-
-    def _unfinished(self, rank: int) -> Path:
-        return self._directory / f"{self._files[rank]}{_UNFINISHED}"
+        try:
+            for file, shard in self._shards.items():
+                if shard.rank == rank:
+                    (self._unfinished / file).unlink(missing_ok=True)
+            self._unfinished.rmdir()
+        except OSError:
+            # The error that led here is the one to be told; and the last of the ranks finds the folder empty.
+            return
 
     def _write_index(self, module: nn.Module, folder: Path) -> Path | None:
         if len(self._shards) == 1:
             return None
-        layouts = {rank: shard.layouts for rank, shard in self._shards.items()}
-        size = sum(layout.bytes for tensors in layouts.values() for layout in tensors.values())
-        files = {name: self._files[rank] for rank, tensors in layouts.items() for name in tensors}
+        size = sum(shard.bytes for shard in self._shards.values())
+        files = {name: file for file, shard in self._shards.items() for name in shard.layouts}
         content = {"metadata": {"total_size": size}, "weight_map": files}
         index = folder / INDEX_FILE
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         return index
-
-    def _remove_unfinished_of_others(self) -> None:
-        """What a save that was killed has left."""
-        own = {self._unfinished(rank) for rank in self._files}
-        for path in list(self._directory.glob(f"*{_UNFINISHED}")):
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path not in own:
-                path.unlink()
 
     def _remove_earlier(self) -> None:
         """What would make a directory of old and new files look whole goes first."""

@@ -1,76 +1,55 @@
-"""Writing a safetensors file tensor by tensor, so that no second copy of what goes into it is in memory.
+"""Writing a safetensors file that is on the disk, and readable for others, when it has been written."""
 
-The format is told in ``stored_tensor.py``. ``safetensors.torch.save_file`` wants all of a file's tensors at once.
-"""
-
-import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-
-from nxdpp.checkpoint.stored_tensor import DTYPES, memory_of
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ALIGNMENT = 8
-_PIECE = 2**22
+from safetensors import SafetensorError
+from safetensors.torch import save, save_file
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Shape and dtype of a tensor that is to be written."""
+def check_dtypes(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Raise ``ValueError`` for the first of ``dtypes``, each with its tensor's name, that safetensors has not."""
+    known: set[torch.dtype] = set()
+    for name, dtype in dtypes:
+        if dtype in known:
+            continue
+        try:
+            save({name: torch.empty(0, dtype=dtype)})
+        except KeyError as error:
+            raise ValueError(
+                f"{name} is of {dtype}, which a safetensors file cannot hold: convert it first."
+            ) from error
+        known.add(dtype)
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that its values take."""
-        return prod(self.shape) * self.dtype.itemsize
+def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write ``tensors``, on any device, to the file ``path``, in the place of one that is there.
 
-
-def write_shard(path: Path, layouts: Mapping[str, Layout], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write ``tensors``, which come in any order on any device and are those of ``layouts``, to the file ``path``.
-
-    A file that is there is overwritten. The bytes are on the disk when this returns. Raises ``ValueError`` for a dtype
-    that the format has not, and ``OSError``.
+    Takes the memory of copies of those that are not contiguous, share memory with others, or are not on the CPU.
+    The bytes are on the disk when this returns. Raises ``OSError`` for what cannot be written.
     """
-    header, offsets = _header(layouts)
-    left = set(layouts)
-    with path.open("wb") as file:
-        file.write(header)
-        for name, tensor in tensors:
-            assert Layout(tuple(tensor.shape), tensor.dtype) == layouts[name]
-            left.remove(name)
-            file.seek(len(header) + offsets[name])
-            flat = tensor.detach().reshape(-1)
-            for start in range(0, flat.numel(), _PIECE):
-                file.write(memory_of(flat[start : start + _PIECE].cpu().contiguous()))
-        assert not left
-        file.truncate(len(header) + sum(layout.bytes for layout in layouts.values()))
-        file.flush()
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(_apart(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    # safetensors 0.8 makes files that only their owner may read: https://github.com/safetensors/safetensors/issues/782.
+    path.chmod(mode)
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def _header(layouts: Mapping[str, Layout]) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the values, and where the values of each tensor start after them."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets: dict[str, int] = {}
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` as the library takes them: contiguous, and no two in the same memory."""
+    apart = {name: tensor.detach().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
     end = 0
-    # Widest first, so that all are aligned.
-    for name, layout in sorted(layouts.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-        if layout.dtype not in _NAMES:
-            raise ValueError(f"{name} is of {layout.dtype}, which a safetensors file cannot hold: convert it first.")
-        offsets[name] = end
-        end += layout.bytes
-        entries[name] = {
-            "dtype": _NAMES[layout.dtype],
-            "shape": list(layout.shape),
-            "data_offsets": [offsets[name], end],
-        }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, offsets
+    for name, tensor in sorted(apart.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            apart[name] = tensor.clone()
+        else:
+            end = tensor.data_ptr() + tensor.nbytes
+    return apart

@@ -1,15 +1,14 @@
-"""A tensor in a safetensors file, read from there without mapping the file into memory.
+"""A tensor in a safetensors file, read by the safetensors library in pieces.
 
-A file is 8 bytes with the length of a header, little-endian, the header, which is JSON, and the bytes of all tensors:
-https://huggingface.co/docs/safetensors. The headers are checked by safetensors itself. Reading goes by offset, because
-the pages of a mapped file count as resident memory of the process.
+The library maps a file into memory, without reading it; the pages that are then read count as resident memory of the
+process until the mapping goes. So there is one mapping at a time, and after 16 MiB of it the next. The library's
+other backend, ``"pread"``, is none for this: it reads the whole tensor for every piece.
 """
 
-import json
-import struct
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import FileIO
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,36 +16,54 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-_LENGTH_BYTES = 8
+_MAPPED_BYTES = 2**24
 _PIECE = 2**22
+
+
+class Mapping:
+    """The file that is mapped, one at a time."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        # Any: the library's annotations lack those of its methods.
+        self._file: Any = None
+        self._bytes_read = 0
+
+    def part(self, stored: "StoredTensor", start: int, stop: int) -> torch.Tensor:
+        """Values ``start`` to ``stop`` of ``stored``, in one dimension, in the mapped file, which they keep mapped.
+
+        Raises ``OSError`` where the file is not what its header was read of.
+        """
+        count = (stop - start) * stored.dtype.itemsize
+        if stored.path != self._path or self._bytes_read + count > _MAPPED_BYTES:
+            self._map(stored)
+        self._bytes_read += count
+        whole: torch.Tensor = self._file.get_tensor(stored.name)
+        return whole.view(-1)[start:stop]
+
+    def _map(self, stored: "StoredTensor") -> None:
+        self._path = self._file = None
+        if _stamp(stored.path) != stored.stamp:
+            raise OSError(f"{stored.path} was changed before all its tensors were read: load again.")
+        self._file = safe_open(stored.path, framework="pt")
+        self._path = stored.path
+        self._bytes_read = 0
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of ``shape`` and ``dtype`` whose bytes start at ``offset`` of the file ``path``."""
+    """The tensor ``name`` of ``shape`` and ``dtype`` in the file ``path``, the one at ``place`` of those there.
+
+    ``stamp`` tells the file from what it may be replaced by; values are read by way of ``mapping``.
+    """
 
     path: Path
+    stamp: tuple[int, int, int]
+    mapping: Mapping
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    offset: int
+    place: int
 
     def on_meta(self) -> torch.Tensor:
         """A tensor like it without values."""
@@ -55,8 +72,8 @@ class StoredTensor:
     def read_into(self, destination: torch.Tensor) -> None:
         """Read all values into ``destination``, of the same shape, on any device and of any dtype.
 
-        Takes 32 MiB of memory where they are converted or go to another device, unless ``destination`` is not
-        contiguous, which takes the bytes of a whole tensor. Raises ``OSError`` for a file that has become shorter.
+        At most 32 MiB of the file are resident, unless ``destination`` is not contiguous, which takes the bytes of a
+        whole tensor. Raises ``OSError`` for a file that was changed.
         """
         assert destination.shape == self.shape
         destination = destination.detach()
@@ -64,25 +81,13 @@ class StoredTensor:
             destination.copy_(self.read(self.dtype))
             return
         flat = destination.view(-1)
-        if flat.device.type == "cpu" and flat.dtype is self.dtype:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.offset)
-                self._fill(file, flat)
-            return
-        start = 0
-        for piece in self.pieces(flat.dtype):
-            flat[start : start + len(piece)].copy_(piece)
-            start += len(piece)
+        for start, stop in self._pieces():
+            flat[start:stop].copy_(self.mapping.part(self, start, stop))
 
     def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The values in ``dtype``, on the CPU, at most 2**22 of them at once, in one dimension."""
-        count = prod(self.shape)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.offset)
-            for start in range(0, count, _PIECE):
-                values = torch.empty(min(_PIECE, count - start), dtype=self.dtype)
-                self._fill(file, values)
-                yield values.to(dtype)
+        """The values in ``dtype``, on the CPU, at most 2**22 of them at once, in one dimension; not to be changed."""
+        for start, stop in self._pieces():
+            yield self.mapping.part(self, start, stop).to(dtype)
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor on the CPU with the values in ``dtype``."""
@@ -90,43 +95,49 @@ class StoredTensor:
         self.read_into(values)
         return values
 
-    def _fill(self, file: FileIO, values: torch.Tensor) -> None:
-        memory = memory_of(values)
-        while memory:
-            count = file.readinto(memory)
-            if not count:
-                raise OSError(f"{self.path} ended before all its tensors were read: it was changed meanwhile.")
-            memory = memory[count:]
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        count = prod(self.shape)
+        for start in range(0, count, _PIECE):
+            yield start, min(start + _PIECE, count)
 
 
-def memory_of(values: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, of any dtype, in one dimension; no copy."""
-    # Any: numpy's arrays have a buffer, which their annotations tell from Python 3.12 on.
-    array: Any = values.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path, mapping: Mapping) -> dict[str, StoredTensor]:
     """The tensors in the safetensors file ``path``, by name; no values are read.
 
-    Raises ``ValueError`` for a file that is truncated, corrupt, or has a tensor of a dtype that torch has not, and
-    ``OSError`` for one that cannot be read.
+    Raises ``ValueError`` for a file that is truncated, corrupt, or has a tensor of a dtype that the library has not or
+    torch does not convert, and ``OSError`` for one that cannot be read.
     """
+    stamp = _stamp(path)
     try:
-        with path.open("rb") as file, safe_open(path, framework="pt"):
-            (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
-            header = json.loads(file.read(length))
+        file: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(
             f"{path} is truncated or corrupt ({error}); it has {path.stat().st_size} bytes. Copy or download it again."
         ) from error
-    header.pop("__metadata__", None)
     tensors = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name} in {path} has the dtype {entry['dtype']}, which cannot be loaded.")
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        assert end - begin == prod(shape) * dtype.itemsize
-        tensors[name] = StoredTensor(path, shape, dtype, _LENGTH_BYTES + length + begin)
+    for place, name in enumerate(file.offset_keys()):
+        shape, dtype = _shape_and_dtype(path, file, name)
+        tensors[name] = StoredTensor(path, stamp, mapping, name, shape, dtype, place)
     return tensors
+
+
+def _shape_and_dtype(path: Path, file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    try:
+        tensor = file.get_tensor(name)
+        _check_converts(tensor.dtype)
+    except (SafetensorError, RuntimeError) as error:
+        dtype = file.get_slice(name).get_dtype()
+        raise ValueError(f"{name} in {path} has the dtype {dtype}, which cannot be loaded.") from error
+    return tuple(tensor.shape), tensor.dtype
+
+
+@cache
+def _check_converts(dtype: torch.dtype) -> None:
+    torch.empty(1, dtype=dtype).to(torch.complex64)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    # The library says of a file that may not be read that it is not there.
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns

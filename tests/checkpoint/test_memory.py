@@ -1,13 +1,14 @@
-"""Loading takes the memory of a rank's own tensors, and saving none beside the model's."""
+"""Loading takes the memory of a rank's own tensors, and saving none beside the model's but for what is converted."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
+from nxdpp.checkpoint import save_plan
 from tests.checkpoint.checkpointed_models import tensors_in
 from tests.distributed import run_ranks
 
@@ -30,7 +31,8 @@ def write(_: int, folder: Path, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.5)
-    model.save_pretrained(folder)
+    # float32 in several files, bfloat16 in one.
+    model.save_pretrained(folder, max_shard_size="200MB")
 
 
 def load(_: int, folder: Path, rank: int) -> tuple[int, int, bool]:
@@ -43,6 +45,31 @@ def load(_: int, folder: Path, rank: int) -> tuple[int, int, bool]:
     taken = peak_bytes() - before
     held = sum(parameter.numel() * parameter.element_size() for parameter in wrapped.local_parameters())
     return taken, held, all(bool((parameter == 1.5).all()) for parameter in wrapped.local_parameters())
+
+
+def mixture() -> MixtralForCausalLM:
+    """79 million parameters, 315 MB in float32, 26 MB of them the gates of the experts of a layer."""
+    config = MixtralConfig(
+        hidden_size=512,
+        intermediate_size=1600,
+        num_hidden_layers=8,
+        num_local_experts=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    return MixtralForCausalLM(config)
+
+
+def save_mixture(_: int, folder: Path) -> tuple[int, int]:
+    """Bytes that saving took at its peak, and bytes that were saved, in files of 40 MB."""
+    parallel_state.initialize_model_parallel()
+    save_plan.SHARD_BYTES = 40_000_000
+    wrapped = NxDPPModel(mixture())
+    reset_peak()
+    before = resident_bytes()
+    save_pretrained(wrapped, folder)
+    return peak_bytes() - before, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def save(_: int, folder: Path) -> tuple[int, int]:
@@ -72,3 +99,9 @@ def test_saving_needs_no_copy(tmp_path: Path) -> None:
 
     assert taken < ALLOWED_BYTES < written / 4
     assert all(bool((tensor == 1.5).all()) for tensor in tensors_in(tmp_path / "again").values())
+
+
+def test_saving_copies_the_converted_tensors_of_one_file_at_a_time(tmp_path: Path) -> None:
+    ((taken, written),) = run_ranks(1, save_mixture, tmp_path)
+
+    assert taken < 40_000_000 + ALLOWED_BYTES / 2 < written / 4

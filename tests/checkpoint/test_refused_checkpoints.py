@@ -1,6 +1,7 @@
 """Directories that are not a checkpoint of the model: the same error on every rank, and nothing is changed."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state
-from nxdpp.checkpoint.stored_tensor import read_header
+from nxdpp.checkpoint.stored_tensor import Mapping, read_header
 from tests.checkpoint.checkpointed_models import differing, make, on_meta, saved_by_transformers
 
 RANKS = 2
@@ -141,13 +142,35 @@ def test_a_damaged_file_is_named(sharded: Path, damage: Callable[[bytes], bytes]
     assert f"it has {last.stat().st_size} bytes. Copy or download it again." in message
 
 
-def test_a_file_that_shrinks_while_it_is_read(single: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file: file.write_bytes(file.read_bytes()[:-4]),
+        lambda file: save_file({"model.norm.weight": torch.zeros(32)}, file),
+        lambda file: os.utime(file, ns=(1, 1)),
+    ],
+)
+def test_a_file_that_is_changed_while_it_is_read(single: Path, change: Callable[[Path], object]) -> None:
     file = single / "model.safetensors"
-    stored = read_header(file)["model.norm.weight"]
-    file.write_bytes(file.read_bytes()[: stored.offset + 4])
+    stored = read_header(file, Mapping())["model.norm.weight"]
+    change(file)
 
-    with pytest.raises(OSError, match=rf"{file} ended before"):
+    with pytest.raises(OSError, match=rf"{file} was changed before all its tensors were read: load again"):
         stored.read(torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("F6_E2M3", 0.75), ("F4", 0.5)])
+def test_a_dtype_that_torch_does_not_convert(sharded: Path, dtype: str, bytes_each: float) -> None:
+    last = max(sharded.glob("model-*-of-*.safetensors"))
+    tensors = load_file(last)
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + int(tensor.numel() * bytes_each)
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    last.write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+
+    assert f"{next(iter(tensors))} in {last} has the dtype {dtype}, which cannot be loaded" in refusal(sharded)
 
 
 def test_an_index_that_names_a_file_that_is_not_there(sharded: Path) -> None:
