@@ -4,8 +4,12 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.pipeline.placement import Owners
+
+_freed = WeakIdKeyDictionary()
+"""Stand-ins on the meta device for parameters that had values."""
 
 
 def local_names(owners: Owners, rank: int) -> set[str]:
@@ -60,6 +64,16 @@ def build_local_module(
     return vessel
 
 
+def check_has_values_here(root: nn.Module, local: Collection[str]) -> None:
+    """Raise ``ValueError`` where ``free_others`` has taken the values of a parameter that is now ``local``."""
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if name in local and parameter in _freed:
+            raise ValueError(
+                f"{name} had values, which were freed when this {type(root).__name__} was wrapped before, for another "
+                f"rank or with other cuts. Build the model again for each NxDPPModel."
+            )
+
+
 def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[str] = ()) -> None:
     """Put every parameter of ``root`` that is not ``local`` on the meta device, and the buffers beside it.
 
@@ -76,6 +90,8 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
             if parameter is not None and not any(_join(prefix, key) in local for prefix in places):
                 meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
+                if not parameter.is_meta or parameter in _freed:
+                    _freed[module._parameters[key]] = True
         for key, buffer in module._buffers.items():
             if buffer is not None and all(held.is_elsewhere(module, prefix) for prefix in places):
                 module._buffers[key] = torch.empty_like(buffer, device="meta")

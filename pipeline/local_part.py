@@ -14,6 +14,7 @@ from nxdpp.initialization.values import dress
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.local_module import (
     build_local_module,
+    check_has_values_here,
     free_others,
     local_names,
     names_elsewhere,
@@ -54,6 +55,7 @@ class LocalPart:
         param_init_fn: ParameterInitialiser | None,
     ) -> None:
         local = local_names(owners, rank)
+        check_has_values_here(root, local)
         # Numbered over the whole model: all ranks must mean the same weight by a number.
         tied = tied_names(root, owners)
         self.tied = [

@@ -87,6 +87,18 @@ def wrap(**arguments: Any) -> NxDPPModel:
     return NxDPPModel(make("llama"), num_microbatches=4, **arguments)
 
 
+def test_a_model_that_another_rank_was_shown_with_has_no_values_left() -> None:
+    model = make("llama")
+    for rank in (0, 0, 1):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
+        if rank == 0:
+            NxDPPModel(model, num_microbatches=4)
+    with pytest.raises(ValueError, match=r"^model.layers.2.self_attn.q_proj.weight had values, which were freed when"):
+        NxDPPModel(model, num_microbatches=4)
+    assert not model.model.embed_tokens.weight.is_meta
+
+
 def test_values_are_kept_moved_and_loaded_as_on_a_rank() -> None:
     whole = make("llama").state_dict()
     wrapped = wrap()
