@@ -10,63 +10,30 @@ message), or cannot be compared, because transformers itself does not load what 
 one is wrong.
 """
 
-import argparse
-import sys
 import tempfile
-import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from benchmarks.zoo_models import ARGUMENTS, CANNOT_TRAIN, TASKS, build, types
-from benchmarks.zoo_models.own_process import in_own_processes
+from benchmarks.zoo_models import ARGUMENTS, build
+from benchmarks.zoo_models.command import judge_every_type
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from nxdpp.tracing.errors import TracingError
-
-TIME_LIMIT = 120.0  # seconds a type
 
 
 def main() -> None:
     """Print one line a type, and a summary of each task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], help="by default all", metavar="TASK")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--type", help="only this one")
-    arguments = parser.parse_args()
-    console = Console(highlight=False, soft_wrap=True)
-    wrong = False
-    for task in arguments.tasks or list(TASKS):
-        chosen = [name for name in types(task) if arguments.type in (None, name)]
-        counts: dict[str, int] = {}
-        for name, result in in_own_processes(partial(judge, task), chosen, arguments.jobs, TIME_LIMIT):
-            kind, words = ("WRONG", str(result)) if isinstance(result, RuntimeError) else result
-            counts[kind] = counts.get(kind, 0) + 1
-            console.print(f"{task:21}{name:28}{kind:20}{words:.300}", markup=False)
-        console.print(f"{task}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
-        wrong = wrong or "WRONG" in counts
-    sys.exit(wrong)
+    judge_every_type(judge, __doc__ or "")
 
 
 def judge(task: str, model_type: str) -> tuple[str, str]:
-    """What kind of result a type has, and why in words. Runs in a process of its own."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    if (task, model_type) in CANNOT_TRAIN:
-        return "does not build", CANNOT_TRAIN[task, model_type]
+    """What kind of result a type has, and why in words."""
     parallel_state.initialize_model_parallel()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return compare(task, model_type, Path(folder))
-    except Exception as error:
-        return "WRONG", f"{type(error).__name__}: {error}"
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(task, model_type, Path(folder))
 
 
 def compare(task: str, model_type: str, folder: Path) -> tuple[str, str]:
