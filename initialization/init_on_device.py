@@ -42,6 +42,10 @@ def init_on_device(device: torch.device | str | int) -> Iterator[None]:
     draws for parameters is not drawn; what it draws for buffers is. transformers' marks of what is initialised are
     taken off the modules and parameters made here, so that a later ``initialize_weights()`` reaches them.
 
+    Parameters get their values later, from ``load_pretrained``, a ``param_init_fn``, ``_init_weights`` of transformers'
+    models or ``reset_parameters``: what else a constructor does to them (``self.apply(self._init)``) is lost, and what
+    ``deferred_init`` is for.
+
     On any other device it does what ``with torch.device(device)`` does. Contexts nest: the innermost one counts.
     Only modules built in the same thread are concerned. Not collective.
 
@@ -51,7 +55,8 @@ def init_on_device(device: torch.device | str | int) -> Iterator[None]:
         TypeError, ValueError: for what is no device.
         ValueError: while building, for a parameter that cannot go to the meta device: a lazy one, which has no
             shape yet, a tensor subclass that wraps others, or one of which there are views already.
-        RuntimeError: inside a constructor that ``deferred_init`` runs.
+        RuntimeError: inside a constructor that ``deferred_init`` runs; while building, for a parameter that
+            transformers' ``from_pretrained`` has loaded.
     """
     target = _as_device(device)
     if is_recording():
@@ -111,6 +116,12 @@ class _MetaContext:
             return
         self._modules.add(module)
         if not parameter.is_meta:
+            if getattr(parameter, _INITIALISED, False):
+                raise RuntimeError(
+                    f"parameter {name} of {type(module).__name__} has the values of a checkpoint (from_pretrained?), "
+                    f"and init_on_device(torch.device('meta')) would throw them away. Build the model by its "
+                    f"constructor, CLASS(config), wrap it, and call nxdpp.load_pretrained(model, DIRECTORY)."
+                )
             _to_meta(parameter, f"{name} of {type(module).__name__}")
             self._parameters.append(parameter)
 

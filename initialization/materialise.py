@@ -180,9 +180,19 @@ class _Initialisation:
             lines.append(f"  and {len(left) - _SHOWN} more")
         raise RuntimeError(
             f"{len(left)} parameters or buffers are left without values by {self._who()}:\n" + "\n".join(lines) + "\n"
-            "Give a param_init_fn that writes them, give the modules a reset_parameters() that does, build the model "
-            "under nxdpp.init_on_device (which makes buffers at once) or with nxdpp.deferred_init, or load them with "
-            "nxdpp.load_pretrained."
+            f"{self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        build = (
+            "build the model with nxdpp.deferred_init, which does what its constructor does (nxdpp.init_on_device "
+            "makes buffers so), or load them with nxdpp.load_pretrained"
+        )
+        if self._function is None:
+            return f"Give the modules a reset_parameters() that writes them, or NxDPPModel a param_init_fn; {build}."
+        return (
+            f"It is called with each of these modules, and must write all that is the module's own, in place. Have it "
+            f"do so; or leave it out, and {build}."
         )
 
     def _refuse_others(self) -> None:

@@ -1,6 +1,6 @@
 """What stays true of a rank's part of the model whatever is done to it: replaced, moved, loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,8 +52,19 @@ class LocalUpkeep:
         What is on the meta device gets memory for what it is given. Raises ``RuntimeError``, before anything is
         changed, where an optimizer holds a parameter that is replaced.
         """
-        if not assign:
-            return self._load_in_place(state_dict, strict)
+        try:
+            return self._load_assigning(state_dict, strict) if assign else self._load_in_place(state_dict, strict)
+        except RuntimeError as error:
+            elsewhere = (set(state_dict) & set(self._root.state_dict())) - set(self._tree.state_dict())
+            if elsewhere:
+                error.add_note(
+                    f"{len(elsewhere)} of the {len(state_dict)} tensors given are of other stages: give this rank's "
+                    f"alone, those that local_state_dict() names; or have nxdpp.load_pretrained(model, directory) read "
+                    f"them from the files of the whole model."
+                )
+            raise
+
+    def _load_assigning(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         before = dict(self._tree.named_parameters(remove_duplicate=False))
         replaced = {name: old for name, old in before.items() if state_dict.get(name, old) is not old}
         check_no_optimizer_holds(replaced, "Make the optimizer after load_state_dict(assign=True).")
@@ -112,6 +123,15 @@ class LocalUpkeep:
             make_copies_equal(self._tree, self._tied.weights, steps.transport(device), control)
         replicas = parallel_state.get_data_parallel_group()
         check_replicas_have_equal_values(self._tree.named_parameters(), self._part.origin, replicas)
+
+
+def works_without_values(function: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether what ``Module.to``, ``cuda`` or ``half`` does to each tensor can be done on the meta device."""
+    try:
+        function(torch.empty(0, device="meta"))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _is_on_meta(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """What a user sees of a rank's part of a model: the names are those of the whole model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -54,6 +54,14 @@ class LocalView(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The same as ``local_state_dict``."""
         return self.local_module.state_dict(*args, **kwargs)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Not possible: raises ``RuntimeError``. What is in fresh memory would be trained on."""
+        raise RuntimeError(
+            "to_empty() would leave the parameters with whatever is in fresh memory: call move_model_to_device() or "
+            "materialise(), which initialise them, nxdpp.load_pretrained(model, directory), or load_state_dict, which "
+            "need no memory made before."
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Not how a pipeline runs: raises ``RuntimeError``."""

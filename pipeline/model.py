@@ -17,7 +17,7 @@ from nxdpp.pipeline.example_shapes import example_shapes
 from nxdpp.pipeline.fingerprint import parameter_lines
 from nxdpp.pipeline.local_module import owners_by_rank
 from nxdpp.pipeline.local_part import LocalPart
-from nxdpp.pipeline.local_upkeep import LocalUpkeep
+from nxdpp.pipeline.local_upkeep import LocalUpkeep, works_without_values
 from nxdpp.pipeline.local_view import LocalView
 from nxdpp.pipeline.loss import LossSpec, check_loss_spec
 from nxdpp.pipeline.mean_loss import mean_everywhere
@@ -331,6 +331,8 @@ class NxDPPModel(LocalView):
         return super().train(mode)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        if not works_without_values(fn):
+            self._check_materialised()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._after_move()
         return self

@@ -132,7 +132,10 @@ class SameStep:
         return _name(self._group, rank, "pipeline rank")
 
 
-_REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
+_REMEDY = (
+    "Wrap the same model with the same arguments on every rank of a pipeline, after the same torch.manual_seed(...), "
+    "and give all the same inputs."
+)
 
 
 def check_replicas(lines: Sequence[str], group: dist.ProcessGroup) -> None:
@@ -152,7 +155,8 @@ def check_replicas(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     raise RuntimeError(
         f"{second} has other parameters than {first}:\n"
         f"{_show(first, Fingerprint(*texts[0]), second, Fingerprint(*texts[other]))}"
-        f"Wrap the same model with the same arguments in every data-parallel replica."
+        f"Wrap the same model with the same arguments in every data-parallel replica, after the same "
+        f"torch.manual_seed(...)."
     )
 
 

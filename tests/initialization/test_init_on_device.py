@@ -1,6 +1,7 @@
 """``init_on_device``: parameters on meta at once, buffers with values, nothing left behind."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,6 +137,14 @@ def test_the_context_of_a_real_part() -> None:
     assert not any(parameter.is_meta for parameter in real.parameters())
     assert "_is_hf_initialized" in vars(real.get_submodule("lm_head"))
     assert both.get_parameter("1.weight").is_meta
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_what_a_checkpoint_gave_is_not_thrown_away(model_type: str, tmp_path: Path) -> None:
+    eager = build("causal-lm", model_type)
+    eager.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"would throw them away.*nxdpp\.load_pretrained"), init_on_device(META):
+        type(eager).from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("device", [None, 1.5, True, ["meta"]])

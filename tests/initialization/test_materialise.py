@@ -152,6 +152,7 @@ def test_what_nobody_initialises_is_named() -> None:
     assert "2 parameters or buffers are left without values" in str(caught.value)
     assert "1.bias of Bare: 5 of 5 elements" in str(caught.value)
     assert "1.mask of Bare: 16 of 16 elements" in str(caught.value)
+    assert "Give the modules a reset_parameters() that writes them" in str(caught.value)
     assert all(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
 
 
@@ -160,7 +161,10 @@ def test_half_a_parameter_is_not_enough() -> None:
         module.weight.data[0] = 1  # type: ignore[operator]
         module.bias.data.zero_()  # type: ignore[operator]
 
-    with pytest.raises(RuntimeError, match=r"left without values by param_init_fn:\n  weight of Linear: 4 of 6"):
+    expected = (
+        r"left without values by param_init_fn:\n  weight of Linear: 4 of 6 elements\nIt is called with each of these"
+    )
+    with pytest.raises(RuntimeError, match=expected):
         fill(on_meta(nn.Linear, 2, 3), half)
 
 

@@ -1,12 +1,13 @@
 """A model built without memory gets the same values however it is cut, and trains like any other."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, load_pretrained, parallel_state
 from nxdpp.initialization.deferred_init import deferred_init
 from tests.distributed import run_ranks
 from tests.pipeline.models import MODELS, gradient_differences, make, padded_batch, reference, train_in_one_process
@@ -90,6 +91,7 @@ def test_ranks_that_drew_from_different_seeds_are_told_apart(ranks: int) -> None
 
     for seed in (0, 1):
         assert f"rank {seed} (rank {seed}): initial values from torch.initial_seed() {seed}" in str(caught.value)
+    assert "after the same torch.manual_seed(...)" in str(caught.value)
 
 
 def guides_function(module: nn.Module) -> None:
@@ -225,7 +227,56 @@ def test_a_state_dict_fills_a_model_without_memory() -> None:
         wrapped.load_local_state_dict(part)
         wrapped.move_model_to_device()
 
+        with pytest.raises(RuntimeError, match="Unexpected key") as caught:
+            wrapped.load_state_dict(whole.state_dict())
+        others = len(whole.state_dict()) - len(part)
+        assert (
+            f"{others} of the {len(whole.state_dict())} tensors given are of other stages" in caught.value.__notes__[0]
+        )
         assert all(torch.equal(value, part[name]) for name, value in wrapped.local_state_dict().items())
         assert torch.equal(wrapped.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_what_needs_values_is_refused_without_them() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        wrapped = NxDPPModel(on_meta("llama"), num_microbatches=2)
+        with pytest.raises(RuntimeError, match=r"on the meta device and have no values \(model\.embed_tokens\.weight"):
+            wrapped.to("cpu")
+        with pytest.raises(RuntimeError, match=r"fresh memory: call move_model_to_device"):
+            wrapped.to_empty(device="cpu")
+        assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+
+        wrapped.to(torch.bfloat16).move_model_to_device()
+
+        assert {parameter.dtype for parameter in wrapped.local_parameters()} == {torch.bfloat16}
+        assert all(bool(parameter.isfinite().all()) for parameter in wrapped.local_parameters())
+        wrapped.to("cpu")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_model_that_is_wrapped_where_it_was_built(checkpoint: bool, tmp_path: Path) -> None:
+    """Inside of ``torch.device("meta")``."""
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        whole = make("llama")
+        whole.save_pretrained(tmp_path)
+        outside, expected = NxDPPModel(on_meta("llama"), num_microbatches=2), whole.state_dict()
+        torch.manual_seed(SEED)
+        with torch.device("meta"):
+            inside = NxDPPModel(MODELS["llama"](), num_microbatches=2)
+            if checkpoint:
+                load_pretrained(inside, tmp_path)
+            inside.move_model_to_device()
+        if not checkpoint:
+            outside.move_model_to_device()
+            expected = outside.local_state_dict()
+
+        assert all(torch.equal(value, expected[name]) for name, value in inside.local_state_dict().items())
+        assert torch.equal(inside.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
     finally:
         parallel_state.destroy_model_parallel()
