@@ -25,7 +25,8 @@ def print_table(console: Console, rows: Sequence[Row], session: Mapping[str, Any
     console.print(table)
     targets = [(row, verdict) for row in rows for verdict in row.verdicts if verdict.met is not None]
     missed = [(row, verdict) for row, verdict in targets if not verdict.met]
-    console.print(f"{len(targets) - len(missed)} of {len(targets)} targets are met.")
+    if targets:
+        console.print(f"{len(targets) - len(missed)} of {len(targets)} targets are met.")
     for row, verdict in missed:
         console.print(f"not met: {row.section}, {row.case}, {row.family}: {verdict_text(verdict)}")
 
