@@ -63,14 +63,17 @@ def initial_values(
             of another shape or dtype.
     """
     before = _tensors_at(root, places)
-    allocated = [allocate(place.meta) for place in places]
-    for place, tensor in zip(places, allocated, strict=True):
-        _put(root, place, tensor)
     try:
-        initialiser = _Initialisation(root, places, seed, param_init_fn)
-        initialiser.run()
-        made = zip(_tensors_at(root, places), allocated, strict=True)
-        return [value if value is own else take_the_place_of(own, value) for value, own in made], initialiser.has_drawn
+        # In any context: temporaries that are not on the CPU would draw from another generator, or from none.
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            allocated = [allocate(place.meta) for place in places]
+            for place, tensor in zip(places, allocated, strict=True):
+                _put(root, place, tensor)
+            initialiser = _Initialisation(root, places, seed, param_init_fn)
+            initialiser.run()
+            made = zip(_tensors_at(root, places), allocated, strict=True)
+            values = [value if value is own else take_the_place_of(own, value) for value, own in made]
+            return values, initialiser.has_drawn
     finally:
         for place, tensor in zip(places, before, strict=True):
             _put(root, place, tensor)
@@ -96,7 +99,7 @@ class _Initialisation:
         return self._streams.has_drawn
 
     def run(self) -> None:
-        with torch.no_grad(), MarkedMemory(), self._streams:
+        with MarkedMemory(), self._streams:
             if self._function is not None:
                 for name in self._modules(self._places):
                     self._call(name, self._function)

@@ -67,7 +67,9 @@ class NxDPPModel(LocalView):
             a ``torch.fx.Tracer`` class. By default ``"hf"``.
         param_init_fn: for a model on the meta device: a function of a module, or of a module and a device, that
             initialises the parameters and buffers that are this module's own. It is called, once the model is cut, for
-            each local module that has some. Without it a model of transformers is initialised by its
+            each local module that has some, with the CPU as the default device. What it draws by torch's default
+            generator does not depend on the partition; other random numbers (NumPy's, a generator of its own) are its
+            own affair. Without it a model of transformers is initialised by its
             ``_init_weights`` and other modules by their ``reset_parameters``, when ``materialise`` or
             ``move_model_to_device`` is called.
         trace_file_path: a file for a Chrome trace of what each rank did when, for Perfetto and ``python -m nxdpp

@@ -210,6 +210,21 @@ def test_what_a_function_wrote_is_not_written_again_for_a_buffer_that_it_left() 
     assert all(torch.equal(value, torch.full_like(value, 2.5)) for value in values.values())
 
 
+@pytest.mark.parametrize("surroundings", [lambda: torch.device("meta"), torch.inference_mode])
+def test_what_the_caller_is_in_does_not_matter(surroundings: Any) -> None:
+    def from_a_temporary(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.copy_(torch.randn(parameter.shape))
+
+    root = on_meta(lambda: nn.Sequential(nn.Linear(5, 7), Scale()))
+    with surroundings():
+        values = [fill(root), fill(root, from_a_temporary)]
+
+    for inside, outside in zip(values, [fill(root), fill(root, from_a_temporary)], strict=True):
+        assert all(torch.equal(value, outside[name]) for name, value in inside.items())
+        assert not any(value.is_inference() for value in inside.values())
+
+
 def test_memory_that_a_function_makes_has_no_values() -> None:
     garbage = [torch.full((300, 300), 7.0) for _ in range(8)]
     del garbage
