@@ -132,10 +132,7 @@ class SameStep:
         return _name(self._group, rank, "pipeline rank")
 
 
-_REMEDY = (
-    "Wrap the same model with the same arguments on every rank of a pipeline, after the same torch.manual_seed(...), "
-    "and give all the same inputs."
-)
+_REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
 
 
 def check_replicas(lines: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -91,7 +91,7 @@ def test_ranks_that_drew_from_different_seeds_are_told_apart(ranks: int) -> None
 
     for seed in (0, 1):
         assert f"rank {seed} (rank {seed}): initial values from torch.initial_seed() {seed}" in str(caught.value)
-    assert "after the same torch.manual_seed(...)" in str(caught.value)
+    assert "torch.manual_seed" in str(caught.value)
 
 
 def guides_function(module: nn.Module) -> None:
