@@ -103,9 +103,7 @@ class LocalPart:
         )
         replaced = {place.name: place.meta for place in places if isinstance(place.meta, nn.Parameter)}
         check_no_optimizer_holds(replaced, "Make the optimizer after move_model_to_device().")
-        # A caller may still be in the torch.device("meta") in which the model was built.
-        with torch.device("cpu"):
-            values, origin = self._values(places)
+        values, origin = self._values(places)
         if origin is not None and not is_loaded:
             self.origin = f"initial values from {origin}"
         replace_tensors([self.module, self._root], [place.meta for place in places], values)
