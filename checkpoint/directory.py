@@ -44,6 +44,8 @@ def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
     mapping = Mapping()
     # In this order the last one wins where two files have a tensor, as in from_pretrained.
     for name in sorted(set(files.values())):
+        if Path(name).name != name:
+            raise ValueError(f"{index} names {name}, which is not a file beside it. Download the checkpoint again.")
         path = index.parent / name
         if not path.is_file():
             raise ValueError(f"{index} names {name}, which is not there. Copy or download the missing file.")

@@ -131,4 +131,7 @@ class _Source:
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself, or, where it is on the meta device, another like it with memory."""
-    return dress(torch.empty_like(tensor, device="cpu", requires_grad=False), tensor) if tensor.is_meta else tensor
+    if not tensor.is_meta:
+        return tensor
+    with torch.inference_mode(False):
+        return dress(torch.empty_like(tensor, device="cpu", requires_grad=False), tensor)

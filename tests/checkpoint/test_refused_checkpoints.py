@@ -267,3 +267,13 @@ def test_weights_of_a_larger_model_with_files_of_it_left(sharded: Path, tmp_path
     load_pretrained(model, sharded)
 
     assert differing(model.local_state_dict(), make("llama").state_dict()) == []
+
+
+@pytest.mark.parametrize("elsewhere", ["../model.safetensors", "/tmp/model.safetensors"])
+def test_an_index_that_names_a_file_elsewhere(sharded: Path, elsewhere: str) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = elsewhere
+    index.write_text(json.dumps(content))
+
+    assert f"names {elsewhere}, which is not a file beside it" in refusal(sharded)

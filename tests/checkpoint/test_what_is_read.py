@@ -158,3 +158,12 @@ def test_a_layer_that_was_loaded_trains(tmp_path: Path) -> None:
 
     assert isinstance(loss, torch.Tensor)
     assert torch.equal(loss, expected.detach())
+
+
+def test_parameters_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    saved_by_transformers("llama", tmp_path)
+    model = wrap(on_meta("llama"), 1)
+    with torch.inference_mode():
+        load_pretrained(model, tmp_path)
+
+    assert not any(parameter.is_inference() for parameter in model.local_parameters())
