@@ -61,8 +61,9 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
     names = [_replaced[parameter] for parameter in _parameters_of(optimizer) if parameter in _replaced]
     if names:
         raise RuntimeError(
-            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that were replaced before it was "
-            f"made ({names[0]} is the first) and are not trained: give it what local_parameters() lists now."
+            f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
+            f"({names[0]} is the first): they were replaced, or are of other stages and kept in memory by it. "
+            f"Make it of local_parameters(), after wrapping, loading and move_model_to_device()."
         )
 
 

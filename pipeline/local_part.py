@@ -74,8 +74,11 @@ class LocalPart:
         first_names = _first_names(root)
         self.aliases = shared_names(root)
         elsewhere = names_elsewhere(owners, rank)
+        whole = dict(root.named_parameters())
         free_others(root, local, elsewhere)
         self.module = build_local_module(root, local, layers, elsewhere)
+        kept = set(map(id, self.module.parameters()))
+        watch_replaced({name: parameter for name, parameter in whole.items() if id(parameter) not in kept})
         self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
         self._built_without_memory = frozenset(self.without_values())
 

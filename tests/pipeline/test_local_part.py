@@ -280,3 +280,18 @@ def test_a_model_that_is_wrapped_where_it_was_built(checkpoint: bool, tmp_path: 
         assert torch.equal(inside.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def test_an_optimizer_made_before_wrapping_is_named_when_it_steps() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        model, other = make("llama"), make("llama")
+        early, elsewhere = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+        wrapped = NxDPPModel(model, num_microbatches=2)
+
+        with pytest.raises(RuntimeError, match=r"AdamW, holds 20 parameters that are not this rank's .*after wrapping"):
+            early.step()
+        torch.optim.AdamW(wrapped.local_parameters()).step()
+        elsewhere.step()
+    finally:
+        parallel_state.destroy_model_parallel()
