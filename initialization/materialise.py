@@ -23,7 +23,8 @@ from nxdpp.initialization.initialisers import (
 )
 from nxdpp.initialization.marked_memory import MarkedMemory
 from nxdpp.initialization.named_streams import NamedStreams
-from nxdpp.initialization.values import allocate, count_unwritten, take_the_place_of
+from nxdpp.initialization.recording import Recording
+from nxdpp.initialization.values import allocate, count_unwritten, dress, take_the_place_of
 
 _SHOWN = 8
 
@@ -51,12 +52,14 @@ def initial_values(
     places: Sequence[Place],
     seed: int,
     param_init_fn: ParameterInitialiser | None,
+    recording: Recording | None = None,
 ) -> tuple[list[torch.Tensor], bool]:
     """Values for ``places``, on the CPU, in their order, and whether random numbers went into them; not collective.
 
     ``root`` is the whole model; when this returns or raises it is as it was. Each module that has one of the places is
     given to ``param_init_fn``. Without one, models of transformers use their ``_init_weights``, other modules their
-    ``reset_parameters``; with one, these are asked for buffers that it left alone.
+    ``reset_parameters``; with one, buffers that it left alone are made as in the ``recording`` of the constructor, or
+    these are asked for them.
 
     Raises:
         RuntimeError: for tensors that nobody has initialised, or only in part, and for those that were replaced by one
@@ -69,7 +72,7 @@ def initial_values(
             allocated = [allocate(place.meta) for place in places]
             for place, tensor in zip(places, allocated, strict=True):
                 _put(root, place, tensor)
-            initialiser = _Initialisation(root, places, seed, param_init_fn)
+            initialiser = _Initialisation(root, places, seed, param_init_fn, recording)
             initialiser.run()
             made = zip(_tensors_at(root, places), allocated, strict=True)
             values = [value if value is own else take_the_place_of(own, value) for value, own in made]
@@ -81,9 +84,15 @@ def initial_values(
 
 class _Initialisation:
     def __init__(
-        self, root: nn.Module, places: Sequence[Place], seed: int, param_init_fn: ParameterInitialiser | None
+        self,
+        root: nn.Module,
+        places: Sequence[Place],
+        seed: int,
+        param_init_fn: ParameterInitialiser | None,
+        recording: Recording | None,
     ) -> None:
         self._root = root
+        self._recording = recording
         self._places = places
         self._function = param_init_fn
         self._huggingface = HuggingFaceInitialiser(root)
@@ -104,14 +113,22 @@ class _Initialisation:
                 for name in self._modules(self._places):
                     self._call(name, self._function)
                 self._refuse([place for place in self._left() if isinstance(place.meta, nn.Parameter)])
-                self._guard_what_is_written()
             else:
                 self._huggingface.run(set(self._modules(self._places)), self._done, self._streams.begin)
+        if self._function is not None:
+            self._take_what_is_recorded()
+            self._guard_what_is_written()
+        with MarkedMemory(), self._streams:
             # Children first: a parent may mean to change what they do.
             for name in reversed(self._modules_to_complete()):
                 self._complete(name)
         self._refuse(self._left())
         self._refuse_others()
+
+    def _take_what_is_recorded(self) -> None:
+        for place in self._left():
+            if self._recording is not None and self._recording.is_written(place.meta):
+                _put(self._root, place, dress(self._recording.materialise(place.meta), place.meta))
 
     def _guard_what_is_written(self) -> None:
         left = {place.name for place in self._left()}

@@ -68,8 +68,7 @@ class LocalPart:
         self._root = root
         self._seed = seed
         self._param_init_fn = param_init_fn
-        # A function of the user's is asked in place of the constructor.
-        self._recording = recording_of(root) if param_init_fn is None else None
+        self._recording = recording_of(root)
         # Now, while the model is whole: what is freed is no longer the same object.
         first_names = _first_names(root)
         self.aliases = shared_names(root)
@@ -117,15 +116,16 @@ class LocalPart:
         """Values for ``places``, and what random numbers they are from."""
         recorded = [place for place in places if self._is_recorded(place.meta)]
         others = [place for place in places if place not in recorded]
-        made, drawn = initial_values(self._root, others, self._seed, self._param_init_fn)
-        if self._recording is None:
+        made, drawn = initial_values(self._root, others, self._seed, self._param_init_fn, self._recording)
+        if self._recording is None or self._param_init_fn is not None:
             return made, f"torch.initial_seed() {self._seed}" if drawn else None
         values = dict(zip(others, made, strict=True))
         values |= {place: dress(self._recording.materialise(place.meta), place.meta) for place in recorded}
         return [values[place] for place in places], self._recording.origin
 
     def _is_recorded(self, tensor: torch.Tensor) -> bool:
-        if self._recording is None or not self._recording.knows(tensor):
+        # A function of the user's is asked in place of the constructor.
+        if self._recording is None or self._param_init_fn is not None or not self._recording.knows(tensor):
             return False
         # A parameter from torch.empty has no values; a buffer from there may be one that forward fills.
         return self._recording.is_written(tensor) or not isinstance(tensor, nn.Parameter)

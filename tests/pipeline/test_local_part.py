@@ -177,6 +177,36 @@ def test_a_rank_may_have_values_where_another_draws_them() -> None:
     assert run_ranks(2, step_partly_on_meta) == [True, False]
 
 
+class WithBuffer(nn.Module):
+    """Has a buffer that only its constructor knows how to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("scale", torch.rand(4) + torch.arange(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.get_buffer("scale")).sum()
+
+
+def test_a_function_leaves_buffers_to_the_recorded_constructor() -> None:
+    def ones(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
+    try:
+        torch.manual_seed(3)
+        wrapped = NxDPPModel(deferred_init(WithBuffer), nn.Linear, num_microbatches=2, param_init_fn=ones)
+        torch.manual_seed(3)
+        assert torch.equal(wrapped.get_buffer("scale"), WithBuffer().get_buffer("scale"))
+        assert torch.equal(wrapped.get_parameter("layers.1.weight"), torch.ones(4, 4))
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 class Unwritten(nn.Module):
     """Its weight has no values in one process either."""
 
