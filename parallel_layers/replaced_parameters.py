@@ -1,7 +1,8 @@
-"""Optimizers that hold parameters which are about to be replaced, or have been.
+"""Optimizers that hold parameters which are about to be replaced, or have been, or are of other stages.
 
-Such an optimizer goes on changing the old parameters, which nobody trains: no error, no learning. It is seen
-at the replacement where it is there by then; one that is made later, of parameters listed before, at its first step.
+Such an optimizer goes on changing parameters that nobody trains: no error, no learning. It is seen at the replacement
+where it is there by then; one that is made later, of parameters listed before, at its first step. So is one of the
+whole model from before it was wrapped, which keeps in memory what other stages hold.
 """
 
 import gc
