@@ -45,14 +45,13 @@ def call_param_init_fn(function: ParameterInitialiser, module: nn.Module) -> Non
         function(module, torch.device("cpu"))
 
 
-def reset_parameters(module: nn.Module) -> bool:
-    """Call the module's own ``reset_parameters``, or torch's ``_reset_parameters``; whether it has one."""
+def reset_parameters(module: nn.Module) -> None:
+    """Call the module's own ``reset_parameters``, or torch's ``_reset_parameters``, if it has one."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
             method()
-            return True
-    return False
+            return
 
 
 def has_own_tensors(module: nn.Module) -> bool:
