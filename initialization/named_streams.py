@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxdpp.initialization.written_tensors import written_tensors
+
 
 class NamedStreams(TorchDispatchMode):
     """While entered, random numbers on the CPU come from a stream of the tensor that they are written to.
@@ -51,7 +53,7 @@ class NamedStreams(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = _written_by(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         if any(_key(tensor) in self._guarded for tensor in written):
             return written[0] if len(func._schema.returns) == 1 else None
         self._written.update(map(_key, written))
@@ -91,19 +93,6 @@ class NamedStreams(TorchDispatchMode):
 def _stream_seed(seed: int, kind: str, name: str) -> int:
     digest = hashlib.blake2b(f"{seed} {kind} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that a call changes."""
-    if not func._schema.is_mutable:
-        return []
-    written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += [item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]
-    return written
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from nxdpp.initialization import random_draws, replay
 from nxdpp.initialization.tape import Draw, Generator, Step, Tape, View
+from nxdpp.initialization.written_tensors import written_tensors
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ class Recorder(TorchDispatchMode):
         if not known and not self._makes_deferred(function, tensors, keywords):
             return function(*arguments, **keywords)
         if _gives_no_tensors(function) or any(
-            not self.knows(tensor) for tensor in _changed(function, arguments, keywords)
+            not self.knows(tensor) for tensor in written_tensors(function, arguments, keywords)
         ):
             return function(*self._valued(arguments), **self._valued(keywords))
         return self._record(function, arguments, keywords)
@@ -88,7 +89,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run ``function`` without memory; a step of the tape where it makes or changes content."""
-        changed = _changed(function, arguments, keywords)
+        changed = written_tensors(function, arguments, keywords)
         draw = _draw(arguments, keywords) if random_draws.is_random(function) else None
         kept_arguments, kept_keywords = tree_map(self._kept, (arguments, _on(function, "cpu", keywords)))
         overwrites = self._overwrites(function, arguments, keywords)
@@ -184,17 +185,6 @@ class Recorder(TorchDispatchMode):
         reads_itself = any(self.tape.number_of(tensor) == view.storage for tensor in read)
         overlaps = torch._debug_has_internal_overlap(changed) == 1
         return frozenset([view.storage]) if covers and not reads_itself and not overlaps else frozenset()
-
-
-def _changed(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that ``function`` writes to."""
-    changed: list[torch.Tensor] = []
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = arguments[place] if place < len(arguments) else keywords.get(argument.name)
-        changed += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-    return changed
 
 
 def _gives_no_tensors(function: Any) -> bool:

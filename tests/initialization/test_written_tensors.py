@@ -1,0 +1,16 @@
+"""Which arguments an operation changes follows from its schema."""
+
+import torch
+
+from nxdpp.initialization.written_tensors import written_tensors
+
+aten = torch.ops.aten
+
+
+def test_the_changed_ones_are_found_by_place_and_by_name() -> None:
+    one, two = torch.ones(2), torch.ones(2)
+
+    assert written_tensors(aten.add.Tensor, (one, two), {}) == []
+    assert [id(t) for t in written_tensors(aten.add_.Tensor, (one, two), {})] == [id(one)]
+    assert [id(t) for t in written_tensors(aten.add.out, (one, one), {"out": two})] == [id(two)]
+    assert [id(t) for t in written_tensors(aten._foreach_zero_.default, ([one, two],), {})] == [id(one), id(two)]
