@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.in_process import LocalPipeline
 from nxdpp.pipeline.microbatch import split_inputs
+from tests.support.in_process import LocalPipeline
 
 TIED_ROUNDING = 1e-6
 

@@ -25,7 +25,7 @@ from rich.table import Table  # noqa: E402
 from torch import nn  # noqa: E402
 
 from nxdpp import NxDPPModel, parallel_state  # noqa: E402
-from tests.distributed import run_ranks  # noqa: E402
+from tests.support.run_ranks import run_ranks  # noqa: E402
 
 RANKS, PROFILED_RANK = 4, 1
 HIDDEN = (4, 128, 256)

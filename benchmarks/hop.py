@@ -22,7 +22,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.compare.layers import wake_up_in_time  # noqa: E402
 from nxdpp.parallel_layers import parallel_state  # noqa: E402
-from tests.distributed import run_ranks  # noqa: E402
+from tests.support.run_ranks import run_ranks  # noqa: E402
 
 IDLE_MS = (0, 5, 20)
 KIBIBYTES = (0.25, 512)

@@ -21,13 +21,13 @@ from rich.table import Table
 from torch import fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from nxdpp.pipeline.balance import LayerCost, balanced_cuts
-from nxdpp.pipeline.costs import count_costs
-from nxdpp.pipeline.layer_costs import layer_costs
-from nxdpp.pipeline.partition import even_cuts, stages_of_layers
-from nxdpp.pipeline.placement import place_nodes
-from nxdpp.pipeline.profile import profile_nodes
-from nxdpp.pipeline.split import StagePlan, build_stage, plan_stages
+from nxdpp.pipeline.cost.count import count_costs
+from nxdpp.pipeline.cost.layer_costs import layer_costs
+from nxdpp.pipeline.cost.measure import profile_nodes
+from nxdpp.pipeline.partition.assignment import place_nodes
+from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts
+from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
+from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.sizes import shapes_of

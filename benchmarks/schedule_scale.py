@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nxdpp.schedules.check import check
-from nxdpp.schedules.families import FAMILIES
+from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import simulate
 
 # Chunks a rank.

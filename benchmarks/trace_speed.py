@@ -17,11 +17,11 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.example_shapes import example_shapes
-from nxdpp.pipeline.local_module import build_local_module, free_others, local_names
-from nxdpp.pipeline.partition import even_cuts, stages_of_layers
-from nxdpp.pipeline.placement import layers_in_order
-from nxdpp.pipeline.programs import ProgramCache, Variant
+from nxdpp.pipeline.example_inputs import example_shapes
+from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names
+from nxdpp.pipeline.partition.assignment import layers_in_order
+from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
+from nxdpp.pipeline.stages.program_cache import ProgramCache, Variant
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.trace import TracingOptions
 

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxdpp.checkpoint.load import load_pretrained
-    from nxdpp.checkpoint.save import save_pretrained
+    from nxdpp.checkpoint.huggingface.load import load_pretrained
+    from nxdpp.checkpoint.huggingface.save import save_pretrained
     from nxdpp.initialization.deferred_init import deferred_init
     from nxdpp.initialization.init_on_device import init_on_device
     from nxdpp.parallel_layers import parallel_state
@@ -29,8 +29,8 @@ __all__ = [
 _HOMES = {
     "NxDPPModel": "nxdpp.pipeline.model",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
-    "load_pretrained": "nxdpp.checkpoint.load",
-    "save_pretrained": "nxdpp.checkpoint.save",
+    "load_pretrained": "nxdpp.checkpoint.huggingface.load",
+    "save_pretrained": "nxdpp.checkpoint.huggingface.save",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "init_on_device": "nxdpp.initialization.init_on_device",
 }

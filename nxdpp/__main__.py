@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxdpp.schedules import command, timeline_command
+from nxdpp.schedules.view import command, timeline_command
 
 if TYPE_CHECKING:
-    from nxdpp.pipeline.plan import StageSummary
+    from nxdpp.pipeline.planning.stage_summary import StageSummary
 
 _GIB = 2**30
 
@@ -73,8 +73,8 @@ def _count(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from nxdpp.pipeline.configured_model import build_on_meta, microbatch_on_meta, read_configuration
-    from nxdpp.pipeline.plan import summarise_stages
+    from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
+    from nxdpp.pipeline.planning.stage_summary import summarise_stages
 
     microbatches = options.num_microbatches
     batch = options.batch_size or microbatches

@@ -11,26 +11,26 @@ from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.parallel_layers import move_model_to_device, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.chosen_schedule import ChosenSchedule, Written
-from nxdpp.pipeline.chrome_trace import check_path
-from nxdpp.pipeline.example_shapes import example_shapes
-from nxdpp.pipeline.fingerprint import parameter_lines
-from nxdpp.pipeline.local_module import owners_by_rank
-from nxdpp.pipeline.local_part import LocalPart
-from nxdpp.pipeline.local_upkeep import LocalUpkeep, works_without_values
-from nxdpp.pipeline.local_view import LocalView
-from nxdpp.pipeline.loss import LossSpec, check_loss_spec
-from nxdpp.pipeline.mean_loss import mean_everywhere
+from nxdpp.pipeline.agreement.fingerprint import parameter_lines
+from nxdpp.pipeline.agreement.same_step import check_replicas
+from nxdpp.pipeline.cost.balanced_partition import check_partition, cuts_by_cost
+from nxdpp.pipeline.example_inputs import example_shapes
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.tied_weights import TiedGradients
+from nxdpp.pipeline.local.tree import owners_by_rank
+from nxdpp.pipeline.local.upkeep import LocalUpkeep, works_without_values
+from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
-from nxdpp.pipeline.partition import check_cuts, even_cuts, stages_of_layers
-from nxdpp.pipeline.partition_by_cost import check_partition, cuts_by_cost
-from nxdpp.pipeline.placement import layers_in_order
+from nxdpp.pipeline.partition.assignment import layers_in_order
+from nxdpp.pipeline.partition.cuts import check_cuts, even_cuts, stages_of_layers
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
-from nxdpp.pipeline.program import RankProgram
-from nxdpp.pipeline.programs import ProgramCache, TracedVariant, Variant, fill_output
-from nxdpp.pipeline.same_graph import check_replicas
-from nxdpp.pipeline.steps import Steps
-from nxdpp.pipeline.tied_weights import TiedGradients
+from nxdpp.pipeline.runtime.mean_loss import mean_everywhere
+from nxdpp.pipeline.runtime.step_runner import Steps
+from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
+from nxdpp.pipeline.stages.program import RankProgram
+from nxdpp.pipeline.stages.program_cache import ProgramCache, TracedVariant, Variant, fill_output
+from nxdpp.pipeline.timeline.chrome_trace import check_path
+from nxdpp.schedules.chosen import ChosenSchedule, Written
 from nxdpp.tracing.huggingface import refuse_packed_positions
 from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
 from nxdpp.tracing.trace import TracingOptions

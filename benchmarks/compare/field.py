@@ -11,7 +11,7 @@ from benchmarks.compare.job import Job
 from benchmarks.compare.ours import Ours
 from benchmarks.compare.peer import SCHEDULES, Peer
 from benchmarks.compare.session import Effort
-from nxdpp.schedules.families import find_family
+from nxdpp.schedules.families.registry import find_family
 
 
 class Entry(NamedTuple):

@@ -16,7 +16,7 @@ from benchmarks.compare.job import Job, run_one_process
 from benchmarks.compare.rows import Row, Verdict, measured_row, median
 from benchmarks.compare.session import Effort
 from nxdpp.parallel_layers import parallel_state
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 SECTION = "llama"
 RANKS = (2, 4)

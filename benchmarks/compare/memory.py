@@ -18,9 +18,9 @@ from benchmarks.compare.rows import Row, Verdict, measured_row
 from benchmarks.compare.session import Effort
 from benchmarks.compare.stacks import stack_job
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.schedules.families import find_family
+from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.simulate import live_peaks
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 SECTION = "memory"
 RANKS = 4

@@ -11,8 +11,8 @@ from benchmarks.compare.rows import Row, Verdict, measured_row, median
 from benchmarks.compare.session import Effort
 from benchmarks.compare.stacks import stack_job
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.schedules.families import FAMILIES, find_family
-from tests.distributed import run_ranks
+from nxdpp.schedules.families.registry import FAMILIES, find_family
+from tests.support.run_ranks import run_ranks
 
 SECTION = "overhead"
 RANKS = (2, 4)

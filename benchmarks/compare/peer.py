@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.compare.contender import PEER, Contender
 from benchmarks.compare.job import Job
-from nxdpp.schedules.families import find_family
+from nxdpp.schedules.families.registry import find_family
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 
 import torch  # isort: skip
 import transformers  # noqa: F401  # isort: skip

@@ -20,7 +20,7 @@ from benchmarks.compare.session import Effort, describe_session
 from benchmarks.compare.stacks import stack_job
 from benchmarks.compare.table import print_markdown, print_table, read_rows, rows_as_json
 from nxdpp.parallel_layers import parallel_state
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 
 def test_a_sleeping_layer_sleeps_once_for_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

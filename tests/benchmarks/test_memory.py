@@ -10,12 +10,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.resident import weights
-from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.resident.processes import run_alone
 from benchmarks.resident.program import owned_bytes
 from benchmarks.resident.published import llama_small
 from benchmarks.resident.rows import Row, own_limit, rows_as_json
 from benchmarks.resident.table import cells
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 
 MEGABYTE = 10**6
 SMALL = LlamaConfig(

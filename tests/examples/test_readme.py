@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed import run_ranks
 from tests.examples.tiny import TINY_LLAMA
+from tests.support.run_ranks import run_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 

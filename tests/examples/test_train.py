@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed import run_ranks
 from tests.examples.tiny import TINY_LLAMA
+from tests.support.run_ranks import run_ranks
 
 TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
 STEPS, BATCH, LENGTH, MICROBATCHES, RATE, SEED = 6, 8, 32, 2, 3e-3, 5

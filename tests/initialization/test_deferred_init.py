@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional, init
 from torch.nn.utils import parametrizations
 
-from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
 from nxdpp import deferred_init
 from nxdpp.initialization.recording import recording_of
 from tests.initialization.eager_and_deferred import check
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(30, 17),

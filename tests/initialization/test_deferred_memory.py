@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
 from nxdpp import deferred_init
-from tests.distributed import run_ranks
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
+from tests.support.run_ranks import run_ranks
 
 LAYERS, WIDTH = 80, 512
 ALLOWED_BYTES = 30 * 2**20

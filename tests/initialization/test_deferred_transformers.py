@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from benchmarks.zoo_models import build
 from tests.initialization.eager_and_deferred import check
+from tests.zoo import build
 
 TYPES = {
     "causal-lm": (

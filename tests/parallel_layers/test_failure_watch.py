@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 PROGRAM = str(Path(__file__).with_name("watched_program.py"))
 RANKS = 3

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from nxdpp.parallel_layers.first_rank import from_first_rank
 from nxdpp.parallel_layers.parallel_state import initialize_model_parallel
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 
 def ask(rank: int) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 SHAPES = ((7,), (3, 5), (), (40, 10), (1,), (0, 4), (16, 2, 2))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import parallel_state
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 GETTERS = (
     "get_data_parallel_size",

@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from nxdpp.parallel_layers import move_model_to_device, replaced_parameters
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
-from tests.distributed import run_ranks
+from tests.support.run_ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

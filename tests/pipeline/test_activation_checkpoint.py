@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
-from tests.distributed import run_ranks
-from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
 
 
 class Counter:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline import arguments
 from nxdpp.tracing.kinds import InputKind
-from tests.tracing.traced_models import PlainModel, make_model
+from tests.support.traced_models import PlainModel, make_model
 
 TOKENS = InputKind(2, torch.int64)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import T5Config, T5ForConditionalGeneration
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from tests.distributed import run_ranks
-from tests.pipeline.models import MODELS, make, padded_batch
+from tests.support.models import MODELS, make, padded_batch
+from tests.support.run_ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_a_trace_of_steps_is_refused(tmp_path: Path) -> None:
 
 
 def test_plans_are_made_in_it() -> None:
-    from nxdpp.pipeline.plan import summarise_stages
+    from nxdpp.pipeline.planning.stage_summary import summarise_stages
 
     parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
     stages = summarise_stages(make("llama"), padded_batch(1), 2, 4)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.distributed import run_ranks
-from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
 
 # Fewer microbatches than stages, as many, and more.
 MICROBATCHES = {1: (1, 2, 5), 2: (1, 2, 6), 3: (2, 3, 7), 4: (3, 4, 8)}

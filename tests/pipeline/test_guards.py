@@ -13,8 +13,8 @@ import torch
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.microbatch import split_inputs
-from tests.distributed import run_ranks
-from tests.pipeline.models import gradient_differences, make, padded_batch, reference
+from tests.support.models import gradient_differences, make, padded_batch, reference
+from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 2
 ROWS, LENGTH = 4, 10

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
-from tests.distributed import run_ranks
-from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
 
 HEADS = {"llama": {"model.norm.weight", "lm_head.weight"}, "gpt2": {"transformer.ln_f.weight", "transformer.ln_f.bias"}}
 

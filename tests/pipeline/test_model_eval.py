@@ -7,8 +7,8 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.distributed import run_ranks
-from tests.pipeline.models import make, microbatches, padded_batch, reference
+from tests.support.models import make, microbatches, padded_batch, reference
+from tests.support.run_ranks import run_ranks
 
 
 def evaluate(rank: int, name: str) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
-from nxdpp.pipeline.transport import Direction, Transport
-from tests.distributed import run_ranks
-from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from nxdpp.pipeline.p2p.transport import Direction, Transport
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
 
 
 def start(stages: int) -> None:

@@ -8,9 +8,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.transport import Transport
-from tests.distributed import run_ranks
-from tests.pipeline.models import (
+from nxdpp.pipeline.p2p.transport import Transport
+from tests.support.models import (
     gradient_differences,
     llama,
     make,
@@ -19,6 +18,7 @@ from tests.pipeline.models import (
     reference,
     train_in_one_process,
 )
+from tests.support.run_ranks import run_ranks
 
 STAGES = 3
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.distributed import run_ranks
-from tests.pipeline.models import llama, make, padded_batch, reference
+from tests.support.models import llama, make, padded_batch, reference
+from tests.support.run_ranks import run_ranks
 
 
 def start(stages: int) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline import tied_copies
-from tests.distributed import run_ranks
-from tests.pipeline.models import make, padded_batch, reference
-from tests.pipeline.test_tied_weights import Block, SeveralTies
+from nxdpp.pipeline.local import tied_copies
+from tests.pipeline.local.test_tied_weights import Block, SeveralTies
+from tests.support.models import make, padded_batch, reference
+from tests.support.run_ranks import run_ranks
 
 
 def start(stages: int) -> None:

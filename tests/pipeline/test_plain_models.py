@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.loss import pick_loss
+from nxdpp.pipeline.stages.loss import pick_loss
 from nxdpp.tracing.containers import flatten
-from tests.distributed import run_ranks
-from tests.pipeline import plain_models as models
-from tests.pipeline.plain_models import WIDTH, Block
+from tests.support import plain_models as models
+from tests.support.plain_models import WIDTH, Block
+from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 4
 

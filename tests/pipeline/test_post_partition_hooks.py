@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from nxdpp import NxDPPModel, deferred_init, load_pretrained, parallel_state
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.post_partition_hooks import checked_hooks
-from tests.distributed import run_ranks
-from tests.pipeline.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
 
 Change = Callable[[nn.Module], None]
 Place = Callable[[NxDPPModel], nn.Module]

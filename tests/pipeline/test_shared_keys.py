@@ -6,8 +6,7 @@ import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
-from tests.distributed import run_ranks
-from tests.pipeline.models import (
+from tests.support.models import (
     VOCABULARY,
     gradient_differences,
     microbatches,
@@ -15,6 +14,7 @@ from tests.pipeline.models import (
     reference,
     train_in_one_process,
 )
+from tests.support.run_ranks import run_ranks
 
 COUNT = 4
 

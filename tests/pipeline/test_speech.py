@@ -7,7 +7,7 @@ import torch
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from benchmarks.comparison import distance
-from benchmarks.in_process import LocalPipeline
+from tests.support.in_process import LocalPipeline
 
 
 def whisper() -> WhisperForConditionalGeneration:

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.distributed import run_ranks
-from tests.pipeline.plain_models import WIDTH, Base, Block
+from tests.support.plain_models import WIDTH, Base, Block
+from tests.support.run_ranks import run_ranks
 
 
 def by_sign(hidden: torch.Tensor) -> torch.Tensor:

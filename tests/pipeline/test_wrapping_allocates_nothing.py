@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.resident.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.resident.published import llama_3_1_405b
 from nxdpp import NxDPPModel, parallel_state
-from tests.distributed import run_ranks
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
+from tests.support.run_ranks import run_ranks
 
 RANKS = 16
 ALLOWED_BYTES = 100 * 2**20

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from nxdpp.schedules.actions import Schedule
-from nxdpp.schedules.families import FAMILIES
-from nxdpp.schedules.forward_only import forward_only
-from nxdpp.schedules.lowering import StageEdge
+from nxdpp.schedules.families.forward_only import forward_only
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.lowering import StageEdge
 from nxdpp.schedules.placement import Placement
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule, parse_action
 from nxdpp.schedules.check import ScheduleError, Sizes, check
-from nxdpp.schedules.families import FAMILIES
+from nxdpp.schedules.families.registry import FAMILIES
 
 GOOD = ["0F0 0F1 0B0 0I1 0W1", "1F0 1B0 1F1 1I1 1W1"]
 

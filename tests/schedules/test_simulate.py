@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdpp.schedules.families import FAMILIES
+from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import simulate
 from nxdpp.schedules.written import parse_schedule
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nxdpp.schedules.check import ScheduleError
-from nxdpp.schedules.families import FAMILIES
+from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.written import parse_schedule, read_schedule
 
 RANKS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]

@@ -5,8 +5,8 @@ import torch
 
 from nxdpp.tracing.assertions import is_assertion
 from nxdpp.tracing.errors import TracingError
-from tests.pipeline.chained_stages import ChainedStages
-from tests.tracing.traced_models import Asserts, PlainLayer, PlainModel, options_for, trace_with
+from tests.support.chained_stages import ChainedStages
+from tests.support.traced_models import Asserts, PlainLayer, PlainModel, options_for, trace_with
 
 X = torch.ones(3, 4)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp.tracing.errors import TracingError
-from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 
 class Prepared(PlainModel):

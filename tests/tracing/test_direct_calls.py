@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 
 class CallsForward(PlainModel):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.huggingface import refuse_packed_positions
-from tests.tracing.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
+from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
 
 LAYER_PREFIX = {
     "llama": "model.layers",

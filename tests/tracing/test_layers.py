@@ -9,7 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nxdpp.tracing.layers import find_layer_classes, layer_names, resolve_classes
-from tests.tracing.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_model
+from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_model
 
 DECLARED = {
     "llama": "LlamaDecoderLayer",

@@ -11,7 +11,7 @@ from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.none_tests import compared_with_none
 from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import TracedModel, trace
-from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 
 class Embedding(nn.Module):

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.opaque import recorded
 from nxdpp.tracing.trace import TracingOptions, trace
-from tests.tracing.traced_models import run_graph
+from tests.support.traced_models import run_graph
 
 CONFIG = LlamaConfig(num_hidden_layers=1)
 CONFIG._attn_implementation = "sdpa"

@@ -9,8 +9,8 @@ import torch
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.proxy import assign_item
 from nxdpp.tracing.trace import trace
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 from tests.tracing.test_constructors import Prepared
-from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 
 def _assigns(hidden: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.random_numbers import refused_random_numbers
-from tests.tracing.traced_models import PlainLayer, PlainModel, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 DRAWS: dict[str, Callable[[], float]] = {
     "random.random": lambda: random.random(),

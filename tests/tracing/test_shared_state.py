@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
-from tests.tracing.traced_models import run_graph
+from tests.support.traced_models import run_graph
 
 INPUTS = {"x": InputKind(2, torch.float32)}
 

@@ -13,7 +13,7 @@ from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.kinds import InputKind
 from nxdpp.tracing.sizes import Sizes, shapes_of
 from nxdpp.tracing.trace import TracedModel, trace
-from tests.tracing.traced_models import PlainLayer, options_for, run_graph, trace_with
+from tests.support.traced_models import PlainLayer, options_for, run_graph, trace_with
 
 WIDTH = 8
 

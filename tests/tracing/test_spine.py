@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.spine import SpineTracer, sources, spine_names
-from tests.tracing.traced_models import PlainLayer, PlainModel, make_model, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, make_model, options_for, trace_with
 
 
 def test_the_ancestors_of_the_layers() -> None:

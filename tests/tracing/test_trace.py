@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.trace import TracingOptions
-from tests.tracing.traced_models import (
+from tests.support.traced_models import (
     PlainLayer,
     PlainModel,
     make_inputs,

@@ -1,0 +1,98 @@
+"""What does not fit between a checkpoint and a model, in one error."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nxdpp.checkpoint.files.stored_tensor import StoredTensor
+from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
+
+_SHOWN = 10
+
+
+@dataclass
+class Fit:
+    """How a checkpoint fits a model.
+
+    ``provided`` gives the conversion that makes each tensor of the model; the others are lists for people.
+    ``missing`` names tensors of the model, ``unexpected`` those of the checkpoint.
+    """
+
+    provided: dict[str, Conversion] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+
+
+def fit(
+    model: nn.Module,
+    expected: Mapping[str, torch.Tensor],
+    tied_names: Sequence[Sequence[str]],
+    stored: Mapping[str, StoredTensor],
+    plan: LoadingPlan,
+) -> Fit:
+    """What ``plan`` makes of the ``stored`` tensors, compared with the ``expected`` state dict of ``model``.
+
+    Conversions run on the meta device: no values are read. Of ``tied_names``, which are one tensor each, a
+    checkpoint needs one. What ``model`` says may be missing or unexpected is left out.
+    """
+    found = Fit()
+    unexpected = dict(plan.unexpected)
+    for conversion in plan.conversions:
+        try:
+            made = conversion.convert(lambda name: stored[name].on_meta(), model)
+        except Exception as error:
+            shapes = ", ".join(f"{name} {list(stored[name].shape)}" for name in conversion.names[:_SHOWN])
+            found.misshaped.append(f"{conversion.first} (cannot be made of {shapes}: {error})")
+            found.provided[conversion.first] = conversion
+            continue
+        for name, tensor in made.items():
+            if name not in expected:
+                unexpected[name] = conversion.names[0]
+                continue
+            found.provided[name] = conversion
+            if tensor.shape != expected[name].shape:
+                shapes = f"{list(tensor.shape)} in the checkpoint, {list(expected[name].shape)} in the model"
+                found.misshaped.append(f"{name} ({shapes})")
+    missing = expected.keys() - found.provided.keys()
+    for names in tied_names:
+        if any(name in found.provided for name in names):
+            missing -= set(names)
+    missing, unexpected = _not_ignored(model, missing, unexpected)
+    found.missing = [name for name in expected if name in missing]
+    found.unexpected = list(dict.fromkeys(unexpected.values()))
+    return found
+
+
+def check_fits(found: Fit, model: nn.Module, directory: Path) -> None:
+    """Raise one ``ValueError`` with the names of all that is missing, unexpected or of another shape."""
+    kinds = {"missing": found.missing, "unexpected": found.unexpected, "of another shape": found.misshaped}
+    if not any(kinds.values()):
+        return
+    counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items())
+    lists = "".join(f"\n  {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+    raise ValueError(
+        f"the tensors in {directory} are not those of this {type(model).__name__}: {counts}.{lists}\n"
+        f"Nothing was loaded. Wrap a model of the class and the configuration of the checkpoint; to change its class, "
+        f"load it with transformers' CLASS.from_pretrained once and save that model."
+    )
+
+
+def _not_ignored(model: nn.Module, missing: set[str], unexpected: dict[str, str]) -> tuple[set[str], dict[str, str]]:
+    if not isinstance(model, PreTrainedModel):
+        return missing, unexpected
+    information: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(information)
+    kept = {name: source for name, source in unexpected.items() if name in information.unexpected_keys}
+    return information.missing_keys, kept
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,1 @@
+"""Verification that all ranks run the same program."""

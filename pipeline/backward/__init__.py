@@ -1,0 +1,1 @@
+"""Backward passes on autograd's own graph, full or split."""

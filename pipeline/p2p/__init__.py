@@ -1,0 +1,1 @@
+"""Point-to-point transfer of tensors between ranks."""

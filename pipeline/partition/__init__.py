@@ -1,0 +1,1 @@
+"""Assignment of layers, graph nodes and parameters to stages."""

@@ -1,0 +1,1 @@
+"""The command ``python -m nxdpp plan``: stages of a configuration, without memory."""

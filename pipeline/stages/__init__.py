@@ -1,0 +1,1 @@
+"""Stage modules, made from the traced graph."""

@@ -1,0 +1,196 @@
+"""From one graph to a graph for each stage, over the original modules.
+
+An edge of the graph that crosses from one stage to a later one is a value to send. What follows from the inputs
+alone is copied into each stage that uses it; where such a node asks for the shape, dtype or device of a
+value of an earlier stage, the stage is given an empty stand-in for it::
+
+    stage 0                                  stage 1
+    input_ids ── embed_tokens ── layers.0 ─────────▶ layers.1 ── norm ── lm_head ── loss
+        │             └─ mask ──────┘     (sent)       │
+        │             └╌╌╌╌╌╌╌╌╌╌╌╌ (metadata only) ╌╌▶ mask
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx, nn
+
+from nxdpp.pipeline.stages.in_place_guard import Watch, may_change_arguments
+from nxdpp.tracing.assertions import is_assertion
+from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.uses import changed_buffers, metadata_arguments
+
+
+@dataclass
+class StagePlan:
+    """What one stage computes, takes and gives; every value is named by its node in the traced graph."""
+
+    stage: int
+    inputs: list[str] = field(default_factory=list)  # inputs of the model
+    received: dict[str, int] = field(default_factory=dict)  # value -> the stage that makes it
+    stand_ins: dict[str, int] = field(default_factory=dict)  # value of which only metadata is used -> its maker
+    sent: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that receive it
+    described: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that stand in for it
+    results: list[str] = field(default_factory=list)  # values of the model's output, on the last stage
+    nodes: set[fx.Node] = field(default_factory=set)
+    elsewhere: set[fx.Node] = field(default_factory=set)  # of the nodes, those of which a later stage has a copy
+
+    @property
+    def made(self) -> list[str]:
+        """The values that other stages or the caller want of this one, each once."""
+        return list(dict.fromkeys([*self.sent, *self.described, *self.results]))
+
+    @property
+    def makers(self) -> list[int]:
+        """The stages that this one takes values or their descriptions from."""
+        return sorted({*self.received.values(), *self.stand_ins.values()})
+
+    @property
+    def users(self) -> list[int]:
+        """The stages that take values of this one, or their descriptions."""
+        return sorted({stage for stages in (*self.sent.values(), *self.described.values()) for stage in stages})
+
+
+def plan_stages(
+    traced: TracedModel,
+    root: nn.Module,
+    placed: Mapping[fx.Node, int],
+    results: Sequence[fx.Node],
+    stages: int,
+) -> list[StagePlan]:
+    """The plan of each stage, so that the last one ends with the values ``results`` of the graph.
+
+    Nodes that no result needs are left out, unless they change buffers or check an assertion of the model. Raises
+    ``ValueError`` where a stage needs a value of a later one.
+    """
+    plans = [StagePlan(stage) for stage in range(stages)]
+    plans[-1].results = [node.name for node in results]
+    by_name = {node.name: node for node in traced.graph.nodes}
+    for plan in reversed(plans):
+        wanted = [by_name[name] for name in plan.made]
+        if plan.stage == stages - 1:
+            wanted = list(results)
+        wanted += [node for node, stage in placed.items() if stage == plan.stage and _changes_buffers(node, root)]
+        wanted += [n for n in traced.graph.nodes if is_assertion(n) and placed.get(n, 0) == plan.stage]
+        _collect(plan, plans, wanted, root, placed)
+        for name in plan.received.keys() & plan.stand_ins.keys():
+            _drop_stand_in(plan, plans, name)
+    later: set[fx.Node] = set()
+    for plan in reversed(plans):
+        plan.elsewhere = plan.nodes & later
+        later |= plan.nodes
+    for plan in plans:
+        plan.inputs = [name for name in traced.inputs if any(n.target == name for n in plan.nodes)]
+    return plans
+
+
+def build_stage(plan: StagePlan, traced: TracedModel, root: nn.Module, placed: Mapping[fx.Node, int]) -> fx.GraphModule:
+    """A module that maps the stage's inputs, received values and stand-ins, in this order, to ``plan.made``."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    stand_ins: dict[fx.Node, fx.Node] = {}
+    by_name = {node.name: node for node in traced.graph.nodes}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder" and node.target in plan.inputs:
+            copies[node] = graph.placeholder(f"input_{node.target}")
+    for name in plan.received:
+        copies[by_name[name]] = graph.placeholder(f"received_{name}")
+    for name in plan.stand_ins:
+        stand_ins[by_name[name]] = graph.placeholder(f"stand_in_{name}")
+    over_all, over_one = Watch(graph), Watch(graph)
+    for name in _on_several_stages(plan, root, placed):
+        over_all.begin_buffers(root.get_submodule(name), name)
+    for name in plan.received:
+        if by_name[name] in plan.elsewhere:
+            over_all.begin(copies[by_name[name]], by_name[name])
+    for node in traced.graph.nodes:
+        if node in plan.nodes and node not in copies:
+            if node in placed and may_change_arguments(node, root):
+                for argument in node.all_input_nodes:
+                    if argument in copies and _follows_from_shared(argument, plan, placed):
+                        over_one.begin(copies[argument], argument, node)
+            copies[node] = _copy(graph, node, copies, stand_ins)
+            over_one.end()
+    over_all.end()
+    graph.output(tuple(copies[by_name[name]] for name in plan.made))
+    return fx.GraphModule(root, graph, class_name=f"Stage{plan.stage}")
+
+
+def _changes_buffers(node: fx.Node, root: nn.Module) -> bool:
+    return node.op == "call_module" and bool(changed_buffers(root.get_submodule(str(node.target))))
+
+
+def _collect(
+    plan: StagePlan,
+    plans: list[StagePlan],
+    wanted: list[fx.Node],
+    root: nn.Module,
+    placed: Mapping[fx.Node, int],
+) -> None:
+    pending = list(wanted)
+    while pending:
+        node = pending.pop()
+        maker = placed.get(node, plan.stage)
+        if maker != plan.stage:
+            _request(plan, plans[maker], node.name, plan.received, plans[maker].sent)
+            plan.nodes.add(node)
+            continue
+        if node in plan.nodes:
+            continue
+        plan.nodes.add(node)
+        of_metadata = metadata_arguments(node, root)
+        for argument in node.all_input_nodes:
+            maker = placed.get(argument, plan.stage)
+            if argument in of_metadata and maker != plan.stage:
+                _request(plan, plans[maker], argument.name, plan.stand_ins, plans[maker].described)
+            else:
+                pending.append(argument)
+
+
+def _on_several_stages(plan: StagePlan, root: nn.Module, placed: Mapping[fx.Node, int]) -> list[str]:
+    """Modules that this stage and others run, and that might change their buffers."""
+    stages: dict[str, set[int]] = {}
+    for node, stage in placed.items():
+        if _changes_buffers(node, root):
+            stages.setdefault(str(node.target), set()).add(stage)
+    return [name for name, held in stages.items() if len(held) > 1 and plan.stage in held]
+
+
+def _follows_from_shared(value: fx.Node, plan: StagePlan, placed: Mapping[fx.Node, int]) -> bool:
+    """Whether ``value`` is computed on every stage, and it or what it may be a view of is on a later one, too."""
+    pending, seen = [value], set()
+    while pending:
+        node = pending.pop()
+        if node in seen or node in placed:
+            continue
+        seen.add(node)
+        if node in plan.elsewhere:
+            return True
+        pending += node.all_input_nodes
+    return False
+
+
+def _request(plan: StagePlan, maker: StagePlan, name: str, taken: dict[str, int], given: dict[str, list[int]]) -> None:
+    if name in taken:
+        return
+    if maker.stage > plan.stage:
+        raise ValueError(
+            f"stage {plan.stage} needs the value {name} of the later stage {maker.stage}. Cut elsewhere "
+            f"(pipeline_cuts), or wrap the model with input_names=[...] naming all inputs that will be used."
+        )
+    taken[name] = maker.stage
+    given.setdefault(name, []).append(plan.stage)
+
+
+def _drop_stand_in(plan: StagePlan, plans: list[StagePlan], name: str) -> None:
+    described = plans[plan.stand_ins.pop(name)].described
+    described[name].remove(plan.stage)
+    if not described[name]:
+        del described[name]
+
+
+def _copy(
+    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], stand_ins: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    # A value that is here for its data serves for its metadata too.
+    return graph.node_copy(node, lambda old: copies[old] if old in copies else stand_ins[old])

@@ -1,0 +1,1 @@
+"""Recording of steps and their Chrome trace."""

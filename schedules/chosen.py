@@ -1,0 +1,111 @@
+"""What ``schedule`` and ``virtual_pipeline_size`` ask for: which rank has which stage, and what it does when."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.check import check
+from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.families.forward_only import forward_only
+from nxdpp.schedules.families.registry import find_family
+from nxdpp.schedules.placement import ListedPlacement, Placement
+from nxdpp.schedules.written import parse_schedule, read_schedule
+
+# A schedule of the user's own: a CSV file, or the actions of each rank.
+Written = str | Path | Sequence[Sequence[str]]
+
+
+class ChosenSchedule:
+    """The schedule of a pipeline.
+
+    Args:
+        schedule: the name of a family, the path of a CSV file, the actions of each rank, or ``None`` for 1F1B, which
+            with several chunks is interleaved.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        chunks: stages a rank (``virtual_pipeline_size``); 1 leaves it to the schedule, which
+            has two where stages are interleaved or in a V.
+
+    Raises ``ValueError`` for a schedule that does not exist, cannot run, or is for other numbers.
+    """
+
+    def __init__(self, schedule: Written | None, ranks: int, microbatches: int, chunks: int) -> None:
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ValueError(f"virtual_pipeline_size={chunks!r} must be a whole number of at least 1.")
+        self.ranks = ranks
+        self.microbatches = microbatches
+        self._family: Family | None = None
+        self._written: Schedule = []
+        if schedule is None:
+            schedule = "1f1b" if chunks == 1 else "interleaved"
+        if isinstance(schedule, str) and not schedule.endswith(".csv"):
+            self._family = find_family(schedule)
+            self.name = schedule
+            wanted = None if chunks == 1 else chunks
+            self.placement: Placement | ListedPlacement = self._family.placement(ranks, wanted)
+        else:
+            is_file = isinstance(schedule, str | Path)
+            if not is_file:
+                _check_lists(schedule)
+            self._written = read_schedule(Path(schedule)) if is_file else parse_schedule(schedule)  # type: ignore[arg-type]
+            # Ranks with other lists would wait for each other; where the file lies is nobody's business.
+            self.name = f"written: {[' '.join(map(str, actions)) for actions in self._written]}"
+            self.placement = self._placement_of_written(chunks)
+
+    @cached_property
+    def training(self) -> Schedule:
+        """The compute actions of each rank in ``run_train``."""
+        if self._family is None:
+            return self._written
+        return self._family.build(self.ranks, self.microbatches, self.placement.chunks)
+
+    @cached_property
+    def evaluation(self) -> Schedule:
+        """Those in ``run_eval``: forwards alone."""
+        if isinstance(self.placement, Placement):
+            return forward_only(self.placement, self.microbatches)
+        return [
+            [
+                Action(stage, ActionKind.FORWARD, microbatch)
+                for microbatch in range(self.microbatches)
+                for stage in self.placement.stages_of(rank)
+            ]
+            for rank in range(self.ranks)
+        ]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input- and weight-gradients are actions of their own."""
+        if self._family is not None:
+            return self._family.splits_backward
+        return any(action.kind is ActionKind.INPUT_GRADIENT for actions in self._written for action in actions)
+
+    def _placement_of_written(self, chunks: int) -> ListedPlacement:
+        sizes = check(self._written)
+        given = {"ranks": sizes.ranks, "microbatches": sizes.microbatches}
+        needed = {"ranks": self.ranks, "microbatches": self.microbatches}
+        if given != needed:
+            raise ValueError(f"the schedule is for {given}; this pipeline has {needed}.")
+        if not sizes.trains:
+            raise ValueError("the schedule has no backward: run_train needs one that trains.")
+        rank_of = {action.stage: rank for rank, actions in enumerate(self._written) for action in actions}
+        placement = ListedPlacement(tuple(rank_of[stage] for stage in range(sizes.stages)), self.ranks)
+        if chunks not in (1, placement.chunks):
+            raise ValueError(
+                f"virtual_pipeline_size={chunks}, but the schedule has up to {placement.chunks} stages a rank."
+            )
+        return placement
+
+
+def _check_lists(schedule: Any) -> None:
+    """Raise ``TypeError`` for what is no list of lists of texts."""
+    lists = list(schedule) if isinstance(schedule, list | tuple) else [schedule]
+    for actions in lists:
+        texts = actions if isinstance(actions, list | tuple | str) else [actions]
+        if actions is schedule or texts is not actions or not all(isinstance(text, str) for text in texts):
+            raise TypeError(
+                f"schedule={schedule!r:.80}: give the name of a family, the path of a CSV file, or a list of actions "
+                f"for each rank, one text each."
+            )

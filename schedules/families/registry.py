@@ -1,0 +1,34 @@
+"""All families of schedules, by name."""
+
+from nxdpp.schedules.families.eager_1f1b import EAGER_1F1B
+from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.families.gpipe import GPIPE
+from nxdpp.schedules.families.interleaved import INTERLEAVED
+from nxdpp.schedules.families.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
+from nxdpp.schedules.families.v_half import V_HALF
+from nxdpp.schedules.families.v_min import V_MIN
+from nxdpp.schedules.families.zb1p import ZB1P
+from nxdpp.schedules.families.zb_h1 import ZB_H1
+from nxdpp.schedules.families.zb_v import ZB_V
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        GPIPE,
+        ONE_FORWARD_ONE_BACKWARD,
+        EAGER_1F1B,
+        INTERLEAVED,
+        ZB_H1,
+        ZB1P,
+        ZB_V,
+        V_HALF,
+        V_MIN,
+    )
+}
+
+
+def find_family(name: str) -> Family:
+    """The family called ``name``; ``ValueError`` with all names where there is none."""
+    if name not in FAMILIES:
+        raise ValueError(f"there is no schedule {name!r}. Choose one of {', '.join(FAMILIES)}.")
+    return FAMILIES[name]

@@ -1,0 +1,74 @@
+"""ZB-V: two chunks a rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2401.10241,
+section 6).
+
+p = 4, 8 microbatches; small letters are the first chunk::
+
+    rank 0  f0 f1 f2 f3 f4 f5 f6 F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 f7 i0 w0 F4 I4 W4 i1 w1 F5 I5 W5 ...
+    rank 1  .  f0 f1 f2 f3 f4 F0 f5 F1 I0 W0 F2 I1 W1 F3 I2 W2 f6 i0 w0 F4 I3 W3 f7 i1 w1 F5 I4 W4 i2 ...
+    rank 2  .  .  f0 f1 f2 F0 f3 F1 f4 F2 I0 W0 F3 I1 W1 f5 i0 w0 F4 I2 W2 f6 i1 w1 F5 I3 W3 f7 i2 w2 ...
+    rank 3  .  .  .  f0 F0 f1 F1 f2 F2 f3 F3 I0 W0 f4 i0 w0 F4 I1 W1 f5 i1 w1 F5 I2 W2 f6 i2 w2 F6 I3 ...
+
+The first chunk's forward goes down the ranks, the second's comes back up, so that the first rank, which starts first,
+also has the loss; input-gradients go the same way back. A rank
+
+1. fills its memory with forwards of the first chunk, 2 (p - r) - 1 of them;
+2. takes up the second chunk's, one of each, r times;
+3. turns the second chunk around: forward, input-gradient, weight-gradient, p - r times;
+4. runs one microbatch through both chunks, each forward with a whole backward of another microbatch, while forwards
+   are left;
+5. drains the input-gradients with the weight-gradients held back, which fill the time in which it would wait.
+
+At most p microbatches are live, counted in full stages (two chunks). With F = I = W a rank waits for p - 1 chunks in
+all, where there are at least 2 p - 1 microbatches. For fewer the list of 2 p - 1 is made, and the microbatches
+beyond the last are left out of it. The steps, their lengths and the leaving out are those of
+``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+"""
+
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.placement import Placement
+
+
+class _Chunk:
+    """One chunk's actions of each kind, each in the order of the microbatches."""
+
+    def __init__(self, stage: int, microbatches: int) -> None:
+        kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+        each = [iter([Action(stage, kind, microbatch) for microbatch in range(microbatches)]) for kind in kinds]
+        self.forward, self.input_gradient, self.weight_gradient = each
+
+
+def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
+    ranks = placement.ranks
+    count = max(microbatches, 2 * ranks - 1)
+    first, second = (_Chunk(stage, count) for stage in placement.stages_of(rank))
+    both_forwards = [second.forward, first.forward]
+    turn = [second.forward, second.input_gradient, second.weight_gradient]
+    steady = [first.forward, first.input_gradient, first.weight_gradient, *turn]
+    # As many as are left of the first chunk's forwards; then those that only the second one has left.
+    full_rounds = count - (2 * (ranks - rank) - 1) - rank
+    plan = [
+        ([first.forward], 2 * (ranks - rank) - 1),
+        (both_forwards, rank),
+        (turn, ranks - rank),
+        (steady, full_rounds),
+        (steady[1:], ranks - rank - 1),
+        ([first.input_gradient, second.input_gradient], rank),
+        ([first.input_gradient, first.weight_gradient], ranks - rank),
+        ([second.weight_gradient], rank),
+        ([first.weight_gradient], rank),
+    ]
+    actions = [next(kind) for kinds, times in plan for _ in range(times) for kind in kinds]
+    return actions if count == microbatches else [action for action in actions if action.microbatch < microbatches]
+
+
+ZB_V = Family(
+    "zb-v",
+    "two chunks in a V, nearly no bubble, in 1F1B's memory",
+    make_rank=_rank,
+    fewest_chunks=2,
+    most_chunks=2,
+    default_chunks=2,
+    v_shaped=True,
+    splits_backward=True,
+)

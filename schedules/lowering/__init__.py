@@ -1,0 +1,1 @@
+"""Sends and receives derived from compute actions."""

@@ -1,0 +1,69 @@
+"""When a rank knows that what it sent has arrived, so that it can let go of the memory without waiting.
+
+A value has arrived once the other rank has run the action that uses it. A rank learns so from what that rank sends
+back then or later: rank 0 of two, 1F1B, knows at ``0B0`` that its first activation has arrived, since its gradient
+has::
+
+    rank 0   0F0  0F1   ·   0B0  0F2  0B1 ...       at 0B0 the activation of microbatch 0 is let go of
+    rank 1        1F0  1B0  1F1  1B1 ...
+
+Waiting for a send at any other time could stop a rank that others wait for.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection
+
+from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.lowering.lowering import Exchanges, StageEdge
+
+_USED_BY = {
+    ActionKind.SEND_ACTIVATION: (ActionKind.FORWARD,),
+    ActionKind.SEND_GRADIENT: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
+}
+_MADE_BY = {
+    ActionKind.RECEIVE_ACTIVATION: (ActionKind.FORWARD,),
+    ActionKind.RECEIVE_GRADIENT: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
+}
+
+
+def releases(schedule: Schedule, rank: int, edges: Collection[StageEdge]) -> list[list[Action]]:
+    """For each compute action of ``rank``, the sends (with their peers) that are known to be over after it.
+
+    Sends of which nothing is heard are in none of the lists.
+    """
+    exchanges = Exchanges(schedule, edges)
+    places = [{action: place for place, action in enumerate(actions)} for actions in schedule]
+    heard = _heard(schedule, rank, exchanges, places)
+    over: list[list[Action]] = [[] for _ in schedule[rank]]
+    for action in schedule[rank]:
+        for send in exchanges.sends(action):
+            assert send.peer is not None, "exchanges name their peers"
+            other = exchanges.rank_of[send.peer]
+            used = _place(places[other], send.peer, _USED_BY[send.kind], send.microbatch)
+            own_places, latest = heard.get(other, ([], []))
+            # The other rank's latest action that this rank has heard of only grows.
+            first = bisect_left(latest, used)
+            if first < len(own_places):
+                over[own_places[first]].append(send)
+    return over
+
+
+def _heard(
+    schedule: Schedule, rank: int, exchanges: Exchanges, places: list[dict[Action, int]]
+) -> dict[int, tuple[list[int], list[int]]]:
+    """For each rank that sends to ``rank``: places of the actions that receive from it, and how far it is known to
+    be at each."""
+    heard: dict[int, tuple[list[int], list[int]]] = {}
+    for place, action in enumerate(schedule[rank]):
+        for receive in exchanges.receives(action):
+            assert receive.peer is not None, "exchanges name their peers"
+            other = exchanges.rank_of[receive.peer]
+            made = _place(places[other], receive.peer, _MADE_BY[receive.kind], receive.microbatch)
+            own_places, latest = heard.setdefault(other, ([], []))
+            own_places.append(place)
+            latest.append(max(made, latest[-1] if latest else made))
+    return heard
+
+
+def _place(places: dict[Action, int], stage: int, kinds: Collection[ActionKind], microbatch: int) -> int:
+    return next(places[action] for kind in kinds if (action := Action(stage, kind, microbatch)) in places)

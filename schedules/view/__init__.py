@@ -1,0 +1,1 @@
+"""Drawings, reports and commands for schedules and recorded steps."""

@@ -1,0 +1,159 @@
+"""``python -m nxdpp schedule``: what can be said of a schedule without running it.
+
+::
+
+    python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
+    python -m nxdpp schedule mine.csv --transfer 0.5
+    python -m nxdpp schedule --compare --ranks 8 --microbatches 32
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nxdpp.schedules.check import check
+from nxdpp.schedules.families.registry import FAMILIES, find_family
+from nxdpp.schedules.simulate import Timeline
+from nxdpp.schedules.view.report import Compared, Shares, as_json, compare, comparison_as_json
+from nxdpp.schedules.written import read_schedule
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# As wide as needed to be read by people and scripts, where the output is no terminal.
+_WIDTH_OF_A_FILE = 200
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to those of ``python -m nxdpp``."""
+    parser = commands.add_parser(
+        "schedule",
+        help="draw a schedule, how long its ranks are idle and what they hold",
+        description="Draw a schedule, how long its ranks are idle and what they hold. Times are those of all layers "
+        "of a rank for one microbatch, in any unit: with v chunks a rank, a chunk takes 1/v of them.",
+    )
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row a rank"
+    )
+    parser.add_argument("--ranks", type=_count, metavar="N", help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=_count, metavar="N", help="microbatches of a step")
+    parser.add_argument("--virtual", type=_count, metavar="N", help="chunks a rank (what the family has, or 2)")
+    parser.add_argument("--forward", type=_time, default=1.0, metavar="T", help="time of a forward (1)")
+    parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
+    parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
+    parser.add_argument("--transfer", type=_time, default=0.0, metavar="T", help="from one rank to another (0)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline into this file too")
+    parser.add_argument("--json", action="store_true", help="print the actions and the times as JSON, no drawing")
+    parser.add_argument("--compare", action="store_true", help="one line for each family in place of a drawing")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what ``options`` say; ``ValueError`` for those that cannot be honoured."""
+    if options.compare:
+        _compare(options)
+        return
+    if options.name is None:
+        raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or ask for --compare.")
+    title, timeline = _simulated(options)
+    if options.svg is not None:
+        from nxdpp.schedules.view.picture import svg
+
+        try:
+            options.svg.write_text(svg(timeline, title), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--svg: {options.svg} cannot be written: {error.strerror}") from None
+    if options.json:
+        print(json.dumps(as_json(title, timeline)))
+    else:
+        _print_timeline(title, timeline)
+
+
+def _simulated(options: argparse.Namespace) -> tuple[str, Timeline]:
+    shares = _shares(options)
+    if options.name.endswith(".csv"):
+        if options.ranks or options.microbatches or options.virtual:
+            raise ValueError(
+                f"{options.name} says how many ranks, microbatches and chunks there are: leave out --ranks, "
+                f"--microbatches and --virtual."
+            )
+        schedule = read_schedule(Path(options.name))
+        name = Path(options.name).name
+    else:
+        schedule = find_family(options.name).build(*_ranks_and_microbatches(options), options.virtual)
+        name = options.name
+    sizes = check(schedule)
+    stages = "" if sizes.stages == sizes.ranks else f", {sizes.stages} stages"
+    title = f"{name}: {sizes.ranks} ranks{stages}, {sizes.microbatches} microbatches; {shares.text()}"
+    return title, shares.simulate(schedule)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    if options.svg is not None:
+        raise ValueError("--svg draws one schedule: leave out --compare, or --svg.")
+    chosen = None if options.name is None else find_family(options.name).name
+    shares = _shares(options)
+    ranks, microbatches = _ranks_and_microbatches(options)
+    rows = compare(ranks, microbatches, options.virtual, shares)
+    if options.json:
+        print(json.dumps(comparison_as_json(rows)))
+    else:
+        _print_comparison(f"{ranks} ranks, {microbatches} microbatches; {shares.text()}", rows, chosen)
+
+
+def _print_timeline(title: str, timeline: Timeline) -> None:
+    from nxdpp.schedules.view.drawing import draw
+    from nxdpp.schedules.view.report import rank_table
+
+    out = console()
+    out.print(title)
+    out.print(draw(timeline, out.width))
+    out.print(rank_table(timeline))
+    out.print(f"makespan {timeline.makespan:.6g}, idle {100 * timeline.mean_idle:.1f} % on average")
+
+
+def _print_comparison(title: str, rows: list[Compared], chosen: str | None) -> None:
+    from nxdpp.schedules.view.report import comparison_table
+
+    out = console()
+    out.print(title)
+    out.print(comparison_table(rows, out.width, chosen))
+
+
+def console() -> "Console":
+    """Where to print to."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
+    return Console(width=width, highlight=False, markup=False)
+
+
+def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
+    for name in ("ranks", "microbatches"):
+        if getattr(options, name) is None:
+            raise ValueError(f"--{name} is missing: give a number.")
+    return options.ranks, options.microbatches
+
+
+def _shares(options: argparse.Namespace) -> Shares:
+    return Shares(options.forward, options.input_gradient, options.weight_gradient, options.transfer)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _time(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: give a number that is not negative")
+    return value

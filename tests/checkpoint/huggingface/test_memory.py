@@ -1,0 +1,107 @@
+"""Loading takes the memory of a rank's own tensors, and saving none beside the model's but for what is converted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
+from nxdpp.checkpoint.huggingface import save_plan
+from tests.checkpoint.huggingface.checkpointed_models import tensors_in
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
+from tests.support.run_ranks import run_ranks
+
+# For the pieces that are read and written, and for what tracing imports.
+ALLOWED_BYTES = 60 * 2**20
+
+
+def on_meta() -> LlamaForCausalLM:
+    """93 million parameters, 372 MB in float32."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=8, vocab_size=8192
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def write(_: int, folder: Path, dtype: torch.dtype) -> None:
+    model = on_meta().to_empty(device="cpu")
+    torch.nn.Module.to(model, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.5)
+    # float32 in several files, bfloat16 in one.
+    model.save_pretrained(folder, max_shard_size="200MB")
+
+
+def load(_: int, folder: Path, rank: int) -> tuple[int, int, bool]:
+    """Bytes that loading took at its peak, bytes that the rank holds then, and whether they are right."""
+    reset_peak()
+    before = resident_bytes()
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(on_meta(), num_microbatches=2)
+    load_pretrained(wrapped, folder)
+    taken = peak_bytes() - before
+    held = sum(parameter.numel() * parameter.element_size() for parameter in wrapped.local_parameters())
+    return taken, held, all(bool((parameter == 1.5).all()) for parameter in wrapped.local_parameters())
+
+
+def mixture() -> MixtralForCausalLM:
+    """79 million parameters, 315 MB in float32, 26 MB of them the gates of the experts of a layer."""
+    config = MixtralConfig(
+        hidden_size=512,
+        intermediate_size=1600,
+        num_hidden_layers=8,
+        num_local_experts=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    return MixtralForCausalLM(config)
+
+
+def save_mixture(_: int, folder: Path) -> tuple[int, int]:
+    """Bytes that saving took at its peak, and bytes that were saved, in files of 40 MB."""
+    parallel_state.initialize_model_parallel()
+    save_plan.SHARD_BYTES = 40_000_000
+    wrapped = NxDPPModel(mixture())
+    reset_peak()
+    before = resident_bytes()
+    save_pretrained(wrapped, folder)
+    return peak_bytes() - before, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def save(_: int, folder: Path) -> tuple[int, int]:
+    """Bytes that saving took at its peak, and bytes that were saved."""
+    parallel_state.initialize_model_parallel()
+    wrapped = NxDPPModel(on_meta())
+    load_pretrained(wrapped, folder / "first")
+    reset_peak()
+    before = resident_bytes()
+    save_pretrained(wrapped, folder / "again")
+    return peak_bytes() - before, (folder / "again" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_never_has_more_than_its_own_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    run_ranks(1, write, tmp_path, dtype)
+    whole = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    for rank in range(2):
+        ((taken, held, right),) = run_ranks(1, load, tmp_path, rank)
+        assert right
+        assert held < taken < held + ALLOWED_BYTES < held + whole / 2
+
+
+def test_saving_needs_no_copy(tmp_path: Path) -> None:
+    run_ranks(1, write, tmp_path / "first", torch.float32)
+    ((taken, written),) = run_ranks(1, save, tmp_path)
+
+    assert taken < ALLOWED_BYTES < written / 4
+    assert all(bool((tensor == 1.5).all()) for tensor in tensors_in(tmp_path / "again").values())
+
+
+def test_saving_copies_the_converted_tensors_of_one_file_at_a_time(tmp_path: Path) -> None:
+    ((taken, written),) = run_ranks(1, save_mixture, tmp_path)
+
+    assert taken < 40_000_000 + ALLOWED_BYTES / 2 < written / 4

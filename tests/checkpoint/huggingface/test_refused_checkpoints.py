@@ -1,0 +1,279 @@
+"""Directories that are not a checkpoint of the model: the same error on every rank, and nothing is changed."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nxdpp import NxDPPModel, load_pretrained, parallel_state
+from nxdpp.checkpoint.files.stored_tensor import Mapping, read_header
+from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers
+
+RANKS = 2
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def wrap_as(rank: int, model: nn.Module) -> NxDPPModel:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=RANKS)
+    return NxDPPModel(model, num_microbatches=RANKS)
+
+
+def refusal(folder: Path, name: str = "llama") -> str:
+    """The message with which every rank refuses to load ``folder``, real models and those on meta alike."""
+    messages = set()
+    for rank in range(RANKS):
+        real = wrap_as(rank, make(name, seed=5))
+        before = {key: tensor.clone() for key, tensor in real.local_state_dict().items()}
+        with pytest.raises(ValueError, match=r"\S") as caught:
+            load_pretrained(real, folder)
+        messages.add(str(caught.value))
+        assert differing(real.local_state_dict(), before) == []
+        empty = wrap_as(rank, on_meta(name))
+        with pytest.raises(ValueError, match=r"\S") as caught:
+            load_pretrained(empty, folder)
+        messages.add(str(caught.value))
+        assert all(parameter.is_meta for parameter in empty.local_parameters())
+    (message,) = messages
+    return message
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    saved_by_transformers("llama", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    saved_by_transformers("llama", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_all_that_does_not_fit_is_in_one_error(single: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"):
+            del tensors[name]
+        tensors["model.layers.0.extra"] = torch.zeros(1)
+        tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(1)
+        tensors["model.norm.weight"] = torch.zeros(3)
+        tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(2, 2)
+
+    rewrite(single, change)
+    message = refusal(single)
+
+    assert f"{single} are not those of this LlamaForCausalLM: 2 missing, 2 unexpected, 2 of another shape" in message
+    assert "missing: model.embed_tokens.weight, model.layers.3.mlp.up_proj.weight\n" in message
+    assert "unexpected: model.layers.0.extra, model.layers.9.mlp.up_proj.weight\n" in message
+    assert "model.norm.weight ([3] in the checkpoint, [32] in the model)" in message
+    assert "model.layers.0.mlp.down_proj.weight ([2, 2] in" in message
+    assert "Nothing was loaded" in message
+
+
+def test_a_long_list_is_cut_short(single: Path) -> None:
+    rewrite(single, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers." in name])
+    message = refusal(single)
+
+    assert "36 missing, 0 unexpected, 0 of another shape" in message
+    assert "and 26 more" in message
+    assert len(message) < 1200
+
+
+def test_experts_that_cannot_be_merged_are_named(tmp_path: Path) -> None:
+    saved_by_transformers("mixtral", tmp_path)
+    name = "model.layers.3.block_sparse_moe.experts.1.w1.weight"
+    assert name in load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.zeros(3, 5)}))
+
+    message = refusal(tmp_path, "mixtral")
+    assert "0 missing, 0 unexpected, 1 of another shape" in message
+    assert "model.layers.3.mlp.experts.gate_up_proj (cannot be made of" in message
+    assert f"{name} [3, 5]" in message
+
+
+def test_a_missing_expert_is_another_shape(tmp_path: Path) -> None:
+    saved_by_transformers("mixtral", tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.0.block_sparse_moe.experts.3.w2.weight"))
+
+    assert "model.layers.0.mlp.experts.down_proj ([3, 32, 48] in the checkpoint, [4, 32, 48]" in refusal(
+        tmp_path, "mixtral"
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda content: content[:-1], "not fully covered"),
+        (lambda content: content + b"\0", "not fully covered"),
+        (lambda content: content[:100], "header"),
+        (lambda content: b"", "header"),
+        (lambda content: content[:8] + b"#" + content[9:], "header"),
+        (lambda content: b"\xff" * 8 + content[8:], "header"),
+    ],
+)
+def test_a_damaged_file_is_named(sharded: Path, damage: Callable[[bytes], bytes], reason: str) -> None:
+    # Of the last layer and the head: the first rank does not need it.
+    last = max(sharded.glob("model-*-of-*.safetensors"))
+    last.write_bytes(damage(last.read_bytes()))
+    message = refusal(sharded)
+
+    assert f"{last} is truncated or corrupt" in message
+    assert reason in message
+    assert f"it has {last.stat().st_size} bytes. Copy or download it again." in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file: file.write_bytes(file.read_bytes()[:-4]),
+        lambda file: save_file({"model.norm.weight": torch.zeros(32)}, file),
+        lambda file: os.utime(file, ns=(1, 1)),
+    ],
+)
+def test_a_file_that_is_changed_while_it_is_read(single: Path, change: Callable[[Path], object]) -> None:
+    file = single / "model.safetensors"
+    stored = read_header(file, Mapping())["model.norm.weight"]
+    change(file)
+
+    with pytest.raises(OSError, match=rf"{file} was changed before all its tensors were read: load again"):
+        stored.read(torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("F6_E2M3", 0.75), ("F4", 0.5)])
+def test_a_dtype_that_torch_does_not_convert(sharded: Path, dtype: str, bytes_each: float) -> None:
+    last = max(sharded.glob("model-*-of-*.safetensors"))
+    tensors = load_file(last)
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + int(tensor.numel() * bytes_each)
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    last.write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+
+    assert f"{next(iter(tensors))} in {last} has the dtype {dtype}, which cannot be loaded" in refusal(sharded)
+
+
+def test_an_index_that_names_a_file_that_is_not_there(sharded: Path) -> None:
+    last = max(sharded.glob("model-*-of-*.safetensors"))
+    last.unlink()
+
+    assert f"model.safetensors.index.json names {last.name}, which is not there" in refusal(sharded)
+
+
+def test_an_index_that_names_a_tensor_that_its_file_lacks(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    other = next(file for file in content["weight_map"].values() if file != content["weight_map"]["lm_head.weight"])
+    content["weight_map"]["lm_head.weight"] = other
+    index.write_text(json.dumps(content))
+
+    assert f"{sharded / other} lacks 1 tensors" in refusal(sharded)
+    assert "lm_head.weight" in refusal(sharded)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_named(sharded: Path, content: str) -> None:
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(content)
+
+    assert f"{index} is corrupt" in refusal(sharded)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "none")
+
+    assert f"{tmp_path / 'none'} is not a directory" in message
+    assert "snapshot_download" in message
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+
+    assert "has neither model.safetensors nor model.safetensors.index.json, but notes.txt" in refusal(tmp_path)
+
+
+def test_pickled_weights_only(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    message = refusal(tmp_path)
+
+    assert f"{tmp_path / 'pytorch_model.bin'} is pickled, which is not read" in message
+    assert ".save_pretrained(DIRECTORY)" in message
+
+
+def test_quantized_weights(single: Path) -> None:
+    config = single / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+
+    assert f"{config} says that the weights are quantized" in refusal(single)
+
+
+def test_a_tied_weight_of_two_values(tmp_path: Path) -> None:
+    saved_by_transformers("tied_llama", tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    message = refusal(tmp_path, "tied_llama")
+
+    assert "model.embed_tokens.weight and lm_head.weight are one tied weight in this LlamaForCausalLM" in message
+    assert "tie_word_embeddings=False" in message
+
+
+def test_a_model_that_is_not_wrapped(single: Path) -> None:
+    unwrapped: Any = make("llama")
+    with pytest.raises(TypeError, match="load_pretrained is for an NxDPPModel, not for a LlamaForCausalLM"):
+        load_pretrained(unwrapped, single)
+
+
+class Remembering(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("nothing is loaded")
+
+
+def test_extra_state_has_no_place_in_a_checkpoint(single: Path) -> None:
+    model = make("llama")
+    model.model.layers[0].mlp.up_proj = Remembering(32, 64, bias=False)
+    wrapped = wrap_as(1, model)
+
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj._extra_state is extra state"):
+        load_pretrained(wrapped, single)
+
+
+def test_weights_of_a_larger_model_with_files_of_it_left(sharded: Path, tmp_path: Path) -> None:
+    """What is not in the index is not read."""
+    shutil.copy(max(sharded.glob("model-*-of-*.safetensors")), sharded / "model-00099-of-00099.safetensors")
+    (sharded / "model-00098-of-00099.safetensors").write_bytes(b"")
+    model = wrap_as(0, make("llama", seed=5))
+    load_pretrained(model, sharded)
+
+    assert differing(model.local_state_dict(), make("llama").state_dict()) == []
+
+
+@pytest.mark.parametrize("elsewhere", ["../model.safetensors", "/tmp/model.safetensors"])
+def test_an_index_that_names_a_file_elsewhere(sharded: Path, elsewhere: str) -> None:
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = elsewhere
+    index.write_text(json.dumps(content))
+
+    assert f"names {elsewhere}, which is not a file beside it" in refusal(sharded)

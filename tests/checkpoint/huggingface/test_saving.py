@@ -1,0 +1,291 @@
+"""What save_pretrained leaves where it cannot write, what it replaces, and what it refuses."""
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
+from nxdpp.checkpoint.huggingface import save_plan
+from nxdpp.checkpoint.huggingface.save_plan import Layout, plan_shards
+from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
+from tests.support.run_ranks import run_ranks
+from tests.zoo import build
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def save(rank: int, ranks: int, folder: Path, seed: int) -> None:
+    save_pretrained(wrap(make("llama", seed=seed), ranks), folder)
+
+
+def test_an_earlier_checkpoint_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("kept")
+    # Of a save that was killed.
+    (tmp_path / ".unfinished" / "tmp1").mkdir(parents=True)
+    for name in ("model-00003-of-00009.safetensors", ".tmpABCDEF", "tmp1/config.json"):
+        (tmp_path / ".unfinished" / name).write_text("{}")
+    configuration = ["config.json", "generation_config.json"]
+    for seed, ranks in enumerate((4, 2, 1, 1, 2)):
+        run_ranks(ranks, save, ranks, tmp_path, seed)
+
+        shards = [f"model-{number:05d}-of-{ranks:05d}.safetensors" for number in range(1, ranks + 1)]
+        weights = ["model.safetensors"] if ranks == 1 else [*shards, "model.safetensors.index.json"]
+        assert names(tmp_path) == [*configuration, *weights, "notes.txt"]
+        assert differing(tensors_in(tmp_path), make("llama", seed=seed).state_dict()) == []
+
+
+def error_of_saving(rank: int, ranks: int, folder: Path, failing_rank: int | None) -> str:
+    """With which a rank fails; ``failing_rank`` may not write so large a file as its own."""
+    wrapped = wrap(make("llama", seed=5), ranks)
+    if rank == failing_rank:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    try:
+        save_pretrained(wrapped, folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_full_disk_leaves_the_earlier_checkpoint(failing_rank: int, tmp_path: Path) -> None:
+    run_ranks(2, save, 2, tmp_path, 1)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    messages = run_ranks(2, error_of_saving, 2, tmp_path, failing_rank)
+
+    file = tmp_path / ".unfinished" / f"model-0000{failing_rank + 1}-of-00002.safetensors"
+    assert messages[failing_rank].startswith(f"OSError: {file} cannot be written: ")
+    assert messages[1 - failing_rank].startswith(f"RuntimeError: {tmp_path} was not written: on rank {failing_rank}, ")
+    assert all(f"{file} cannot be written: " in message and "File too large" in message for message in messages)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    for message in run_ranks(2, error_of_saving, 2, tmp_path / "file", None):
+        assert message.startswith("FileExistsError")
+        assert str(tmp_path / "file") in message
+
+
+def test_a_directory_that_cannot_be_made() -> None:
+    for message in run_ranks(2, error_of_saving, 2, Path("/proc/1/nothing/here"), None):
+        assert "/proc/1/nothing" in message
+
+
+def test_a_save_that_is_killed_while_it_renames_leaves_no_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(2, save, 2, tmp_path, 1)
+    wrapped = wrap(make("llama", seed=5))
+
+    class Killed(BaseException):
+        """Not an error: nothing cleans up after it."""
+
+    replaced = []
+
+    def replace(self: Path, target: Path) -> None:
+        replaced.append(target.name)
+        if target.name == "model.safetensors":
+            raise Killed
+        os.replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(Killed):
+        save_pretrained(wrapped, tmp_path)
+    monkeypatch.undo()
+
+    assert replaced[-1] == "model.safetensors"
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+        load_pretrained(wrapped, tmp_path)
+    save_pretrained(wrapped, tmp_path)
+    assert names(tmp_path) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def save_without_values(rank: int, folder: Path) -> str:
+    # One rank has values, the other not.
+    wrapped = wrap(on_meta("llama"), 2)
+    if rank == 0:
+        wrapped.materialise()
+    with pytest.raises(ValueError, match=r"on the meta device") as caught:
+        save_pretrained(wrapped, folder)
+    return str(caught.value)
+
+
+def test_a_model_without_values_is_refused_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, save_without_values, tmp_path / "none")
+
+    assert "tensors of this rank are on the meta device and have no values to save, the first of them model." in second
+    assert "load_pretrained(model, DIRECTORY) or model.materialise()" in second
+    assert first.startswith(f"{tmp_path / 'none'} was not written: on rank 1, ValueError: ")
+    assert not (tmp_path / "none").exists()
+
+
+def save_with_tensor_parallelism(rank: int, folder: Path) -> str:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with pytest.raises(NotImplementedError, match=r"\S") as caught:
+        save_pretrained(NxDPPModel(make("llama")), folder)
+    return str(caught.value)
+
+
+def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_with_tensor_parallelism, tmp_path):
+        assert "saving over 2 tensor-parallel ranks is not built" in message
+
+
+@pytest.mark.parametrize(
+    ("sign", "kind"), [("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with adapters")]
+)
+def test_models_of_another_format_are_refused(sign: str, kind: str, tmp_path: Path) -> None:
+    model = make("llama")
+    setattr(model, sign, True)
+    wrapped = wrap(model)
+    with pytest.raises(NotImplementedError, match=f"saving {kind} is not built"):
+        save_pretrained(wrapped, tmp_path)
+
+
+def test_tensors_that_are_one_in_the_file_and_on_two_ranks_here() -> None:
+    model = build("masked-lm", "nomic_bert", "meta")
+    layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
+    (whole,) = plan_shards(model, [], [layouts])
+    merged = [conversion for conversion in whole.conversions if len(conversion.names) > 1]
+    assert merged
+    first, *others = merged[0].names
+    held = [{first: layouts.pop(first)}, layouts]
+
+    with pytest.raises(NotImplementedError, match=r"which are on several ranks here") as caught:
+        plan_shards(model, [], held)
+    assert all(name in str(caught.value) for name in (first, *others))
+
+
+def test_a_model_that_is_not_wrapped(tmp_path: Path) -> None:
+    unwrapped: Any = make("llama")
+    with pytest.raises(TypeError, match="save_pretrained is for an NxDPPModel"):
+        save_pretrained(unwrapped, tmp_path)
+
+
+def test_what_is_changed_on_the_model_after_wrapping_is_saved(tmp_path: Path) -> None:
+    wrapped = wrap(make("llama"))
+    wrapped.to(torch.bfloat16)
+    save_pretrained(wrapped, tmp_path)
+
+    expected = make("llama").to(torch.bfloat16).state_dict()
+    assert differing(tensors_in(tmp_path), expected) == []
+    assert '"dtype": "bfloat16"' in (tmp_path / "config.json").read_text()
+
+
+def save_in_small_files(rank: int, folder: Path) -> None:
+    save_plan.SHARD_BYTES = 20_000
+    for name in ("llama", "mixtral"):
+        save_pretrained(wrap(make(name), 2), folder / name)
+
+
+def test_a_rank_writes_several_files(tmp_path: Path) -> None:
+    run_ranks(2, save_in_small_files, tmp_path)
+
+    for name in ("llama", "mixtral"):
+        files = names(tmp_path / name)
+        shards = [file for file in files if file.startswith("model-")]
+        assert len(shards) >= 6
+        assert shards == [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+        ]
+        sizes = [sum(tensor.nbytes for tensor in load_file(tmp_path / name / shard).values()) for shard in shards]
+        # The experts of a layer of the mixtral, made at once, are larger, as is the embedding.
+        assert max(sizes) <= (20_000 if name == "llama" else 50_000), sizes
+        assert min(sizes[:-1]) > 0
+        expected = type(make(name)).from_pretrained(tmp_path / name).state_dict()
+        assert differing(make(name).state_dict(), expected) == []
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": sum(sizes)}
+        assert {tensor: file for file in shards for tensor in load_file(tmp_path / name / file)} == index["weight_map"]
+
+
+def test_files_have_the_permissions_of_any_other(tmp_path: Path) -> None:
+    wrapped = wrap(make("llama"))
+    for mask, mode in ((0o027, 0o640), (0o022, 0o644)):
+        before = os.umask(mask)
+        save_pretrained(wrapped, tmp_path)
+        os.umask(before)
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {mode}
+
+
+def test_the_files_say_what_wrote_them(tmp_path: Path) -> None:
+    save_pretrained(wrap(make("llama")), tmp_path)
+
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        # Without it transformers refuses a file.
+        assert file.metadata() == {"format": "pt"}
+
+
+class Overlapping(nn.Module):
+    """Tensors that safetensors does not take as they are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        memory = torch.rand(24, generator=generator)
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+        for layer in self.layers:
+            layer.weight = nn.Parameter(torch.rand(2, 2, generator=generator).t())
+        buffers = {
+            "whole": memory,
+            "part": memory[4:8],
+            "same": memory.view(4, 6),
+            "across": memory.view(4, 6).t(),
+            "empty": memory[:0],
+            "scalar": memory[3],
+            "conjugate": torch.complex(memory[:3], memory[3:6]).conj(),
+            "negative": torch.complex(memory[:3], memory[3:6]).conj().imag,
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_tensors_that_share_memory_or_are_not_contiguous(tmp_path: Path) -> None:
+    wrapped = wrap(Overlapping(1), transformer_layer_cls=nn.Linear)
+    save_pretrained(wrapped, tmp_path)
+
+    expected = Overlapping(1).state_dict()
+    assert expected["negative"].is_neg()
+    assert tensors_in(tmp_path).keys() == expected.keys()
+    assert differing(tensors_in(tmp_path), expected) == []
+
+
+def save_with_complex_numbers(rank: int, folder: Path) -> str:
+    model = Overlapping(1)
+    model.layers[1].register_buffer("turns", torch.zeros(2, dtype=torch.complex128))
+    wrapped = wrap(model, 2, transformer_layer_cls=nn.Linear)
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        save_pretrained(wrapped, folder)
+    return str(caught.value)
+
+
+def test_a_dtype_that_no_file_can_hold(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_with_complex_numbers, tmp_path / "none"):
+        assert "layers.1.turns is of torch.complex128, which a safetensors file cannot hold: convert it" in message
+    assert not (tmp_path / "none").exists()

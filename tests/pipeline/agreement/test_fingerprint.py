@@ -1,0 +1,60 @@
+"""A text that says the same on every rank that has the same graph, and another where anything differs."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from nxdpp.pipeline.agreement.fingerprint import canonical, differing_lines, fingerprint, graph_lines, parameter_lines
+from tests.support.traced_models import make_inputs, make_model, trace_with
+
+
+def added(amount: int) -> Any:
+    return lambda x: x + amount
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1, 1.5, True, None, ..., "a"), "[1, 1.5, True, None, Ellipsis, 'a']"),
+        (slice(None, 2), "slice(None, 2, None)"),
+        ({"b", "a"}, "{'a', 'b'}"),
+        (torch.device("cuda:3"), "cuda"),
+        (torch.zeros(2, 3), "tensor [2, 3] torch.float32"),
+        (torch.nn.functional.relu, "torch.nn.functional.relu<>"),
+        (partial(added, 2), "partial([tests.pipeline.agreement.test_fingerprint.added<>, [2], {}])"),
+        (added(3), "tests.pipeline.agreement.test_fingerprint.added.<locals>.<lambda><3>"),
+        (nn.ReLU(), "torch.nn.modules.activation.ReLU"),
+        (object(), "builtins.object"),
+    ],
+)
+def test_values_are_told_without_addresses(value: Any, text: str) -> None:
+    assert canonical(value) == text
+
+
+def test_a_configuration_is_told_by_its_values_but_not_by_where_it_came_from() -> None:
+    here, there = LlamaConfig(), LlamaConfig()
+    there.name_or_path = "/there"
+    assert canonical(here) == canonical(there)
+    assert canonical(here) != canonical(LlamaConfig(rms_norm_eps=1e-3))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bert", "gpt2"])
+def test_the_same_model_gives_the_same_text(architecture: str) -> None:
+    models = [make_model(architecture, layers=2) for _ in range(2)]
+    traced = [trace_with(model, make_inputs(architecture)) for model in models]
+    graphs = [graph_lines(t, {}, model) for t, model in zip(traced, models, strict=True)]
+    first, second = (g + parameter_lines(m.named_parameters()) for g, m in zip(graphs, models, strict=True))
+    assert first == second
+    assert fingerprint(first) == fingerprint(second)
+    assert " at 0x" not in "".join(first)
+    assert fingerprint(first).lines == first
+
+
+def test_what_differs_is_shown_first() -> None:
+    assert differing_lines(["a", "b", "c"], ["a", "c", "d", "e"], 9) == [("b", "d"), (None, "e")]
+    assert differing_lines(["a", "b"], ["b", "a"], 1) == [("a", "b")]
+    assert differing_lines(["a"], ["a"], 9) == []

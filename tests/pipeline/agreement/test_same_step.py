@@ -1,0 +1,162 @@
+"""Ranks of a pipeline that are about to run different things are told so, and do not wait for each other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.agreement.fingerprint import fingerprint
+from nxdpp.pipeline.agreement.same_step import SameStep, Step, check_replicas
+from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
+
+GRAPH, OTHER_GRAPH = fingerprint(["first", "second"]), fingerprint(["first", "third"])
+
+
+def compare(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    same = SameStep(parallel_state.get_pipeline_control_group())
+    steps = [
+        (Step(GRAPH, "a"), Step(GRAPH, "a"), True, True),
+        (Step(GRAPH, "a"), Step(GRAPH, "a"), False, False),
+        (Step(GRAPH, "b"), Step(GRAPH, "a"), True, False),
+        (Step(GRAPH, "b"), Step(OTHER_GRAPH, "b"), False, True),
+        (Step(GRAPH, "b"), Step(GRAPH, "b"), True, False),
+        (Step(GRAPH, "b"), Step(GRAPH, "b"), False, True),
+    ]
+    messages = []
+    for first, second, new_to_first, new_to_second in steps:
+        step, is_new = (second, new_to_second) if rank else (first, new_to_first)
+        try:
+            same.check(step, step.digest, is_new)
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    dist.barrier()
+    return messages
+
+
+def test_the_later_rank_says_what_differs() -> None:
+    first, second = run_ranks(2, compare)
+    assert first == [""] * 6
+    assert second[:2] == ["", ""]
+    assert "pipeline rank 1 (rank 1) was given other inputs than pipeline rank 0 (rank 0)" in second[2]
+    assert "pipeline rank 0 (rank 0): b\n  pipeline rank 1 (rank 1): a\n" in second[2]
+    assert "pipeline rank 1 (rank 1) has another graph than pipeline rank 0 (rank 0)" in second[3]
+    assert "pipeline rank 0 (rank 0): second\n  pipeline rank 1 (rank 1): third\n" in second[3]
+    assert "rank 0 (rank 0) has been refreshed, moved or loaded, and pipeline rank 1 (rank 1) has not" in second[4]
+    assert "rank 1 (rank 1) has been refreshed, moved or loaded, and pipeline rank 0 (rank 0) has not" in second[5]
+
+
+def compare_origins(rank: int, origins: list[str | None]) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    same = SameStep(parallel_state.get_pipeline_control_group(), origins[rank])
+    step = Step(GRAPH, "a")
+    try:
+        same.check(step, step.digest, True)
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    dist.barrier()
+    return message
+
+
+def test_ranks_that_drew_no_random_numbers_stand_between_those_that_did() -> None:
+    for origins in ([None, "seed 1", None], ["seed 1", None, "seed 1"], [None, None, "seed 1"]):
+        assert run_ranks(3, compare_origins, origins) == ["", "", ""]
+    *_, last = run_ranks(3, compare_origins, ["seed 1", None, "seed 2"])
+    assert "pipeline rank 1 (rank 1): seed 1\n  pipeline rank 2 (rank 2): seed 2\n" in last
+
+
+def replicas(rank: int) -> str:
+    parallel_state.initialize_model_parallel()
+    group = parallel_state.get_data_parallel_group()
+    check_replicas(["weight", "bias"], group)
+    with pytest.raises(RuntimeError) as raised:
+        check_replicas(["weight", "bias"] if rank < 2 else ["weight"], group)
+    return str(raised.value)
+
+
+def test_replicas_with_other_parameters_are_told() -> None:
+    for message in run_ranks(3, replicas):
+        assert "data-parallel rank 2 (rank 2) has other parameters than data-parallel rank 0 (rank 0)" in message
+        assert "rank 0 (rank 0): bias\n  data-parallel rank 2 (rank 2): (no such line)\n" in message
+
+
+def without_mask(rank: int, wrapped: NxDPPModel) -> None:
+    batch = padded_batch(4)
+    if rank == 1:
+        del batch["attention_mask"]
+    wrapped.run_train(**batch)
+
+
+def a_length_that_rank_0_knows(rank: int, wrapped: NxDPPModel) -> None:
+    wrapped.run_train(**padded_batch(4, 10 if rank == 0 else 12))
+
+
+def a_length_that_rank_1_knows(rank: int, wrapped: NxDPPModel) -> None:
+    wrapped.run_train(**padded_batch(4, 12 if rank == 0 else 10))
+
+
+def evaluation(rank: int, wrapped: NxDPPModel) -> None:
+    (wrapped.run_train if rank == 0 else wrapped.run_eval)(**padded_batch(4))
+
+
+def load_on_one(rank: int, wrapped: NxDPPModel) -> None:
+    if rank == 0:
+        wrapped.load_local_state_dict(wrapped.local_state_dict())
+        wrapped.load_state_dict(wrapped.state_dict())
+    wrapped.run_train(**padded_batch(4))
+
+
+MISTAKES: dict[Callable[[int, NxDPPModel], None], tuple[str, ...]] = {
+    without_mask: ("placeholder attention_mask", "another graph"),
+    a_length_that_rank_0_knows: ("('input_ids', (2, 10), torch.int64)", "('input_ids', (2, 12), torch.int64)"),
+    a_length_that_rank_1_knows: ("('input_ids', (2, 10), torch.int64)", "('input_ids', (2, 12), torch.int64)"),
+    evaluation: ("was given other inputs than",),
+    load_on_one: ("Call refresh() on every rank",),
+}
+
+
+def err(rank: int, mistake: Callable[[int, NxDPPModel], None]) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2)
+    wrapped.run_train(**padded_batch(4))
+    mistake(rank, wrapped)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_one_rank_is_an_error_within_seconds(mistake: Callable[[int, NxDPPModel], None]) -> None:
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(2, err, mistake, timeout=30)
+    for words in MISTAKES[mistake]:
+        assert words in str(raised.value)
+    assert "timeout" not in str(raised.value).splitlines()[0]
+
+
+def construct_differently(rank: int, changes: list[dict[str, Any]], arguments: list[dict[str, Any]]) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    model = make("llama", layers=6, **changes[rank])
+    wrapped = NxDPPModel(model, **{"num_microbatches": 2, **arguments[rank]})
+    wrapped.run_train(**padded_batch(4))
+
+
+def cut(*layers: int) -> dict[str, Any]:
+    return {"pipeline_cuts": [f"model.layers.{layer}" for layer in layers]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ([{}, {}, {"intermediate_size": 52}], [{}, {}, {}], "model.layers.0.mlp.gate_proj.weight: [52, 32]"),
+        ([{}, {"rms_norm_eps": 1e-3}, {}], [{}, {"num_microbatches": 4}, {}], "num_microbatches: 4"),
+        ([{}, {}, {}], [cut(1, 2), cut(1, 2), cut(1, 3)], "_layers_3 = call_module model.layers.3 (transformers."),
+    ],
+)
+def test_models_that_differ_are_told(changes: Any, arguments: Any, words: str) -> None:
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(3, construct_differently, changes, arguments, timeout=30)
+    assert "has another graph than pipeline rank" in str(raised.value)
+    assert words in str(raised.value)

@@ -1,0 +1,150 @@
+"""The split backward of a module beside its plain backward, over several microbatches."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxdpp.pipeline.backward.graph import BackwardAnalysis
+from nxdpp.pipeline.backward.split import SplitBackward
+from nxdpp.pipeline.runtime.received import Arrival
+
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm", "attention", "embedding_dense_backward")
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts the calls of operations that cost more than their memory traffic, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _PRODUCTS or any(part in name for part in ("convolution_backward", "attention", "embedding_dense")):
+            self.counts[name] += 1
+        result = func(*args, **(kwargs or {}))
+        if name == "convolution_backward":
+            # Counted by the gradients asked for.
+            self.counts[name] += sum(args[-1]) - 1
+        return result
+
+
+@dataclass
+class Run:
+    """What a backward left: gradients of the arrivals of each microbatch, of parameters, and counted products."""
+
+    arrivals: list[list[torch.Tensor | None]] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    products: Counter[str] = field(default_factory=Counter)
+    weight_products: int = 0
+
+
+@dataclass
+class Microbatch:
+    """One forward through ``module`` of values that arrive."""
+
+    arrivals: list[Arrival]
+    edges: list[GradientEdge]
+    roots: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+
+
+Forward = Callable[[Any, Sequence[torch.Tensor]], Any]
+
+
+def forward(module: Any, values: Sequence[torch.Tensor], run: Forward, seed: int) -> Microbatch:
+    arrivals, edges, entered = [], [], []
+    for value in values:
+        if value.is_floating_point():
+            arrivals.append(Arrival(value.clone()))
+            entered.append(arrivals[-1].enter_graph())
+            edges.append(get_gradient_edge(entered[-1]))
+        else:
+            entered.append(value)
+    torch.manual_seed(seed)
+    outputs = run(module, entered)
+    found = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in found]
+    return Microbatch(arrivals, edges, found, gradients)
+
+
+def plain(module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Forward) -> Run:
+    result = Run()
+    counter = CountProducts()
+    for number, values in enumerate(batches):
+        microbatch = forward(module, values, run, number)
+        with counter:
+            if microbatch.roots:
+                torch.autograd.backward(microbatch.roots, microbatch.gradients)
+        result.arrivals.append([arrival.gradient for arrival in microbatch.arrivals])
+    result.products = counter.counts
+    result.parameters = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
+    return result
+
+
+def split(
+    module: nn.Module,
+    batches: Sequence[Sequence[torch.Tensor]],
+    run: Forward,
+    analysis: BackwardAnalysis,
+    delay: int = 2,
+) -> Run:
+    """As in a zero-bubble schedule, with ``delay`` microbatches between the two calls."""
+    result = Run()
+    counter, later = CountProducts(), CountProducts()
+    waiting: list[SplitBackward] = []
+    for number, values in enumerate(batches):
+        microbatch = forward(module, values, run, number)
+        backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
+        microbatch.roots = []
+        with counter:
+            result.arrivals.append(backward.input_gradients(microbatch.gradients))
+        waiting.append(backward)
+        if len(waiting) > delay:
+            with later:
+                waiting.pop(0).weight_gradients()
+    with later:
+        for backward in waiting:
+            backward.weight_gradients()
+    result.products = counter.counts + later.counts
+    result.weight_products = later.counts.total()
+    result.parameters = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
+    return result
+
+
+def call(module: Any, values: Sequence[torch.Tensor]) -> Any:
+    return module(*values)
+
+
+def compare(
+    module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Forward = call, **options: Any
+) -> tuple[Run, BackwardAnalysis]:
+    """Check that both ways give the same bits with the same work; what the split one did."""
+    # A copy has no gradients yet.
+    module, twin = copy.deepcopy(module), copy.deepcopy(module)
+    analysis = BackwardAnalysis()
+    expected = plain(twin, batches, run)
+    found = split(module, batches, run, analysis, **options)
+    for number, (ours, theirs) in enumerate(zip(found.arrivals, expected.arrivals, strict=True)):
+        for position, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            # ``Arrival`` never sees a gradient that is missing on the way as missing.
+            assert same(our, their), f"arrival {position} of microbatch {number}"
+    for name, gradient in expected.parameters.items():
+        assert same(found.parameters[name], gradient), name
+    assert found.products == expected.products
+    return found, analysis
+
+
+def same(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return torch.equal(ours, theirs)

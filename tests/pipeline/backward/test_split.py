@@ -1,0 +1,425 @@
+"""The backward in two calls: the same bits, the same work, and nothing left behind."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchgen  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped]
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from nxdpp.pipeline.backward.graph import AT_ONCE, BackwardAnalysis
+from nxdpp.pipeline.backward.split import SplitBackward
+from tests.pipeline.backward.split_and_plain import CountProducts, compare, forward, plain
+from tests.pipeline.backward.stages_of_models import stages_of
+from tests.support.models import make, padded_batch
+
+
+def batches(*shape: int, count: int = 4, values: int = 1) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [[torch.randn(*shape, generator=generator) for _ in range(values)] for _ in range(count)]
+
+
+class Calls(nn.Module):
+    """Runs a function of itself and of what arrives."""
+
+    def __init__(self, function: Any, **children: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        return self.function(self, *values)
+
+
+def linear(seed: int = 0, size: int = 4, out: int = 4) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(size, out)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama", "gpt2", "qwen3", "bert", "mixtral"])
+def test_stages_of_models(name: str) -> None:
+    model = make(name)
+    model.config.use_cache = False
+    for number, stage in enumerate(stages_of(model, [padded_batch(2, seed=seed) for seed in range(3)], 3)):
+        found, analysis = compare(stage.module, stage.batches, stage.run)
+        assert analysis.analyses == 1
+        # Everything of a layer waits: a product a weight and microbatch at least.
+        assert found.weight_products >= 3 * 4, number
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), x.flatten(0, -2).t() @ gradients[0].flatten(0, -2)
+
+
+twice: Any = Twice.apply
+
+
+def in_place_on_view(self: Any, x: torch.Tensor) -> Any:
+    y = self.one(x)
+    y[..., :2] += self.two(x)[..., :2]
+    y[..., 2:].mul_(self.scale)
+    return self.one(y)
+
+
+PLAIN: dict[str, tuple[Any, int]] = {
+    "linear of three dimensions": (linear, 1),
+    "layers": (lambda: nn.Sequential(linear(0), nn.GELU(), nn.LayerNorm(4), linear(1)), 1),
+    "no bias": (lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False)), 1),
+    "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear(1)), 1),
+    "in place on a view": (lambda: Calls(in_place_on_view, one=linear(0), two=linear(1), scale=parameter(2)), 1),
+    "output is an input": (lambda: Calls(lambda m, x: (x, m.one(x)), one=linear()), 1),
+    "output is a view of an input": (lambda: Calls(lambda m, x: (x.flatten(), m.one(x)), one=linear()), 1),
+    "several in and out": (
+        lambda: Calls(lambda m, x, y: (m.one(x), m.two(y), m.one(x + y)), one=linear(0), two=linear(1)),
+        2,
+    ),
+    "unused arrival": (lambda: Calls(lambda m, x, y: m.one(x), one=linear()), 2),
+    "no arrival used": (lambda: Calls(lambda m, x: m.one.weight @ m.one.bias, one=linear()), 1),
+    "output twice": (lambda: Calls(lambda m, x: [y := m.one(x), y, y * 2], one=linear()), 1),
+    "loss beside": (lambda: Calls(lambda m, x: (m.one(x), m.one.weight.square().sum()), one=linear()), 1),
+    "loss of others beside": (
+        lambda: Calls(lambda m, x: (m.one(x), (m.two.weight @ m.two.bias).sum()), one=linear(), two=linear(1)),
+        1,
+    ),
+    "output is a parameter": (lambda: Calls(lambda m, x: (m.one(x), m.one.weight), one=linear()), 1),
+    "used twice at one depth": (lambda: Calls(lambda m, x: m.one(x) + m.one(x * 2), one=linear()), 1),
+    "used twice at two depths": (lambda: Calls(lambda m, x: m.one(m.one(x).tanh()), one=linear()), 1),
+    "used four times": (lambda: Calls(lambda m, x: m.one(m.one(m.one(m.one(x).relu()))), one=linear()), 1),
+    "used directly and not": (
+        lambda: Calls(
+            lambda m, x: ((x * m.w + 1).tanh() * m.w + m.w.exp() * x) * m.w + functional.linear(x, m.w.diag(), m.w),
+            w=parameter(4),
+        ),
+        1,
+    ),
+    "made of two": (
+        lambda: Calls(lambda m, x: x @ (m.a @ m.b) + x.tanh() @ (m.b @ m.a), a=parameter(4, 4), b=parameter(4, 4)),
+        1,
+    ),
+    "made of two, one shared": (
+        lambda: Calls(lambda m, x: (x @ (m.a @ m.b)) @ m.b, a=parameter(4, 4), b=parameter(4, 4)),
+        1,
+    ),
+    "own function": (lambda: Calls(lambda m, x: twice(m.one(x).tanh(), m.w), one=linear(), w=parameter(4, 4)), 1),
+    "own function and others": (
+        lambda: Calls(lambda m, x: m.one(twice(m.one(x), m.w)) @ m.w, one=linear(), w=parameter(4, 4)),
+        1,
+    ),
+    "own function of weights": (
+        lambda: Calls(lambda m, x: x @ twice(m.a, m.b), a=parameter(4, 4), b=parameter(4, 4)),
+        1,
+    ),
+    "attention to parameters": (
+        lambda: Calls(
+            lambda m, x: functional.scaled_dot_product_attention(m.q.expand(2, 1, 3, 4), m.one(x)[:, None], x[:, None]),
+            q=parameter(3, 4),
+            one=linear(),
+        ),
+        1,
+    ),
+    "broadcast parameters": (lambda: Calls(lambda m, x: x * m.a + m.b, a=parameter(3, 1), b=parameter(1)), 1),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.25, batch_first=True), 1),
+    "lstm": (lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True), 1),
+    "gru": (lambda: nn.GRU(4, 5, batch_first=True), 1),
+    "half of it in lower precision": (
+        lambda: Calls(lambda m, x: m.one(x.bfloat16()).float() * m.w, one=linear().bfloat16(), w=parameter(4)),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_modules(name: str) -> None:
+    make_module, values = PLAIN[name]
+    torch.manual_seed(0)
+    _, analysis = compare(make_module(), batches(2, 3, 4, values=values))
+    assert analysis.analyses == 1
+
+
+def test_convolutions_and_batch_norm() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)
+    )
+    found, _ = compare(module, batches(2, 3, 5, 5))
+    assert found.weight_products == 4 * 4
+
+
+def test_everything_of_plain_layers_waits() -> None:
+    module = nn.Sequential(linear(0), nn.LayerNorm(4), linear(1), linear(0))
+    ((x,),) = batches(2, 3, 4, count=1)
+    microbatch = forward(module, [x], lambda m, values: m(*values), 0)
+    backward = SplitBackward(BackwardAnalysis(), microbatch.edges, microbatch.roots)
+    assert {id(p) for p in backward.deferred_parameters} == {id(p) for p in module.parameters()}
+    assert backward.immediate_parameters == []
+    backward.input_gradients(microbatch.gradients)
+    assert all(p.grad is None for p in module.parameters())
+    backward.weight_gradients()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "frozen", [["0.weight"], ["0.weight", "0.bias", "2.bias"], ["0.weight", "0.bias", "2.weight", "2.bias"]]
+)
+def test_frozen_parameters(frozen: list[str]) -> None:
+    module = nn.Sequential(linear(0), nn.ReLU(), linear(1))
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    compare(module, batches(2, 4))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_autocast(cached: bool) -> None:
+    def run(module: Any, values: Sequence[torch.Tensor]) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+            return module(*values)
+
+    module = Calls(lambda m, x: m.one(m.two(m.one(x)).relu()), one=linear(0), two=linear(1))
+    compare(module, batches(2, 3, 4), run)
+
+
+def test_autocast_around_all_microbatches() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare(nn.Sequential(linear(0), linear(1)), batches(2, 3, 4), delay=2)
+
+
+def recomputed(module: Any, values: Sequence[torch.Tensor]) -> Any:
+    return module.last(checkpoint(module.layer, module.start(*values), use_reentrant=False))
+
+
+def test_recomputes_once_under_checkpointing() -> None:
+    module = Calls(None, start=linear(0), layer=nn.Sequential(linear(1), nn.Dropout(0.3), linear(2)), last=linear(3))
+    runs = []
+    module.get_submodule("layer.0").register_forward_hook(lambda *_: runs.append(1))
+    found, _ = compare(module, batches(2, 4, count=2), recomputed)
+    # Forward and recomputation, two microbatches, two ways.
+    assert len(runs) == 8
+    assert found.weight_products > 0
+    microbatch = forward(module, batches(2, 4)[0], recomputed, 0)
+    backward = SplitBackward(BackwardAnalysis(), microbatch.edges, microbatch.roots)
+    assert {id(p) for p in backward.immediate_parameters} == {id(p) for p in module.get_submodule("layer").parameters()}
+
+
+def test_checkpointing_that_comes_later_is_noticed() -> None:
+    module = Calls(None, start=linear(0), layer=nn.Sequential(linear(1), nn.Tanh(), linear(2)), last=linear(3))
+    analysis = BackwardAnalysis()
+    for run, expected in ((lambda m, v: m.last(m.layer(m.start(*v))), 0), (recomputed, 4)):
+        microbatch = forward(module, batches(2, 4)[0], run, 0)
+        backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
+        assert len(backward.immediate_parameters) == expected
+
+
+class Experts(nn.Module):
+    """Which expert runs depends on the values; the graphs of two experts have the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([linear(seed) for seed in range(3)])
+        self.extra = linear(9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = int(x.sum().abs().item() * 10) % 4
+        if choice == 3:
+            return self.extra(self.experts[0](x)).tanh() + self.experts[1](x)  # type: ignore[no-any-return]
+        return self.experts[choice](x).tanh()  # type: ignore[no-any-return]
+
+
+def test_graphs_that_depend_on_the_data() -> None:
+    _, analysis = compare(Experts(), batches(2, 4, count=24))
+    assert 1 < analysis.analyses < 24
+
+
+ALIKE = {
+    "another parameter": lambda m, x: m.two(x.tanh()),
+    "in one more place": lambda m, x: m.one(x.tanh() + m.w),
+    "the same parameter twice": lambda m, x: m.one(m.one(x.tanh())),
+    "two parameters": lambda m, x: m.two(m.one(x.tanh())),
+    "a product of one": lambda m, x: m.one(x * x),
+    "a product of two": lambda m, x: m.one(x * x.tanh()),
+    "of another place": lambda m, x: m.one(x.tanh() * x),
+    "detached": lambda m, x: m.one(x.tanh() * x.detach()),
+    "of parameters": lambda m, x: m.one(x.tanh() * m.w),
+    "of changed parameters": lambda m, x: m.one(x.tanh() * m.w.tanh()),
+    "two outputs": lambda m, x: (m.one(x.tanh()), x * m.w),
+    "the other of two outputs": lambda m, x: (m.one(x.unbind()[0]), m.w * x.unbind()[1]),
+    "the one of two outputs": lambda m, x: (m.one(x.unbind()[1]), m.w * x.unbind()[0]),
+    "made once, used twice": lambda m, x: [y := m.one(x), y * y][1],
+    "made twice": lambda m, x: m.one(x) * m.one(x),
+    "a part of a parameter": lambda m, x: x * m.two.weight.unbind()[0],
+    "another part of it": lambda m, x: x * m.two.weight.unbind()[1],
+    "no parameter": lambda m, x: x.tanh(),
+    "no arrival": lambda m, x: m.one(m.w.tanh()),
+}
+
+
+@pytest.mark.parametrize("first", ALIKE)
+def test_an_analysis_is_never_used_for_another_graph(first: str) -> None:
+    analysis = BackwardAnalysis()
+    ((x,),) = batches(2, 4, count=1)
+    for second in ALIKE:
+        for name in (first, second):
+            module = Calls(ALIKE[name], one=linear(0), two=linear(1), w=parameter(4))
+            expected = plain(copy.deepcopy(module), [[x]], lambda m, values: m(*values))
+            microbatch = forward(module, [x], lambda m, values: m(*values), 0)
+            backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
+            (found,) = backward.input_gradients(microbatch.gradients)
+            backward.weight_gradients()
+            (gradient,) = expected.arrivals[0]
+            assert found is gradient or torch.equal(found, gradient), (first, second)  # type: ignore[arg-type]
+            for key, value in module.named_parameters():
+                other = expected.parameters[key]
+                assert value.grad is other or torch.equal(value.grad, other), (first, second, key)  # type: ignore[arg-type]
+
+
+def test_hooks_run_once() -> None:
+    calls: list[str] = []
+
+    def scale(name: str, factor: int) -> Any:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            calls.append(name)
+            return gradient * factor
+
+        return hook
+
+    def run(module: Any, values: Sequence[torch.Tensor]) -> Any:
+        hidden = module.one(values[0])
+        hidden.register_hook(scale("hidden", 2))
+        result = twice(hidden, module.w)
+        result.register_hook(scale("result", 3))
+        return result
+
+    def hooked() -> Any:
+        module = Calls(None, one=linear(), w=parameter(4, 4))
+        for name, p in module.named_parameters():
+            p.register_hook(scale(f"tensor {name}", 2))
+            p.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(f"after {name}"))
+        return module
+
+    expected, module = hooked(), hooked()
+    ((x,),) = batches(2, 3, 4, count=1)
+    theirs = plain(expected, [[x]], run)
+    once = sorted(calls)
+    calls.clear()
+    microbatch = forward(module, [x], run, 0)
+    backward = SplitBackward(BackwardAnalysis(), microbatch.edges, microbatch.roots)
+    (found,) = backward.input_gradients(microbatch.gradients)
+    backward.weight_gradients()
+    assert sorted(calls) == once
+    assert found is not None
+    assert torch.equal(found, theirs.arrivals[0][0])  # type: ignore[arg-type]
+    for name, p in module.named_parameters():
+        assert torch.equal(p.grad, theirs.parameters[name]), name  # type: ignore[arg-type]
+
+
+def test_a_loss_needs_no_gradient() -> None:
+    module = linear()
+    ((x,),) = batches(2, 4, count=1)
+    entered = x.clone().requires_grad_()
+    backward = SplitBackward(BackwardAnalysis(), [get_gradient_edge(entered)], [module(entered).sum()])
+    (found,) = backward.input_gradients([None])
+    backward.weight_gradients()
+    other = x.clone().requires_grad_()
+    twin = copy.deepcopy(module)
+    twin.zero_grad()
+    twin(other).sum().backward()
+    assert torch.equal(found, other.grad)  # type: ignore[arg-type]
+    assert torch.equal(module.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
+    assert entered.grad is None
+
+
+def test_misuse_is_refused() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    backward = SplitBackward(BackwardAnalysis(), [get_gradient_edge(x)], [linear()(x)])
+    with pytest.raises(RuntimeError, match="follows input_gradients"):
+        backward.weight_gradients()
+    with pytest.raises(ValueError, match="1 roots need as many gradients, not 2"):
+        backward.input_gradients([torch.ones(2, 4), torch.ones(2, 4)])
+    with pytest.raises(ValueError, match=r"a root of shape \(2, 4\) needs a gradient"):
+        backward.input_gradients([None])
+    backward.input_gradients([torch.ones(2, 4)])
+    with pytest.raises(RuntimeError, match="made already"):
+        backward.input_gradients([torch.ones(2, 4)])
+    backward.weight_gradients()
+    with pytest.raises(RuntimeError, match="once"):
+        backward.weight_gradients()
+
+
+def test_nothing_of_a_microbatch_stays() -> None:
+    """And between the calls, only what the second needs."""
+    size = 256
+    seen: dict[str, weakref.ref[Any]] = {}
+
+    def note(name: str, x: torch.Tensor) -> torch.Tensor:
+        seen[name] = weakref.ref(x.untyped_storage())
+        return x
+
+    def run(module: Any, values: Sequence[torch.Tensor]) -> Any:
+        hidden = note("sigmoid", module[0](note("received", values[0])).sigmoid())
+        return module[1](note("exp", (hidden * 2).exp()))
+
+    def alive() -> set[str]:
+        return {name for name, reference in seen.items() if reference() is not None}
+
+    module = nn.Sequential(linear(0, size, size), linear(1, size, size))
+    analysis = BackwardAnalysis()
+    gc.disable()
+    try:
+        for _ in range(3):
+            microbatch = forward(module, [torch.randn(size, size)], run, 0)
+            seen["arrival"] = weakref.ref(microbatch.arrivals[0])
+            backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
+            gradients = [note("gradient", gradient) for gradient in microbatch.gradients]
+            del microbatch
+            assert alive() == {"received", "sigmoid", "exp", "gradient", "arrival"}
+            (found,) = backward.input_gradients(gradients)
+            assert found is not None
+            note("input gradient", found)
+            del gradients, found
+            # Inputs of both layers, and the gradient of the last one's output.
+            assert alive() == {"received", "exp", "gradient", "arrival"}
+            backward.weight_gradients()
+            assert alive() == set()
+    finally:
+        gc.enable()
+
+
+def test_counts_are_of_something() -> None:
+    with CountProducts() as counter:
+        torch.randn(2, 2) @ torch.randn(2, 2)
+    assert counter.counts.total() == 1
+
+
+def test_operations_that_make_all_gradients_at_once_are_known() -> None:
+    """All of torchgen's that have one formula for several inputs, and no mask of the wanted ones."""
+    path = Path(torchgen.__file__).parent / "packaged/autograd/derivatives.yaml"
+    found = set()
+    for entry in yaml.safe_load(path.read_text()):
+        name = entry["name"].split("(")[0].split(".")[0]
+        for formulas in (entry, *entry.get("dispatch", {}).values()):
+            for inputs, formula in formulas.items():
+                if "," in inputs and isinstance(formula, str) and "grad_input_mask" not in formula:
+                    found.add("".join(part.capitalize() for part in name.split("_")) + "Backward0")
+    names = {name.lower() for name in AT_ONCE}
+    assert {name for name in found if name.lower() not in names} == set()

@@ -1,0 +1,167 @@
+"""Wrapping with partition="balanced": every rank cuts by the same costs, and training stays exact."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.cost.balanced_partition import check_partition
+from tests.support.models import (
+    gradient_differences,
+    llama,
+    microbatches,
+    padded_batch,
+    reference,
+    train_in_one_process,
+)
+from tests.support.run_ranks import run_ranks
+
+
+def _heavy_head() -> Any:
+    torch.manual_seed(1234)
+    return llama(vocab_size=700)
+
+
+def train_balanced(rank: int) -> tuple[list[str], dict[str, float | None]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, batch = _heavy_head(), padded_batch(4)
+    whole = reference(model)
+    example = {name: value.to("meta") for name, value in microbatches(batch, 2)[0].items()}
+    wrapped = NxDPPModel(model, num_microbatches=2, partition="balanced", partition_batch=example)
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, 2)
+    return wrapped.pipeline_cuts, gradient_differences(wrapped, whole)
+
+
+def test_a_heavy_head_leaves_its_stage_one_layer() -> None:
+    for cuts, differences in run_ranks(2, train_balanced):
+        assert cuts == ["model.layers.2"]
+        assert differences == {}
+
+
+class Slow(nn.Module):
+    """Two linear layers; ``seconds`` are slept in the forward."""
+
+    seconds = 0.02
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+class Slower(Slow):
+    seconds = 0.06
+
+
+class Failing(Slow):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and dist.get_rank() == 0:
+            raise RuntimeError("this device is out of order")
+        return super().forward(x)
+
+
+class Sleepers(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train_profiled(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    model, x = Sleepers(Slower(), Slow(), Slow(), Slow()), torch.rand(4, 4)
+    whole = reference(model)
+    # The replicas and the stages are told what rank 0 measured, also where they would have measured another thing.
+    Slower.seconds, Slow.seconds = (0.06, 0.02) if rank == 0 else (0.0, 0.05)
+    wrapped = NxDPPModel(model, Slow, partition="profiled", partition_batch={"x": torch.empty(4, 4, device="meta")})
+    Slower.seconds = Slow.seconds = 0.0
+    wrapped.run_train(x=x)
+    whole(x).backward()
+    assert gradient_differences(wrapped, whole) == {}
+    with pytest.raises(RuntimeError, match="this device is out of order"):
+        NxDPPModel(Sleepers(Failing(), Slow()), Slow, partition="profiled", partition_batch={"x": x})
+    with pytest.raises(ValueError, match="no cut over 2 stages fits into the limit"):
+        NxDPPModel(
+            Sleepers(Slow(), Slow()),
+            Slow,
+            partition="profiled",
+            partition_batch={"x": x},
+            partition_memory_limit=100,
+        )
+    return wrapped.pipeline_cuts
+
+
+def test_all_ranks_cut_by_what_the_first_has_measured() -> None:
+    assert run_ranks(4, train_profiled) == [["layers.0"]] * 4
+
+
+def limit_memory(rank: int) -> tuple[list[str], list[str]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
+    arguments: dict[str, Any] = {"partition": "balanced", "partition_batch": {"input_ids": ids, "labels": ids}}
+    free = NxDPPModel(llama(8), num_microbatches=4, **arguments).pipeline_cuts
+    thrifty = llama(8)
+    before = dict(thrifty.named_parameters())
+    with pytest.raises(ValueError, match=r"limit of 1\.86e-09 GiB.*thriftiest needs 0\.001\d* GiB on stage \d"):
+        NxDPPModel(thrifty, num_microbatches=4, partition_memory_limit=2, **arguments)
+    assert all(parameter is before[name] for name, parameter in thrifty.named_parameters())
+    limited = NxDPPModel(thrifty, num_microbatches=4, partition_memory_limit=1_100_000, **arguments)
+    # With one microbatch in flight on either stage less has to fit.
+    once = NxDPPModel(llama(8), num_microbatches=1, partition_memory_limit=1_100_000, **arguments)
+    assert once.pipeline_cuts == free
+    return free, limited.pipeline_cuts
+
+
+def test_a_limit_of_memory_moves_the_cut() -> None:
+    # The first stage keeps activations of two microbatches: 1.14 MB of weights, their state and activations.
+    assert run_ranks(2, limit_memory) == [(["model.layers.3"], ["model.layers.2"])] * 2
+
+
+BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
+
+
+@pytest.mark.parametrize(
+    ("partition", "batch", "cuts", "auto", "message"),
+    [
+        ("best", None, None, False, "'even', 'balanced'"),
+        ("balanced", None, None, False, "needs partition_batch"),
+        ("balanced", {}, None, False, "needs partition_batch"),
+        ("balanced", {**BATCH, "use_cache": False}, None, False, r"these are none: \['use_cache'\]"),
+        ("balanced", BATCH, ["model.layers.0"], False, "pipeline_cuts exclude each other"),
+        ("balanced", BATCH, None, True, "auto_partition=True, .* exclude each other"),
+        ("even", {}, None, False, "to be the inputs of one microbatch"),
+    ],
+)
+def test_what_does_not_go_together(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_partition(partition, batch, None, cuts, auto)
+
+
+def test_what_does() -> None:
+    check_partition("even", None, None, ["model.layers.0"], False)
+    check_partition("even", None, None, None, True)
+    check_partition("balanced", BATCH, None, None, False)
+    check_partition("profiled", BATCH, 10, None, False)
+
+
+@pytest.mark.parametrize(
+    ("partition", "limit", "message"),
+    [("even", 10, "look at no memory"), ("balanced", 1.5, "whole number of bytes"), ("balanced", 0, "at least one")],
+)
+def test_limits_that_are_none(partition: str, limit: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_partition(partition, None if partition == "even" else BATCH, limit, None, False)

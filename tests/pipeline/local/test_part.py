@@ -1,0 +1,327 @@
+"""A model built without memory gets the same values however it is cut, and trains like any other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, load_pretrained, parallel_state
+from nxdpp.initialization.deferred_init import deferred_init
+from tests.support.models import MODELS, gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+SEED = 5
+TIED = {
+    "tied_llama": {"model.embed_tokens.weight", "lm_head.weight"},
+    "gpt2": {"transformer.wte.weight", "lm_head.weight"},
+    "bert": {"bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"},
+}
+Values = dict[str, torch.Tensor]
+
+
+def on_meta(name: str) -> Any:
+    torch.manual_seed(1234)
+    with torch.device("meta"):
+        model = MODELS[name]()
+    torch.manual_seed(SEED)
+    return model
+
+
+def initial_values(rank: int, name: str, ranks: int, arguments: dict[str, Any]) -> Values:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    wrapped = NxDPPModel(on_meta(name), num_microbatches=2, **arguments)
+    torch.manual_seed(100 + rank)
+    wrapped.move_model_to_device()
+    assert torch.initial_seed() == 100 + rank
+    tensors = [*wrapped.local_named_parameters(remove_duplicate=False), *wrapped.local_named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_values_do_not_depend_on_the_partition(name: str) -> None:
+    (whole,) = run_ranks(1, initial_values, name, 1, {})
+    for ranks, arguments in ((2, {}), (2, {"virtual_pipeline_size": 2}), (4, {})):
+        seen = set()
+        for part in run_ranks(ranks, initial_values, name, ranks, arguments):
+            for key, value in part.items():
+                assert torch.equal(value, whole[key]), key
+            seen |= set(part)
+        assert seen == set(whole)
+
+
+def train_materialised(rank: int, name: str) -> dict[str, float | None]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(on_meta(name), num_microbatches=2)
+    wrapped.move_model_to_device()
+    parts: list[Values] = [{}, {}]
+    torch.distributed.all_gather_object(parts, wrapped.local_state_dict())
+    whole = reference(make(name))
+    whole.load_state_dict(parts[0] | parts[1], strict=False)
+    batch = padded_batch(4)
+    losses = train_in_one_process(whole, batch, 2)
+    loss = wrapped.run_train(**batch)
+    assert not isinstance(loss, list), "one loss is asked for"
+    assert loss is None or torch.equal(loss, torch.stack(losses).mean())
+    return gradient_differences(wrapped, whole)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_it_trains_as_one_process_with_these_values(name: str) -> None:
+    for differences in run_ranks(2, train_materialised, name):
+        # The gradients of a tied weight are summed in another order.
+        assert set(differences) <= TIED.get(name, set())
+        assert all(difference is not None and difference < 1e-6 for difference in differences.values())
+
+
+def step_with_seeds(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    model = on_meta("llama")
+    torch.manual_seed(rank)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_drew_from_different_seeds_are_told_apart(ranks: int) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, step_with_seeds, ranks)
+
+    for seed in (0, 1):
+        assert f"rank {seed} (rank {seed}): initial values from torch.initial_seed() {seed}" in str(caught.value)
+    assert "torch.manual_seed" in str(caught.value)
+
+
+def guides_function(module: nn.Module) -> None:
+    """As the pipeline guide prints it."""
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(mean=0.0, std=0.5)
+        if module.bias is not None:
+            module.bias.data.zero_()
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(mean=0.0, std=0.5)
+        if module.padding_idx:
+            module.weight.data[module.padding_idx].zero_()
+    elif "RMSNorm" in type(module).__name__:
+        module.weight.data.fill_(1.0)  # type: ignore[operator]
+
+
+def with_function(rank: int, ranks: int) -> Values:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    called: list[nn.Module] = []
+
+    def initialise(module: nn.Module) -> None:
+        called.append(module)
+        guides_function(module)
+
+    wrapped = NxDPPModel(on_meta("tied_llama"), num_microbatches=2, param_init_fn=initialise)
+    assert len(called) == len(set(called))
+    assert {type(module).__name__ for module in called} >= {"Linear", "LlamaRMSNorm", "LlamaRotaryEmbedding"}
+    assert not any(tensor.is_meta for tensor in (*wrapped.parameters(), *wrapped.buffers()))
+    optimizer = torch.optim.SGD(wrapped.local_parameters(), lr=0.1)
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
+    values = {name: tensor.detach().clone() for name, tensor in wrapped.local_named_parameters(remove_duplicate=False)}
+    optimizer.step()
+    assert not any(torch.equal(p, values[name]) for name, p in wrapped.local_named_parameters() if "weight" in name)
+    return values | dict(wrapped.local_named_buffers())
+
+
+def test_the_guides_function_initialises_when_the_model_is_wrapped() -> None:
+    (whole,) = run_ranks(1, with_function, 1)
+    parts = run_ranks(4, with_function, 4)
+
+    assert set().union(*parts) == set(whole)
+    assert all(torch.equal(value, whole[name]) for part in parts for name, value in part.items())
+    assert torch.equal(whole["model.rotary_emb.inv_freq"], make("llama").model.rotary_emb.inv_freq)
+    assert abs(whole["lm_head.weight"][1:].std().item() - 0.5) < 0.05
+
+
+def deferred_values(rank: int, name: str, ranks: int, arguments: dict[str, Any]) -> Values:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    torch.manual_seed(1234)
+    model = deferred_init(MODELS[name])
+    wrapped = NxDPPModel(model, num_microbatches=2, **arguments)
+    eager = make(name)
+    assert all(torch.equal(value, eager.get_buffer(key)) for key, value in wrapped.local_named_buffers())
+    return {name: tensor.detach() for name, tensor in wrapped.local_named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_deferred_values_are_those_of_the_eager_constructor(name: str) -> None:
+    whole = dict(make(name).named_parameters(remove_duplicate=False))
+    for ranks, arguments in ((1, {}), (2, {"virtual_pipeline_size": 2}), (4, {})):
+        parts = run_ranks(ranks, deferred_values, name, ranks, arguments)
+        assert set().union(*parts) == set(whole)
+        for part in parts:
+            for key, value in part.items():
+                assert torch.equal(value, whole[key]), key
+
+
+def step_partly_on_meta(rank: int) -> bool:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama")
+    with torch.device("meta"):
+        model.model.layers[-1] = make("llama").model.layers[-1]
+    torch.manual_seed(SEED)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    had_values = not any(parameter.is_meta for parameter in wrapped.local_parameters())
+    wrapped.move_model_to_device()
+    wrapped.run_train(**padded_batch(4))
+    return had_values
+
+
+def test_a_rank_may_have_values_where_another_draws_them() -> None:
+    assert run_ranks(2, step_partly_on_meta) == [True, False]
+
+
+class WithBuffer(nn.Module):
+    """Has a buffer that only its constructor knows how to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("scale", torch.rand(4) + torch.arange(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.get_buffer("scale")).sum()
+
+
+def test_a_function_leaves_buffers_to_the_recorded_constructor() -> None:
+    def ones(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
+    try:
+        torch.manual_seed(3)
+        wrapped = NxDPPModel(deferred_init(WithBuffer), nn.Linear, num_microbatches=2, param_init_fn=ones)
+        torch.manual_seed(3)
+        assert torch.equal(wrapped.get_buffer("scale"), WithBuffer().get_buffer("scale"))
+        assert torch.equal(wrapped.get_parameter("layers.1.weight"), torch.ones(4, 4))
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class Unwritten(nn.Module):
+    """Its weight has no values in one process either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.weight).sum()
+
+
+def test_a_parameter_that_the_constructor_leaves_without_values_is_refused() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"left without values by .*\n  weight of Unwritten: 4 of 4 elements"):
+            NxDPPModel(deferred_init(Unwritten), nn.Linear)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def other_states(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(7)
+    torch.rand(rank)
+    NxDPPModel(deferred_init(MODELS["llama"]), num_microbatches=2).run_train(**padded_batch(4))
+
+
+def test_ranks_that_recorded_other_random_numbers_are_told_apart() -> None:
+    with pytest.raises(AssertionError, match=r"initial values from torch.initial_seed\(\) 7, state \w{16} of its"):
+        run_ranks(2, other_states)
+
+
+def test_a_state_dict_fills_a_model_without_memory() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        whole = make("llama")
+        wrapped = NxDPPModel(on_meta("llama"), num_microbatches=2)
+        names = set(wrapped.local_state_dict())
+        part = {name: value for name, value in whole.state_dict().items() if name in names}
+        mistaken = part | {"model.embed_tokens.weight": torch.zeros(2, 2)}
+        with pytest.raises(RuntimeError, match="size mismatch for model"):
+            wrapped.load_local_state_dict(mistaken)
+        assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+
+        wrapped.load_local_state_dict(part)
+        wrapped.move_model_to_device()
+
+        with pytest.raises(RuntimeError, match="Unexpected key") as caught:
+            wrapped.load_state_dict(whole.state_dict())
+        others = len(whole.state_dict()) - len(part)
+        assert (
+            f"{others} of the {len(whole.state_dict())} tensors given are of other stages" in caught.value.__notes__[0]
+        )
+        assert all(torch.equal(value, part[name]) for name, value in wrapped.local_state_dict().items())
+        assert torch.equal(wrapped.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_what_needs_values_is_refused_without_them() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        wrapped = NxDPPModel(on_meta("llama"), num_microbatches=2)
+        with pytest.raises(RuntimeError, match=r"on the meta device and have no values \(model\.embed_tokens\.weight"):
+            wrapped.to("cpu")
+        with pytest.raises(RuntimeError, match=r"fresh memory: call move_model_to_device"):
+            wrapped.to_empty(device="cpu")
+        assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+
+        wrapped.to(torch.bfloat16).move_model_to_device()
+
+        assert {parameter.dtype for parameter in wrapped.local_parameters()} == {torch.bfloat16}
+        assert all(bool(parameter.isfinite().all()) for parameter in wrapped.local_parameters())
+        wrapped.to("cpu")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_model_that_is_wrapped_where_it_was_built(checkpoint: bool, tmp_path: Path) -> None:
+    """Inside of ``torch.device("meta")``."""
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        whole = make("llama")
+        whole.save_pretrained(tmp_path)
+        outside, expected = NxDPPModel(on_meta("llama"), num_microbatches=2), whole.state_dict()
+        torch.manual_seed(SEED)
+        with torch.device("meta"):
+            inside = NxDPPModel(MODELS["llama"](), num_microbatches=2)
+            if checkpoint:
+                load_pretrained(inside, tmp_path)
+            inside.move_model_to_device()
+        if not checkpoint:
+            outside.move_model_to_device()
+            expected = outside.local_state_dict()
+
+        assert all(torch.equal(value, expected[name]) for name, value in inside.local_state_dict().items())
+        assert torch.equal(inside.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_an_optimizer_made_before_wrapping_is_named_when_it_steps() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        model, other = make("llama"), make("llama")
+        early, elsewhere = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+        wrapped = NxDPPModel(model, num_microbatches=2)
+
+        with pytest.raises(RuntimeError, match=r"AdamW, holds 20 parameters that are not this rank's .*after wrapping"):
+            early.step()
+        torch.optim.AdamW(wrapped.local_parameters()).step()
+        elsewhere.step()
+    finally:
+        parallel_state.destroy_model_parallel()

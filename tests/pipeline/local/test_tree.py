@@ -1,0 +1,159 @@
+"""What a rank keeps: its own modules under their names; the rest is freed."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.pipeline.local.replaced_modules import TwoPlaces, without_memory
+from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, tied_names
+from nxdpp.pipeline.partition.assignment import Owners
+from tests.support.chained_stages import ChainedStages
+from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
+
+
+def _cut(model: nn.Module, architecture: str, stages: int) -> tuple[Owners, list[str]]:
+    chain = ChainedStages(model, make_inputs(architecture), stages)
+    return chain.owners, list(chain.layer_stages)
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "tied_llama"])
+def test_the_stages_hold_every_parameter_under_its_name(architecture: str) -> None:
+    whole = make_model(architecture)
+    names = dict(whole.named_parameters(remove_duplicate=False))
+    held: set[str] = set()
+
+    for stage in range(3):
+        model = make_model(architecture)
+        owners, layers = _cut(model, architecture, 3)
+        local = local_names(owners, stage)
+        originals = dict(model.named_parameters(remove_duplicate=False))
+        free_others(model, local)
+        tree = build_local_module(model, local, layers)
+
+        parameters = dict(tree.named_parameters(remove_duplicate=False))
+        assert parameters.keys() == local
+        assert all(parameter is originals[name] for name, parameter in parameters.items())
+        assert all(torch.equal(parameter, names[name]) for name, parameter in parameters.items())
+        assert tree.state_dict().keys() <= whole.state_dict().keys()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            assert parameter.is_meta == (name not in local)
+        held |= local
+
+    assert held == names.keys()
+
+
+def test_freed_parameters_are_not_in_memory() -> None:
+    model = make_model("llama")
+    owners, layers = _cut(model, "llama", 4)
+    local = local_names(owners, 1)
+    away = {n: weakref.ref(p.untyped_storage()) for n, p in model.named_parameters() if n not in local}
+    parameters = {n: weakref.ref(p) for n, p in model.named_parameters() if n not in local}
+
+    free_others(model, local)
+    build_local_module(model, local, layers)
+
+    assert len(away) > 20
+    assert [name for name, reference in parameters.items() if reference() is not None] == []
+    assert [name for name, reference in away.items() if reference() is not None] == []
+
+
+def test_freeing_keeps_ties_and_what_is_frozen() -> None:
+    model = make_model("tied_llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+
+    free_others(model, ())
+
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.lm_head.weight.requires_grad
+    assert model.model.norm.weight.requires_grad
+    assert model.model.norm.weight.is_meta
+
+
+def test_modules_without_parameters_are_everywhere() -> None:
+    for stage in range(4):
+        model = make_model("llama")
+        owners, layers = _cut(model, "llama", 4)
+        local = local_names(owners, stage)
+        free_others(model, local)
+        tree = build_local_module(model, local, layers)
+
+        assert tree.get_submodule("model.rotary_emb") is model.model.rotary_emb
+        assert not any(buffer.is_meta for _, buffer in tree.named_buffers())
+
+
+def test_what_stands_above_layers_is_an_empty_vessel() -> None:
+    model = make_model("llama").eval()
+    owners, layers = _cut(model, "llama", 2)
+
+    tree = build_local_module(model, local_names(owners, 1), layers)
+
+    assert [name for name, _ in tree.get_submodule("model.layers").named_children()] == ["2", "3"]
+    for name in ("", "model", "model.layers"):
+        assert type(tree.get_submodule(name)) is nn.Module
+        assert not tree.get_submodule(name).training
+    assert tree.get_submodule("model.layers.3") is model.model.layers[3]
+    assert not hasattr(tree.model, "embed_tokens")
+
+
+def test_tied_parameters_with_their_names_and_stages() -> None:
+    model = make_model("tied_llama")
+    owners, _ = _cut(model, "llama", 3)
+
+    assert tied_names(model, owners) == [(["model.embed_tokens.weight", "lm_head.weight"], [0, 2])]
+
+
+@pytest.mark.parametrize(("architecture", "stages"), [("llama", 3), ("tied_llama", 1)])
+def test_no_ties(architecture: str, stages: int) -> None:
+    model = make_model(architecture)
+    owners, _ = _cut(model, "llama", stages)
+
+    assert tied_names(model, owners) == []
+
+
+class WithState(PlainModel):
+    """Parameters and buffers of the model itself."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.scale + self.table
+
+
+def test_the_model_follows_a_moved_tree() -> None:
+    model = WithState()
+    x = {"x": torch.ones(3, 4)}
+    chain = ChainedStages(model, x, 2, options_for(model, PlainLayer))
+    local = local_names(chain.owners, 0)
+    tree = build_local_module(model, local, list(chain.layer_stages))
+    assert "scale" in local
+    assert "table" not in tree.state_dict()
+
+    places = TwoPlaces(tree, model)
+
+    tree._apply(lambda tensor: tensor.double())
+    assert places.follow() == {}
+
+    assert model.scale is tree.scale
+    assert model.table is tree.table
+    assert model.table.dtype is torch.float64
+    assert model.layers[0].get_parameter("linear.weight").dtype is torch.float64
+    assert model.layers[3].get_parameter("linear.weight").dtype is torch.float32
+
+
+def test_a_copy_without_memory_has_the_same_classes_and_ties() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    copied = without_memory(model)
+    assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
+    assert all(tensor.is_meta for tensor in [*copied.parameters(), *copied.buffers()])
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert copied[1].weight is copied[0].weight  # type: ignore[index]
+    copied.eval()
+    assert all(module.training for module in model.modules())

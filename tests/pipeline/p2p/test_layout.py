@@ -1,0 +1,110 @@
+"""What is said of a value before it arrives is enough to rebuild it."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from nxdpp.pipeline.p2p.layout import check_layout, layout_of, shared_memory, tensors_of
+
+A = torch.randn(2, 3)
+B = torch.randn(4, dtype=torch.float64, requires_grad=True)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [A, (A, B), [A, None, "text", 3], {"b": B, "a": (A, A)}, BaseModelOutput(last_hidden_state=A), None, 7, ()],
+)
+def test_a_value_is_rebuilt_from_its_layout_and_tensors(value: Any) -> None:
+    layout = pickle.loads(pickle.dumps(layout_of(value)))
+
+    rebuilt = layout.build(tensors_of(value))
+
+    assert type(rebuilt) is type(value)
+    assert len(layout.tensors) == len(tensors_of(value))
+    assert all(one is other for one, other in zip(tensors_of(rebuilt), tensors_of(value), strict=True))
+    assert layout_of(rebuilt) == layout_of(value)
+
+
+def test_the_layout_of_a_tensor() -> None:
+    (layout,) = layout_of(B).tensors
+
+    assert layout.size == (4,)
+    assert layout.dtype is torch.float64
+    assert layout.requires_grad
+    assert layout.allocate(CPU).shape == (4,)
+    assert not layout_of(A).tensors[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4),
+        torch.randn(2, 3, 4).transpose(0, 2),
+        torch.randn(4, 6)[:, ::2],
+        torch.randn(1, 3).expand(5, 3),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(3.0),
+        torch.randn(0, 3),
+    ],
+)
+def test_memory_is_dense_and_holds_the_same_numbers(tensor: torch.Tensor) -> None:
+    (layout,) = layout_of(tensor).tensors
+
+    arranged = layout.arrange(tensor)
+    buffer = layout.allocate(CPU)
+
+    assert torch.equal(arranged, tensor)
+    assert arranged.stride() == buffer.stride() == layout.stride
+    assert arranged.untyped_storage().nbytes() >= arranged.numel() * arranged.element_size()
+    assert buffer.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_a_dense_tensor_is_not_copied() -> None:
+    for tensor in (A, torch.randn(2, 3).T):
+        assert layout_of(tensor).tensors[0].arrange(tensor) is tensor
+
+
+def test_the_same_layout_passes_whatever_the_strides() -> None:
+    check_layout("hidden", torch.randn(3, 2).T, layout_of(A))
+    check_layout("hidden", (A, 1), layout_of((A, 1)))
+
+
+@pytest.mark.parametrize("value", [torch.randn(2, 4), A.double(), (A, A), None])
+def test_another_layout_is_refused(value: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"the value hidden that crosses stages is now .*it was float32\[2, 3\]"):
+        check_layout("hidden", value, layout_of(A))
+
+
+def test_a_number_that_changes_from_microbatch_to_microbatch_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"is now float32\[2, 3\], 1; .* it was float32\[2, 3\], 2"):
+        check_layout("hidden", (A, 1), layout_of((A, 2)))
+
+
+def test_a_gradient_that_nobody_expects_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"hidden .* now requires a gradient .* Call refresh\(\) on every rank"):
+        check_layout("hidden", A.clone().requires_grad_(), layout_of(A))
+    check_layout("hidden", B.detach(), layout_of(B))
+
+
+def test_one_tensor_twice_travels_once() -> None:
+    layout = layout_of((A, {"again": A}))
+
+    first, rest = layout.build([A])
+
+    assert len(layout.tensors) == 1
+    assert rest["again"] is first
+    with pytest.raises(RuntimeError, match="crosses stages is now"):
+        check_layout("hidden", (A, {"again": A.clone()}), layout)
+
+
+def test_tensors_of_one_memory_are_known_as_such() -> None:
+    base = torch.zeros(4, 3)
+
+    shared = shared_memory([base, (base[:2], A), A.clone()])
+
+    assert layout_of((base[1:], A), shared).shares_memory
+    assert not layout_of(A, shared).shares_memory

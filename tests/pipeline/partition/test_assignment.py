@@ -1,0 +1,155 @@
+"""Which stage runs what, and so holds which parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.pipeline.partition.assignment import check_layers_ran, parameter_owners, parameters_used, place_nodes
+from tests.support.chained_stages import ChainedStages
+from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
+
+X = {"x": torch.ones(3, 4)}
+
+
+def _stages(chain: ChainedStages) -> dict[str, int]:
+    return {node.name: stage for node, stage in chain.placed.items()}
+
+
+def test_layers_and_what_stands_around_them() -> None:
+    chain = ChainedStages(make_model("llama"), make_inputs("llama"), 2)
+
+    stages = _stages(chain)
+
+    assert stages["model_model_embed_tokens"] == 0
+    assert [stages[f"model_model_layers_{index}"] for index in range(4)] == [0, 0, 1, 1]
+    assert stages["model_model_norm"] == stages["model_lm_head"] == 1
+    assert "input_ids" not in stages
+    assert "create_causal_mask" not in stages
+    assert "model_model_rotary_emb" not in stages
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "mixtral"])
+def test_every_parameter_has_an_owner(architecture: str) -> None:
+    model = make_model(architecture)
+
+    owners = ChainedStages(model, make_inputs(architecture), 4).owners
+
+    assert owners.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
+    assert all(owners.values())
+    for name, stages in owners.items():
+        for index in range(4):
+            if f"layer.{index}." in name or f"layers.{index}." in name or f"h.{index}." in name:
+                assert stages == {index}
+
+
+def test_a_tied_weight_has_both_stages() -> None:
+    owners = ChainedStages(make_model("tied_llama"), make_inputs("llama"), 3).owners
+
+    assert owners["model.embed_tokens.weight"] == {0}
+    assert owners["lm_head.weight"] == {2}
+
+
+def test_an_unused_parameter_stays_beside_the_one_before() -> None:
+    class WithUnused(PlainModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].spare = nn.Linear(4, 4)
+            self.unused = nn.Linear(4, 4)
+
+    owners = ChainedStages(WithUnused(), X, 2, options_for(WithUnused(), PlainLayer)).owners
+
+    assert owners["layers.2.spare.weight"] == {1}
+    assert owners["unused.weight"] == {1}
+    assert owners["layers.1.linear.bias"] == {0}
+
+
+class SharedProjection(PlainModel):
+    """One projection before the layers and after them, one bare parameter in the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.shared(self.embedding(x))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        result: torch.Tensor = self.head(self.shared(hidden) * self.scale).mean()
+        return result
+
+
+def test_a_module_used_on_two_stages_is_on_both() -> None:
+    model = SharedProjection()
+    chain = ChainedStages(model, X, 3, options_for(model, PlainLayer))
+
+    assert chain.owners["shared.weight"] == {0, 2}
+    assert chain.owners["scale"] == {2}
+    assert torch.equal(chain.run(X), model(X["x"]))
+
+
+def test_later_traces_run_modules_where_their_parameters_are() -> None:
+    class Optional(PlainModel):
+        def forward(self, x: torch.Tensor, early: bool = False) -> torch.Tensor:
+            hidden = self.embedding(x)
+            hidden = self.head(hidden) + hidden if early else hidden
+            for layer in self.layers:
+                hidden = layer(hidden)
+            result: torch.Tensor = (hidden if early else self.head(hidden)).mean()
+            return result
+
+    model = Optional()
+    options = options_for(model, PlainLayer)
+    chain = ChainedStages(model, X, 2, options)
+    traced = trace_with(model, {**X, "early": True}, options)
+
+    placed = place_nodes(traced, model, chain.layer_stages, chain.owners)
+
+    stages = {node.target: stage for node, stage in placed.items() if node.op == "call_module"}
+    assert chain.owners["head.weight"] == {1}
+    assert stages["head"] == 1
+    assert stages["embedding"] == 0
+
+
+def test_a_node_cannot_need_parameters_of_two_stages() -> None:
+    model = SharedProjection()
+    options = options_for(model, PlainLayer)
+    chain = ChainedStages(model, X, 2, options)
+
+    owners = {**chain.owners, "head.weight": {0}, "head.bias": {1}}
+
+    with pytest.raises(ValueError, match="head needs parameters that are on different stages"):
+        place_nodes(chain.traced, model, chain.layer_stages, owners)
+
+
+def test_the_parameters_a_node_needs() -> None:
+    model = SharedProjection()
+    chain = ChainedStages(model, X, 2, options_for(model, PlainLayer))
+    used = {node.name: parameters_used(node, model) for node in chain.traced.graph.nodes}
+
+    assert used["model_embedding"] == ["embedding.weight", "embedding.bias"]
+    assert used["mul"] == ["scale"]
+    assert used["x"] == []
+    assert parameter_owners({}, PlainModel())["embedding.weight"] == {0}
+
+
+def test_layers_must_run_once_and_in_order() -> None:
+    class Reversed(PlainModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(x)
+            for layer in [*self.layers][:0:-1]:
+                hidden = layer(hidden)
+            result: torch.Tensor = self.head(self.layers[3](hidden)).mean()
+            return result
+
+    model = Reversed()
+    traced = trace_with(model, X, options_for(model, PlainLayer))
+
+    with pytest.raises(ValueError, match="every transformer layer to run once") as caught:
+        check_layers_ran(traced, [f"layers.{index}" for index in range(4)])
+
+    message = str(caught.value)
+    assert "Not run with the inputs ['x']: ['layers.0']" in message
+    assert "Run several times: ['layers.3']" in message
+    assert "['layers.3', 'layers.2', 'layers.1', 'layers.3']" in message
+    assert "transformer_layer_cls" in message

@@ -1,0 +1,178 @@
+"""The balanced cut is the best there is: checked against all cuts."""
+
+import time
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdpp.pipeline.partition.balance import LayerCost, MemoryLimit, balanced_cuts
+from nxdpp.schedules.in_flight import microbatches_in_flight
+
+
+def _layers(work: Sequence[float], state: Sequence[int] = (), activations: Sequence[int] = ()) -> list[LayerCost]:
+    state, activations = state or [0] * len(work), activations or [0] * len(work)
+    return [LayerCost(f"layers.{i}", *cost) for i, cost in enumerate(zip(work, state, activations, strict=True))]
+
+
+def _measure(
+    costs: Sequence[LayerCost],
+    ends: Sequence[int],
+    ranks: int,
+    memory: MemoryLimit | None,
+    rank_of: Sequence[int] | None = None,
+) -> tuple[float, float] | None:
+    """The work of the slowest rank and the sum of squares, for chunks that end before ``ends``; None: too big."""
+    work = [0.0] * ranks
+    bytes_ = [0] * ranks
+    for chunk, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        rank = rank_of[chunk] if rank_of else chunk % ranks
+        in_flight = memory.in_flight[chunk] if memory else 0
+        bytes_[rank] += in_flight * memory.shared_bytes if memory else 0
+        for cost in costs[start:end]:
+            work[rank] += cost.work
+            bytes_[rank] += cost.state_bytes + in_flight * cost.activation_bytes
+    if memory and max(bytes_) > memory.bytes:
+        return None
+    return max(work), sum(value * value for value in work)
+
+
+def _best(
+    costs: Sequence[LayerCost], ranks: int, chunks: int, memory: MemoryLimit | None, rank_of: Sequence[int] | None
+) -> tuple[float, float] | None:
+    all_cuts = combinations(range(1, len(costs)), ranks * chunks - 1)
+    measured = (_measure(costs, [*cuts, len(costs)], ranks, memory, rank_of) for cuts in all_cuts)
+    return min((m for m in measured if m is not None), default=None)
+
+
+def _ends(costs: Sequence[LayerCost], cuts: Sequence[str]) -> list[int]:
+    names = [cost.layer for cost in costs]
+    return [*(names.index(cut) + 1 for cut in cuts), len(costs)]
+
+
+def _check(
+    costs: Sequence[LayerCost],
+    ranks: int,
+    chunks: int,
+    memory: MemoryLimit | None,
+    rank_of: Sequence[int] | None = None,
+) -> None:
+    best = _best(costs, ranks, chunks, memory, rank_of)
+    if best is None:
+        with pytest.raises(ValueError, match="GiB"):
+            balanced_cuts(costs, ranks, chunks, memory, rank_of)
+        return
+    ends = _ends(costs, balanced_cuts(costs, ranks, chunks, memory, rank_of))
+    assert ends == sorted(set(ends))
+    assert len(ends) == ranks * chunks
+    assert _measure(costs, ends, ranks, memory, rank_of) == best
+
+
+SIZES = st.integers(0, 9)
+
+
+@given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1, max_size=9), st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_cut_is_better(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, min(len(layers), 5)))
+    limit = data.draw(st.none() | st.integers(0, 120))
+    memory = (
+        None if limit is None else MemoryLimit(limit, microbatches_in_flight(ranks, 4), data.draw(st.integers(0, 3)))
+    )
+
+    _check(_layers(*map(list, zip(*layers, strict=True))), ranks, 1, memory)
+
+
+@given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=4, max_size=9), st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_cut_into_interleaved_chunks_is_better(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, min(3, len(layers) // 2)))
+    chunks = data.draw(st.integers(2, len(layers) // ranks))
+    limit = data.draw(st.none() | st.integers(0, 150))
+    memory = (
+        None
+        if limit is None
+        else MemoryLimit(
+            limit,
+            data.draw(st.lists(SIZES, min_size=ranks * chunks, max_size=ranks * chunks)),
+            data.draw(st.integers(0, 3)),
+        )
+    )
+
+    _check(_layers(*map(list, zip(*layers, strict=True))), ranks, chunks, memory)
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=3, max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_seconds_are_as_good_as_whole_numbers(work: list[float]) -> None:
+    costs = _layers(work)
+
+    ends = _ends(costs, balanced_cuts(costs, 3))
+
+    measured, best = _measure(costs, ends, 3, None), _best(costs, 3, 1, None, None)
+    assert measured is not None
+    assert best is not None
+    assert measured[0] == pytest.approx(best[0], rel=1e-6)
+
+
+def test_a_heavy_head_takes_layers_from_its_stage() -> None:
+    costs = _layers([3, 2, 2, 2, 2, 2, 2, 7])
+
+    assert balanced_cuts(costs, 4) == ["layers.1", "layers.3", "layers.6"]
+
+
+def test_the_others_are_evened_out_beside_the_slowest() -> None:
+    # Every cut leaves the last stage 10; only one gives the first two 3 and 3.
+    costs = _layers([1, 1, 1, 1, 1, 1, 10])
+
+    assert balanced_cuts(costs, 3) == ["layers.2", "layers.5"]
+
+
+def test_memory_moves_the_cut() -> None:
+    # Two layers are 20 bytes of state and 10 of activations for each microbatch in flight.
+    costs = _layers([1, 1, 1, 1], state=[10] * 4, activations=[5] * 4)
+
+    assert balanced_cuts(costs, 2) == ["layers.1"]
+    assert balanced_cuts(costs, 2, memory=MemoryLimit(45, [2, 1])) == ["layers.1"]
+    assert balanced_cuts(costs, 2, memory=MemoryLimit(45, [3, 1])) == ["layers.0"]
+    assert balanced_cuts(costs, 2, memory=MemoryLimit(60, [4, 1])) == ["layers.1"]
+    assert balanced_cuts(costs, 2, memory=MemoryLimit(60, [4, 1], shared_bytes=1)) == ["layers.0"]
+
+
+def test_what_does_not_fit_is_said_in_numbers() -> None:
+    gib = 2**30
+    costs = _layers([1] * 4, state=[2 * gib] * 4, activations=[gib] * 4)
+
+    with pytest.raises(ValueError, match=r"no cut over 2 .* limit of 7 GiB") as caught:
+        balanced_cuts(costs, 2, memory=MemoryLimit(7 * gib, [2, 1]))
+
+    assert "needs 8 GiB on stage 0" in str(caught.value)
+    assert "2 microbatches in flight" in str(caught.value)
+    assert "more pipeline stages" in str(caught.value)
+    # Two layers on each rank: 4 GiB of state, and activations of 2 + 1 and of 1 + 1 microbatches.
+    with pytest.raises(ValueError, match=r"into 2 chunks on each of 2 .* limit of 6 GiB") as caught:
+        balanced_cuts(costs, 2, 2, MemoryLimit(6 * gib, [2, 1, 1, 1]))
+
+    assert "needs 7 GiB on stage 0" in str(caught.value)
+    assert "2, 1 microbatches in flight" in str(caught.value)
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(ValueError, match="3 transformer layers cannot be split over 4 pipeline stages"):
+        balanced_cuts(_layers([1, 1, 1]), 2, 2)
+
+
+@pytest.mark.parametrize(("layers", "ranks", "chunks"), [(126, 16, 1), (80, 8, 2), (96, 8, 4)])
+def test_large_models_take_a_moment(layers: int, ranks: int, chunks: int) -> None:
+    work = [11.0, *[10.0] * (layers - 2), 25.0]
+    costs = _layers(work)
+    started = time.perf_counter()
+
+    ends = _ends(costs, balanced_cuts(costs, ranks, chunks))
+
+    assert time.perf_counter() - started < 10
+    measured = _measure(costs, ends, ranks, None)
+    assert measured is not None
+    assert measured[0] <= sum(work) / ranks + 10

@@ -1,0 +1,79 @@
+"""Changes in place of values that other stages have copies of are found by their versions, and said."""
+
+import pytest
+import torch
+from torch import fx, nn
+
+from nxdpp.pipeline.stages.in_place_guard import Watch, expect_unchanged, may_change_arguments, versions
+from tests.support.plain_models import Block
+
+
+def test_a_change_in_place_has_another_version() -> None:
+    part = torch.ones(2)
+    value = {"hidden": torch.zeros(2), "pair": (part, 3)}
+    before = versions(value)
+    expect_unchanged(value, before, "hidden")
+    part[0].add_(1)  # through a view
+    with pytest.raises(RuntimeError, match=r"the value hidden, .* is changed in place on this one by x; .*clone"):
+        expect_unchanged(value, before, "hidden", " by x")
+
+
+def test_tensors_without_versions_pass() -> None:
+    with torch.inference_mode():
+        value = torch.zeros(2)
+        before = versions(value)
+        value.add_(1)
+        expect_unchanged(value, before, "hidden")
+
+
+class Counting(nn.Module):
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.seen += 1
+        return x * 2
+
+
+def _watched(module: nn.Module, in_place: bool) -> fx.GraphModule:
+    """``x * 2`` by ``module``, and maybe ``x += 1``, with a watch over ``x`` and the module's buffers."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    watch = Watch(graph)
+    watch.begin(x, x)
+    watch.begin_buffers(module, "module")
+    result = graph.call_module("module", (x,))
+    if in_place:
+        graph.call_method("add_", (x, 1))
+    watch.end()
+    graph.output(result)
+    return fx.GraphModule({"module": module}, graph)
+
+
+def test_a_watch_finds_what_runs_between_its_begin_and_end() -> None:
+    x = torch.ones(2)
+    assert torch.equal(_watched(Counting(False), False)(x), x * 2)
+    with pytest.raises(RuntimeError, match=r"the value x, of which several stages have copies"):
+        _watched(Counting(False), True)(x)
+    with pytest.raises(RuntimeError, match=r"module.forward changes its buffer seen, .* several stages"):
+        _watched(Counting(True), False)(x)
+
+
+def _nodes(*modules: nn.Module) -> tuple[nn.Module, list[fx.Node]]:
+    root = nn.Sequential(*modules)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_module(str(index), (x,)) for index in range(len(modules))]
+    nodes += [graph.call_method("add_", (x, 1)), graph.call_method("__add__", (x, 1)), graph.call_function(torch.exp)]
+    nodes.append(graph.call_function(versions, (x,)))
+    return root, nodes
+
+
+def test_modules_of_users_and_methods_in_place_may_change_their_arguments() -> None:
+    root, nodes = _nodes(nn.Linear(2, 2), nn.ReLU(), nn.ReLU(inplace=True), Block(), nn.Sequential(Block()))
+    may = [may_change_arguments(node, root) for node in nodes]
+    assert may == [False, False, True, True, True, True, False, False, True]

@@ -1,0 +1,237 @@
+"""One program for each set of inputs, traced once; parameters never move because of it."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.pipeline.arguments import first_inputs
+from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
+from nxdpp.pipeline.stages import program_cache as programs
+from nxdpp.pipeline.stages.program_cache import ProgramCache, Variant, fill_output
+from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.sizes import shapes_of
+from nxdpp.tracing.trace import trace
+from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for
+
+
+def _cache(
+    model: nn.Module,
+    layer_class: Any = None,
+    stages: int = 1,
+    stage: int = 0,
+    spec: Any = None,
+    batch: dict[str, torch.Tensor] | None = None,
+) -> ProgramCache:
+    options = options_for(model, layer_class)
+    layers = layer_names(model, options.layer_classes)
+    cache = ProgramCache(model, options, spec, [stage], {})
+    kinds = first_inputs(model, None, batch)
+    first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training), shapes_of(batch or {}))
+    cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
+    return cache
+
+
+def _run(cache: ProgramCache, inputs: dict[str, Any], training: bool = False) -> Any:
+    variant = cache.for_inputs(inputs, training)
+    program = cache.output_program(variant)
+    values = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
+    return fill_output(variant.output, dict(zip(program.results, values, strict=True)))
+
+
+def test_a_set_of_inputs_is_traced_once() -> None:
+    model = make_model("llama", layers=2)
+    cache = _cache(model)
+    inputs = make_inputs("llama")
+    longer = {name: torch.cat([value, value], 1) for name, value in inputs.items()}
+    fewer = {name: inputs[name] for name in ("labels", "input_ids")}
+
+    with patch.object(programs, "trace", wraps=trace) as traces:
+        first = cache.for_inputs(inputs, True)
+        assert cache.for_inputs(longer, True) is first
+        assert cache.for_inputs(dict(reversed(inputs.items())), True) is first
+        assert traces.call_count == 1
+        assert cache.for_inputs(fewer, True) is not first
+        assert cache.for_inputs(inputs, False) is not first
+        assert cache.for_inputs({**inputs, "attention_mask": inputs["attention_mask"].bool()}, True) is not first
+        assert cache.for_inputs(inputs, True) is first
+        assert traces.call_count == 4
+
+    assert cache.loss_program(first) is cache.loss_program(first)
+    assert cache.output_program(first) is cache.output_program(first)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("names", [("input_ids",), ("input_ids", "attention_mask"), ("input_ids", "labels")])
+def test_any_subset_of_the_inputs_gives_the_models_output(architecture: str, names: tuple[str, ...]) -> None:
+    model = make_model(architecture, layers=2)
+    inputs: dict[str, Any] = {name: make_inputs(architecture)[name] for name in names}
+
+    output = _run(_cache(model), inputs)
+
+    expected = model(**inputs)
+    assert torch.equal(output.logits, expected.logits)
+    assert (output.loss is None) == (expected.loss is None)
+    assert output.loss is None or torch.equal(output.loss, expected.loss)
+
+
+def test_a_none_is_like_an_input_left_out() -> None:
+    model = make_model("llama", layers=2)
+    tokens = make_inputs("llama")["input_ids"]
+
+    output = _run(_cache(model), {"input_ids": tokens, "attention_mask": None, "labels": None})
+
+    assert torch.equal(output.logits, model(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_a_number_is_honoured(kept: int) -> None:
+    model = make_model("llama", layers=2)
+    inputs = {"input_ids": make_inputs("llama")["input_ids"], "logits_to_keep": kept}
+
+    output = _run(_cache(model), inputs)
+
+    assert torch.equal(output.logits, model(**inputs).logits)
+
+
+class Scaled(PlainModel):
+    """Takes a number that it may have to know."""
+
+    def forward(self, x: torch.Tensor, factor: float, decide: bool = False) -> torch.Tensor:  # type: ignore[override]
+        if decide and factor > 1:
+            return -super().forward(x)
+        return super().forward(x) * factor
+
+
+def test_numbers_are_traced_and_fixed_only_where_the_model_must_know_them() -> None:
+    model = Scaled()
+    x = torch.ones(3, 4)
+    cache = _cache(model, PlainLayer)
+
+    with patch.object(programs, "trace", wraps=trace) as traces:
+        for factor in (2.0, 3.0, 4.5):
+            assert torch.equal(_run(cache, {"x": x, "factor": factor}), model(x, factor))
+        assert traces.call_count == 1
+        for factor in (2.0, 0.5, 2.0):
+            inputs = {"x": x, "factor": factor, "decide": True}
+            assert torch.equal(_run(cache, inputs), model(**inputs))
+        # One that fails, and one for each value.
+        assert traces.call_count == 4
+
+
+def test_the_loss_program_ends_with_the_loss() -> None:
+    model = make_model("llama", layers=2)
+    inputs = make_inputs("llama")
+    for spec in (None, {"loss": True}, (True, False)):
+        cache = _cache(model, spec=spec)
+        program = cache.loss_program(cache.for_inputs(inputs, False))
+
+        (loss,) = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
+
+        assert torch.equal(loss, model(**inputs).loss)
+        assert len(program.results) == 1
+
+
+def test_without_a_loss() -> None:
+    cache = _cache(make_model("llama", layers=2))
+    variant = cache.for_inputs({"input_ids": make_inputs("llama")["input_ids"]}, False)
+
+    assert not cache.has_named_loss(variant)
+    with pytest.raises(ValueError, match=r"no loss, only \['logits'\]"):
+        cache.loss_program(variant)
+
+
+def test_a_loss_that_is_a_constant() -> None:
+    class Constant(PlainModel):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": 3.0, "x": super().forward(x)}
+
+    cache = _cache(Constant(), PlainLayer)
+
+    with pytest.raises(ValueError, match=r"the model's loss is the constant 3\.0"):
+        cache.loss_program(cache.for_inputs({"x": torch.ones(3, 4)}, True))
+
+
+def test_a_loss_has_a_name_or_a_spec() -> None:
+    x = {"x": torch.ones(3, 4)}
+    named = _cache(make_model("gpt2", layers=2))
+    lone, told = _cache(PlainModel(), PlainLayer), _cache(PlainModel(), PlainLayer, spec=True)
+
+    assert named.has_named_loss(named.for_inputs(make_inputs("gpt2"), True))
+    assert not lone.has_named_loss(lone.for_inputs(x, True))
+    assert told.has_named_loss(told.for_inputs(x, True))
+
+
+def test_parameters_stay_where_they_are_for_other_inputs() -> None:
+    class Optional(PlainModel):
+        def forward(self, x: torch.Tensor, early: bool = False) -> torch.Tensor:
+            if early:
+                x = self.head(x) + x
+            return super().forward(x)
+
+    model = Optional()
+    x = torch.ones(3, 4)
+    cache = _cache(model, PlainLayer, stages=2)
+
+    other = cache.for_inputs({"x": x, "early": True}, True)
+
+    heads = {stage for node, stage in other.placed.items() if node.target == "head"}
+    assert heads == {1}
+    with pytest.raises(ValueError, match=r"stage 0 needs the value .* of the later stage 1"):
+        cache.output_program(other)
+
+
+def test_the_edges_of_the_whole_pipeline_are_known_to_every_stage() -> None:
+    for stage in range(4):
+        cache = _cache(make_model("llama"), stages=4, stage=stage)
+        program = cache.loss_program(cache.for_inputs(make_inputs("llama"), True))
+
+        assert list(program.stages) == [stage]
+        assert program.stages[stage].plan.stage == stage
+        assert program.edges == {(0, 1), (1, 2), (2, 3)}
+
+
+def test_what_can_be_forgotten() -> None:
+    cache = _cache(make_model("llama", layers=2))
+    variant = cache.for_inputs(make_inputs("llama"), True)
+    program = cache.loss_program(variant)
+    program.engines["signature"] = (None, 0)  # type: ignore[assignment]
+
+    cache.forget_engines()
+    assert program.engines == {}
+    assert cache.loss_program(variant) is program
+
+    cache.forget_modules()
+    again = cache.for_inputs(make_inputs("llama"), True)
+    assert again is not variant
+    assert cache.loss_program(again) is not program
+
+
+class _Windowed(PlainModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, -3:] if x.shape[1] > 3 else x)
+
+
+def test_another_answer_about_sizes_makes_another_graph() -> None:
+    model = _Windowed()
+    cache = _cache(model, PlainLayer, batch={"x": torch.ones(2, 2, 4)})
+    inputs = [{"x": torch.randn(2, length, 4)} for length in (2, 5, 3, 7, 2)]
+    with patch.object(programs, "trace", wraps=trace) as traces:
+        for batch in inputs:
+            assert torch.equal(_run(cache, batch), model(**batch))
+        assert traces.call_count == 2
+
+
+def test_graphs_of_shapes_that_were_not_used_lately_are_forgotten() -> None:
+    class Counting(PlainModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[:, range(x.shape[1])])
+
+    cache = _cache(Counting(), PlainLayer, batch={"x": torch.ones(2, 2, 4)})
+    with patch.object(programs, "_KEPT_SHAPES", 2), patch.object(programs, "trace", wraps=trace) as traces:
+        graphs = [cache.for_inputs({"x": torch.ones(2, length, 4)}, True) for length in (1, 2, 1, 3, 1, 2)]
+        assert traces.call_count == 4
+    assert graphs[0] is graphs[2] is graphs[4]
+    assert graphs[1] is not graphs[5]

@@ -1,0 +1,294 @@
+"""What crosses between stages, what is recomputed, and that the stages together are the model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.pipeline.stages.split import plan_stages
+from tests.support.chained_stages import ChainedStages
+from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
+
+
+def _chain(model: nn.Module, stages: int, x: torch.Tensor) -> ChainedStages:
+    return ChainedStages(model, {"x": x}, stages, options_for(model, PlainLayer))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_tensor_crosses_each_boundary(architecture: str, stages: int) -> None:
+    model = make_model(architecture)
+    inputs = make_inputs(architecture)
+
+    chain = ChainedStages(model, inputs, stages)
+
+    assert [(maker, user) for _, maker, user in chain.crossing] == [(stage, stage + 1) for stage in range(stages - 1)]
+    ends = {stage: layer for layer, stage in chain.layer_stages.items()}
+    by_name = {node.name: node for node in chain.traced.graph.nodes}
+    assert [by_name[value].target for value, _, _ in chain.crossing] == [ends[stage] for stage in range(stages - 1)]
+    assert chain.plans[0].makers == []
+    assert chain.plans[-1].users == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_stages_together_are_the_model(architecture: str, stages: int, training: bool) -> None:
+    model = make_model(architecture).train(training)
+    inputs = make_inputs(architecture)
+
+    torch.manual_seed(5)
+    output = ChainedStages(model, inputs, stages).run(inputs)
+    torch.manual_seed(5)
+    expected = model(**inputs)
+
+    assert torch.equal(output.logits, expected.logits)
+    assert torch.equal(output.loss, expected.loss)
+
+
+@pytest.mark.parametrize("names", [("input_ids",), ("input_ids", "position_ids"), ("inputs_embeds", "attention_mask")])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_inputs_cross_no_more(architecture: str, names: tuple[str, ...]) -> None:
+    model = make_model(architecture)
+    inputs = make_inputs(architecture)
+    inputs["position_ids"] = torch.arange(1, 11).unsqueeze(0)
+    inputs["inputs_embeds"] = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(2))
+    inputs = {name: inputs[name] for name in names}
+
+    chain = ChainedStages(model, inputs, 3)
+
+    assert [(maker, user) for _, maker, user in chain.crossing] == [(0, 1), (1, 2)]
+    assert torch.equal(chain.run(inputs).logits, model(**inputs).logits)
+
+
+def test_masks_and_rotary_tables_are_recomputed() -> None:
+    chain = ChainedStages(make_model("llama"), make_inputs("llama"), 4)
+
+    for plan, module in zip(chain.plans, chain.modules, strict=True):
+        called = [node.target for node in module.graph.nodes if node.op == "call_module"]
+        functions = [node.name for node in module.graph.nodes if node.op == "call_function"]
+        assert called.count("model.rotary_emb") == 1
+        assert "create_causal_mask" in functions
+        assert "attention_mask" in plan.inputs
+        assert [name for name in called if name.startswith("model.layers")] == [f"model.layers.{plan.stage}"]
+        assert ("model.embed_tokens" in called) == (plan.stage == 0)
+        assert ("lm_head" in called) == (plan.stage == 3)
+        assert ("labels" in plan.inputs) == (plan.stage == 3)
+
+
+def test_only_metadata_of_the_embeddings_is_asked_of_other_stages() -> None:
+    chain = ChainedStages(make_model("llama"), make_inputs("llama"), 3)
+
+    assert [list(plan.stand_ins.values()) for plan in chain.plans] == [[], [0], [0]]
+    (name,) = chain.plans[1].stand_ins
+    assert {name: sorted(users) for name, users in chain.plans[0].described.items()} == {name: [1, 2]}
+    assert name not in chain.plans[0].sent
+
+
+def test_a_stage_holds_the_models_own_modules() -> None:
+    model = make_model("llama")
+    chain = ChainedStages(model, make_inputs("llama"), 2)
+
+    parameters = dict(model.named_parameters())
+    seen = [dict(module.named_parameters()) for module in chain.modules]
+
+    assert seen[0].keys() | seen[1].keys() == parameters.keys()
+    assert not seen[0].keys() & seen[1].keys()
+    assert all(parameter is parameters[name] for part in seen for name, parameter in part.items())
+
+
+def test_what_no_result_needs_is_left_out() -> None:
+    model = make_model("llama")
+    chain = ChainedStages(model, make_inputs("llama"), 2)
+    loss = next(node for node in chain.traced.graph.nodes if node.name == chain.plans[-1].results[0])
+    hidden = next(node for node in chain.traced.graph.nodes if node.target == "model.norm")
+
+    plans = plan_stages(chain.traced, model, chain.placed, [hidden], 2)
+
+    assert "labels" not in plans[-1].inputs
+    assert plans[-1].made == [hidden.name]
+    assert loss not in plans[-1].nodes
+
+
+class SkipConnection(PlainModel):
+    """The embedding is used again after the last layer, and the first layer's output in the third."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        embedded = self.embedding(x)
+        first = self.layers[0](embedded)
+        hidden = self.layers[1](first)
+        hidden = self.layers[2](hidden + first)
+        result: torch.Tensor = self.head(self.layers[3](hidden) + embedded).mean()
+        return result
+
+
+def test_a_skip_connection_travels_from_its_maker_to_its_user() -> None:
+    model = SkipConnection()
+    x = torch.randn(3, 4)
+
+    chain = _chain(model, 4, x)
+
+    assert sorted(chain.crossing) == sorted(
+        [
+            ("model_embedding", 0, 3),
+            ("model_layers_0", 0, 1),
+            ("model_layers_0", 0, 2),
+            ("model_layers_1", 1, 2),
+            ("model_layers_2", 2, 3),
+        ]
+    )
+    assert [plan.users for plan in chain.plans] == [[1, 2, 3], [2], [3], []]
+    assert torch.equal(chain.run({"x": x}), model(x))
+
+
+class TupleLayer(nn.Module):
+    """A layer that returns two tensors and something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        return self.linear(hidden), None, state + hidden.sum()
+
+
+class TupleModel(nn.Module):
+    """Two values from each layer to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(TupleLayer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = x.sum(-1)
+        for layer in self.layers:
+            x, _, state = layer(x, state)
+        return {"x": x, "state": state}
+
+
+def test_tuples_between_layers() -> None:
+    model = TupleModel()
+    x = torch.randn(3, 4)
+
+    chain = ChainedStages(model, {"x": x}, 4, options_for(model, TupleLayer))
+    output = chain.run({"x": x})
+
+    assert all(torch.equal(output[name], value) for name, value in model(x).items())
+    assert all(user == maker + 1 for _, maker, user in chain.crossing)
+
+
+class ChangesInPlace(PlainModel):
+    """A value that is changed in place before and after it crosses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x) * 1
+        hidden[:, 0] = 7.0
+        for layer in self.layers:
+            hidden = layer(hidden) * 1
+            hidden.masked_fill_(hidden > 0.9, -1.0)
+            hidden[0] = hidden[1] * 2
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_changes_in_place_survive_the_cut(stages: int) -> None:
+    model = ChangesInPlace()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+    chain = _chain(model, stages, x)
+
+    assert torch.equal(chain.run({"x": x}), model(x))
+    assert len(chain.crossing) == stages - 1
+
+
+class FromTheInputsAlone(PlainModel):
+    """Every layer is given something that follows from the input and a buffer."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        bias = (x * self.table).cumsum(0) + torch.arange(hidden.shape[0]).unsqueeze(1).to(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden + bias + torch.zeros_like(hidden) + hidden.new_ones(hidden.size(0), 4))
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_what_follows_from_inputs_and_buffers_is_recomputed() -> None:
+    model = FromTheInputsAlone()
+    x = torch.randn(3, 4)
+
+    chain = _chain(model, 4, x)
+
+    assert [(maker, user) for _, maker, user in chain.crossing] == [(0, 1), (1, 2), (2, 3)]
+    assert [plan.inputs for plan in chain.plans] == [["x"]] * 4
+    assert torch.equal(chain.run({"x": x}), model(x))
+
+
+class DropsOutside(PlainModel):
+    """Chance outside the layers: drawn once, and sent."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = nn.functional.dropout(x, 0.5, training=self.training)
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden + noise)
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_what_depends_on_chance_is_drawn_once() -> None:
+    model = DropsOutside()
+    x = torch.randn(3, 4)
+
+    chain = _chain(model, 2, x)
+    torch.manual_seed(1)
+    output = chain.run({"x": x})
+    torch.manual_seed(1)
+    expected = model(x)
+
+    assert ("dropout", 0, 1) in chain.crossing
+    assert torch.equal(output, expected)
+
+
+class MakesNoise(PlainModel):
+    """Noise that follows from no parameter, needed by every layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = x.new_empty(4).uniform_()
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden + noise)
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_noise_made_in_place_is_drawn_once() -> None:
+    model = MakesNoise()
+    x = torch.randn(3, 4)
+
+    chain = _chain(model, 2, x)
+    torch.manual_seed(1)
+    output = chain.run({"x": x})
+    torch.manual_seed(1)
+
+    assert torch.equal(output, model(x))
+
+
+def test_a_value_of_a_later_stage_is_refused() -> None:
+    model = PlainModel()
+    chain = _chain(model, 2, torch.ones(3, 4))
+    backwards: dict[Any, int] = {node: 1 - stage for node, stage in chain.placed.items()}
+    (result,) = (node for node in chain.traced.graph.nodes if node.name == chain.plans[-1].results[0])
+    backwards[result] = 0
+
+    with pytest.raises(ValueError, match=r"stage 0 needs the value .* of the later stage 1.*pipeline_cuts"):
+        plan_stages(chain.traced, model, backwards, [result], 2)

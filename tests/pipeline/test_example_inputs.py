@@ -1,0 +1,50 @@
+"""Shapes for the trace at construction are such as the model was made for."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification, WhisperConfig
+
+from nxdpp.pipeline.arguments import first_inputs
+from nxdpp.pipeline.example_inputs import example_shapes
+from nxdpp.tracing.kinds import InputKind
+
+
+def test_tokens_take_half_of_the_positions_that_the_model_has() -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    assert example_shapes(model, first_inputs(model, None))["input_ids"] == ((2, 16), torch.int64)
+
+
+def test_images_are_of_the_models_size() -> None:
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=[32, 32],
+        patch_size=16, num_channels=1,
+    )  # fmt: skip
+    model = ViTForImageClassification(config)
+    assert example_shapes(model, first_inputs(model, None))["pixel_values"] == ((2, 1, 32, 32), torch.float32)
+
+
+def test_sounds_are_as_long_as_the_encoder_takes() -> None:
+    module: Any = nn.Module()
+    module.config = WhisperConfig(num_mel_bins=20, max_source_positions=30)
+    shapes = example_shapes(module, {"input_features": InputKind(3, torch.float32)})
+    assert shapes["input_features"] == ((2, 20, 60), torch.float32)
+
+
+def test_what_is_unknown_has_no_shape() -> None:
+    assert example_shapes(nn.Linear(2, 2), {"x": InputKind(None, None)}) == {}
+
+
+def test_a_given_batch_has_the_shapes_and_the_names() -> None:
+    batch = {"x": torch.empty(3, 7, device="meta"), "weights": torch.empty(3, dtype=torch.float64, device="meta")}
+    kinds = first_inputs(nn.Linear(7, 7), None, batch)
+    assert kinds == {"x": InputKind(2, torch.float32), "weights": InputKind(1, torch.float64)}
+    assert example_shapes(nn.Linear(7, 7), kinds, batch) == {
+        "x": ((3, 7), torch.float32),
+        "weights": ((3,), torch.float64),
+    }

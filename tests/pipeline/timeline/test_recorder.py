@@ -1,0 +1,88 @@
+"""Names of events, what a recorder keeps, and that nothing is recorded where nobody asked for it."""
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.p2p.link import LocalLink, RemoteLink
+from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.runtime.stage_runner import StageRunner
+from nxdpp.pipeline.timeline.recorder import Event, Recorder, What
+from nxdpp.schedules.actions import Action, ActionKind
+from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        (Event(What.COMPUTE, "F", 2, 5, None, 0, 1), "F s2 mb5"),
+        (Event(What.SEND, "F", 2, 5, 3, 0, 1), "send F s2 mb5 to s3"),
+        (Event(What.RECEIVE, "B", 2, 5, 3, 0, 1), "receive B s2 mb5 from s3"),
+        (Event(What.WAIT, "B", 2, 0, 3, 0, 1), "wait B s2 mb0 from s3"),
+        (Event(What.WAIT_SENT, "B", 2, 0, 1, 0, 1), "wait sent B s2 mb0 to s1"),
+        (Event(What.WAIT_LAYOUTS, "", 2, None, 1, 0, 1), "wait layouts s2 from s1"),
+    ],
+)
+def test_names_have_stage_and_microbatch(event: Event, name: str) -> None:
+    assert event.name == name
+
+
+def test_a_computation_begins_when_its_wait_is_over() -> None:
+    recorder = Recorder()
+    recorder.begin(torch.device("cpu"))
+
+    def forward() -> None:
+        recorder.add(What.WAIT, "F", 1, 0, 0, recorder.stamp())
+
+    recorder.computing(Action(1, ActionKind.FORWARD, 0), forward)()
+    recorder.computing(Action(1, ActionKind.BACKWARD, 0), lambda: None)()
+    step, wait, first, second = recorder.end(ahead=0)
+
+    assert [event.name for event in (wait, first, second)] == ["wait F s1 mb0 from s0", "F s1 mb0", "B s1 mb0"]
+    assert step.start <= wait.start <= wait.end == first.start <= first.end <= second.start <= second.end <= step.end
+
+
+def test_a_computation_that_fails_is_the_last_event() -> None:
+    recorder = Recorder()
+    recorder.begin(torch.device("cpu"))
+
+    def forward() -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        recorder.computing(Action(1, ActionKind.FORWARD, 2), forward)()
+    assert recorder.end(ahead=0)[-1].name == "F s1 mb2"
+
+
+def test_a_step_is_recorded_alone_and_on_the_other_clock() -> None:
+    recorder = Recorder()
+    recorder.begin(torch.device("cpu"))
+    recorder.computing(Action(0, ActionKind.FORWARD, 0), lambda: None)()
+    here, there = recorder.end(ahead=0)[1], recorder.end(ahead=1000)[1]
+    assert (there.start, there.end) == (here.start + 1000, here.end + 1000)
+    recorder.begin(torch.device("cpu"))
+    assert [event.what for event in recorder.end(ahead=0)] == [What.STEP]
+
+
+def owners_of_calls(rank: int, folder: str | None) -> set[type[Any] | None]:
+    """The classes whose methods the engine calls; ``None`` for a call that is no plain bound method."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    path = None if folder is None else f"{folder}/trace.json"
+    wrapped = NxDPPModel(make("llama"), num_microbatches=4, virtual_pipeline_size=2, trace_file_path=path)
+    wrapped.run_train(**padded_batch(4))
+    (engine,) = [found for found in gc.get_objects() if type(found) is Engine]
+    links = [*engine._links_in.values(), *engine._links_out.values()]
+    plain = {type(link) for of_stage in links for link in of_stage.values()} <= {RemoteLink, LocalLink}
+    assert plain == (folder is None)
+    return {type(getattr(call.func, "__self__", None)) if isinstance(call, partial) else None for call in engine._calls}
+
+
+def test_without_a_recorder_the_calls_are_the_plain_ones(tmp_path: Path) -> None:
+    assert run_ranks(2, owners_of_calls, None) == [{RemoteLink, StageRunner}] * 2
+    assert None in run_ranks(2, owners_of_calls, str(tmp_path))[0]

@@ -1,0 +1,187 @@
+"""What real runs write with ``trace_file_path``: every event once, on one clock, and a file that loads in any case."""
+
+import json
+import os
+import signal
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.__main__ import main
+from nxdpp.schedules.families.registry import find_family
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+MICROBATCHES = 6
+RANKS = 4
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def train(rank: int, path: str, schedule: str, deallocate: bool) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+    model = make("llama", layers=8)
+    whole = reference(model)
+    wrapped = NxDPPModel(
+        model,
+        num_microbatches=MICROBATCHES,
+        virtual_pipeline_size=2 if schedule == "interleaved" else 1,
+        schedule=schedule,
+        deallocate_pipeline_outputs=deallocate,
+        trace_file_path=path,
+    )
+    batch = padded_batch(MICROBATCHES)
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, MICROBATCHES)
+    assert gradient_differences(wrapped, whole) == {}
+    wrapped.run_train(**batch)
+    wrapped.run_eval(**batch)
+
+
+def expected_names(schedule: str, trains: bool) -> Counter[str]:
+    """Of a chain of stages."""
+    family = find_family(schedule)
+    placement = family.placement(RANKS, None)
+    backward = "" if not trains else "IW" if family.splits_backward else "B"
+    stages = placement.stages
+    names: list[str] = []
+    for microbatch in range(MICROBATCHES):
+        for stage in range(stages):
+            at = f"s{stage} mb{microbatch}"
+            ways = [("F", stage, stage + 1)] + ([("B", stage + 1, stage)] if trains else [])
+            names += [f"{kind} {at}" for kind in f"F{backward}"]
+            if stage + 1 == stages or placement.rank_of(stage) == placement.rank_of(stage + 1):
+                continue
+            for kind, sender, receiver in ways:
+                here, there = f"{kind} s{sender} mb{microbatch}", f"{kind} s{receiver} mb{microbatch}"
+                names += [f"send {here} to s{receiver}", f"wait sent {here} to s{receiver}"]
+                names += [f"receive {there} from s{sender}", f"wait {there} from s{sender}"]
+    return Counter(names)
+
+
+@pytest.mark.parametrize(("schedule", "deallocate"), [("1f1b", False), ("interleaved", True), ("zb-v", False)])
+def test_every_event_is_there_once(
+    tmp_path: Path, schedule: str, deallocate: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    run_ranks(RANKS, train, str(path), schedule, deallocate)
+    slices = [event for event in load(path) if event["ph"] == "X"]
+    for step, trains in enumerate((True, True, False)):
+        of_step = [event for event in slices if event["args"]["step"] == step]
+        told = [event["name"] for event in of_step if event["cat"] not in ("step", "wait layouts")]
+        assert Counter(told) == expected_names(schedule, trains)
+        _check_order(of_step)
+    assert sorted(path.parent.iterdir()) == [path]
+
+    assert main(["timeline", str(path), "--step", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps 0 to 2" in printed
+    assert f"step 1, train, {schedule}, as it was: makespan" in printed
+    assert main(["timeline", str(path)]) == 0
+    assert "step 2, eval" in capsys.readouterr().out
+
+
+def _check_order(events: list[dict[str, Any]]) -> None:
+    """Within the step, computations of a rank one after the other, none before what it needs is made and there."""
+    spans = {event["name"]: (event["ts"], event["ts"] + event["dur"]) for event in events}
+    for rank in range(RANKS):
+        own = [event for event in events if event["tid"] == rank]
+        (whole,) = [event for event in own if event["cat"] == "step"]
+        computes = sorted((e["ts"], e["ts"] + e["dur"]) for e in own if e["cat"] == "compute")
+        assert computes[0][0] >= whole["ts"]
+        assert computes[-1][1] <= whole["ts"] + whole["dur"]
+        assert all(before[1] <= after[0] for before, after in pairwise(computes))
+    for event in events:
+        if event["cat"] == "wait":
+            said = event["args"]
+            kinds = ("F",) if said["kind"] == "F" else ("B", "I")
+            made, used = (
+                next(spans[name] for kind in kinds if (name := f"{kind} s{stage} mb{said['microbatch']}") in spans)
+                for stage in (said["other"], said["stage"])
+            )
+            # The ranks share the clock of this machine.
+            assert made[1] <= spans[event["name"]][1] <= used[0] + 1e-3
+
+
+def train_replicas(rank: int, path: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    NxDPPModel(make("llama"), num_microbatches=2, trace_file_path=path).run_train(**padded_batch(2))
+
+
+def test_each_replica_has_its_file(tmp_path: Path) -> None:
+    run_ranks(4, train_replicas, str(tmp_path / "trace.json"))
+    for pipeline, name in enumerate(("trace.json", "trace.pipeline1.json")):
+        computes = [event for event in load(tmp_path / name) if event.get("cat") == "compute"]
+        assert len(computes) == 8
+        assert {event["pid"] for event in computes} == {pipeline}
+
+
+def train_alone(rank: int, path: str) -> None:
+    parallel_state.initialize_model_parallel()
+    NxDPPModel(make("llama"), num_microbatches=2, trace_file_path=path).run_train(**padded_batch(2))
+
+
+def test_a_pipeline_of_one_rank(tmp_path: Path) -> None:
+    run_ranks(1, train_alone, str(tmp_path / "trace.json"))
+    names = [event["name"] for event in load(tmp_path / "trace.json") if event.get("cat") == "compute"]
+    assert names == ["F s0 mb0", "B s0 mb0", "F s0 mb1", "B s0 mb1"]
+
+
+def train_until_cut(rank: int, path: str, how: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=4, trace_file_path=path)
+    calls = 0
+
+    def break_in_second_step(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if calls == 7:
+            raise KeyboardInterrupt if how == "interrupt" else ArithmeticError("the layer broke")
+
+    if rank == 2:
+        dict(wrapped.local_named_modules())["model.layers.2"].register_forward_hook(break_in_second_step)
+    for _ in range(3):
+        wrapped.run_train(**padded_batch(4))
+
+
+@pytest.mark.parametrize("how", ["error", "interrupt", "kill"])
+def test_the_file_of_a_run_that_is_cut_short_loads(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    with pytest.raises(AssertionError):
+        run_ranks(RANKS, train_until_cut, str(path), how)
+    steps: dict[int, set[int]] = {}
+    for event in load(path):
+        if event.get("cat") == "compute":
+            steps.setdefault(event["args"]["step"], set()).add(event["tid"])
+    # A rank that is killed writes nothing; one that fails what it did until then.
+    assert steps[0] == {0, 1, 2, 3}
+    assert (2 in steps.get(1, set())) == (how != "kill")
+    if how != "kill":
+        failed = [event["name"] for event in load(path) if event.get("tid") == 2 and event.get("cat") == "compute"][-1]
+        assert failed == "F s2 mb2"
+
+    assert main(["timeline", str(path)]) == 0
+    assert "step 0, train, 1f1b, as it was" in capsys.readouterr().out
+
+
+def train_with_trace_on_first(rank: int, path: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2, trace_file_path=path if rank == 0 else None)
+    wrapped.run_train(**padded_batch(2))
+
+
+def test_a_trace_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"trace: True[\s\S]*trace: False"):
+        run_ranks(2, train_with_trace_on_first, str(tmp_path / "trace.json"))

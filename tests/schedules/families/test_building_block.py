@@ -1,0 +1,44 @@
+"""A repeated building block, squeezed within the memory that it is given."""
+
+import pytest
+
+from nxdpp.schedules.check import check
+from nxdpp.schedules.families.building_block import BuildingBlock, squeeze
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.placement import Placement
+from nxdpp.schedules.simulate import live_peaks, simulate
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+@pytest.mark.parametrize("ranks", [17, 23, 24, 32, 48])
+def test_more_ranks_than_elsewhere(name: str, ranks: int) -> None:
+    """A block fits into itself, and holds no more than is promised, for any number of ranks."""
+    schedule = FAMILIES[name].build(ranks, ranks)
+
+    check(schedule)
+    assert max(live_peaks(schedule)) <= 2 * {"v-half": (ranks + 2) // 2, "v-min": (ranks + 4) // 3}[name]
+
+
+def test_more_memory_makes_a_shorter_schedule() -> None:
+    """The block of V-Min in its own memory, and in that of V-Half."""
+    placement = Placement(8, 2, v_shaped=True)
+
+    def block(rank: int) -> BuildingBlock:
+        return BuildingBlock(rank, 15 - rank, 16 + rank, 31 - rank)
+
+    tight, wide = (squeeze(placement, 32, block, most_live=chunks) for chunks in (8, 10))
+
+    assert max(live_peaks(tight)) == 8
+    assert 8 < max(live_peaks(wide)) <= 10
+    assert simulate(wide).makespan < simulate(tight).makespan
+
+
+def test_squeezing_takes_out_what_the_repeated_block_waits() -> None:
+    """Repeated alone, V-Min's block takes 6 m + 4 p - 5 slots (here 219), V-Half's more than 6 m + 3 p."""
+    assert simulate(FAMILIES["v-min"].build(8, 32)).makespan < 6 * 32 + 4 * 8 - 5
+    assert simulate(FAMILIES["v-half"].build(8, 32)).makespan == 6 * 32 + 2 * 8 + 1
+
+
+def test_a_block_whose_actions_share_a_slot_is_none() -> None:
+    with pytest.raises(AssertionError, match="fits into itself"):
+        squeeze(Placement(1, 2, v_shaped=True), 2, lambda _: BuildingBlock(0, 1, 2, 6), most_live=4)

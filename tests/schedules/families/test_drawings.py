@@ -1,0 +1,36 @@
+"""The drawings in the docstrings are those of the schedules."""
+
+import importlib
+
+import pytest
+
+from nxdpp.schedules.families import forward_only
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.placement import Placement
+from tests.schedules.families.drawings import drawing
+
+DRAWN = [
+    ("gpipe", "gpipe", 4, 4, 21, 0),
+    ("1f1b", "one_forward_one_backward", 4, 8, 27, 0),
+    ("1f1b-eager", "eager_1f1b", 4, 8, 27, 1),
+    ("interleaved", "interleaved", 2, 4, 26, 0),
+    ("zb-h1", "zb_h1", 4, 8, 27, 0),
+    ("zb1p", "zb1p", 2, 4, 25, 0),
+    ("zb-v", "zb_v", 4, 8, 30, 0),
+    ("v-half", "v_half", 4, 8, 30, 0),
+    ("v-min", "v_min", 4, 8, 30, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "module", "ranks", "microbatches", "slots", "transfer"), DRAWN)
+def test_drawing_of_a_family(name: str, module: str, ranks: int, microbatches: int, slots: int, transfer: int) -> None:
+    text = importlib.import_module(f"nxdpp.schedules.{module}").__doc__
+
+    assert drawing(FAMILIES[name].build(ranks, microbatches), slots, transfer) in str(text)
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "slots"), [(Placement(2, 2), 4, 9), (Placement(3, 2, v_shaped=True), 5, 12)]
+)
+def test_drawings_of_forward_only(placement: Placement, microbatches: int, slots: int) -> None:
+    assert drawing(forward_only.forward_only(placement, microbatches), slots) in str(forward_only.__doc__)

@@ -1,0 +1,134 @@
+"""Every family, for every size: it runs, in the order of the microbatches, in the memory that it promises."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdpp.schedules.actions import ActionKind
+from nxdpp.schedules.check import check
+from nxdpp.schedules.families.chunk_groups import group_sizes
+from nxdpp.schedules.families.registry import FAMILIES, find_family
+from nxdpp.schedules.simulate import live_peaks, simulate
+
+NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb1p", "zb-v", "v-half", "v-min"]
+
+# How many chunks a rank holds at most, for p ranks, v chunks each, m microbatches, on rank r.
+MOST_LIVE = {
+    "gpipe": lambda p, v, m, r: m,
+    "1f1b": lambda p, v, m, r: min(m, p - r),
+    "1f1b-eager": lambda p, v, m, r: min(m, 2 * (p - r) - 1),
+    "interleaved": lambda p, v, m, r: min(
+        m * v, (1 if v == 1 else 2) * (p - r - 1) + (v - 1) * group_sizes(p, m)[0] + 1
+    ),
+    "zb-h1": lambda p, v, m, r: p,
+    "zb1p": lambda p, v, m, r: p + (v - 1) * group_sizes(p, m)[0],
+    "zb-v": lambda p, v, m, r: 2 * p,
+    "v-half": lambda p, v, m, r: 2 * ((p + 2) // 2),
+    "v-min": lambda p, v, m, r: 2 * ((p + 4) // 3),
+}
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[str, int, int, int]:
+    """A family's name, ranks, chunks that it allows, microbatches."""
+    name = draw(st.sampled_from(NAMES))
+    family = FAMILIES[name]
+    chunks = draw(st.integers(family.fewest_chunks, family.most_chunks or 4))
+    return name, draw(st.integers(1, 16)), chunks, draw(st.integers(1, 64))
+
+
+def test_names() -> None:
+    assert list(FAMILIES) == NAMES
+    for name in NAMES:
+        assert find_family(name).name == name
+
+
+@given(sizes())
+@settings(max_examples=300, deadline=None)
+def test_every_schedule_of_every_size_runs(size: tuple[str, int, int, int]) -> None:
+    name, ranks, chunks, microbatches = size
+    family = FAMILIES[name]
+
+    schedule = family.build(ranks, microbatches, chunks)
+
+    checked = check(schedule)
+    assert checked == (ranks, ranks * chunks, microbatches, True)
+    placement = family.placement(ranks, chunks)
+    for rank, actions in enumerate(schedule):
+        assert {action.stage for action in actions} == set(placement.stages_of(rank))
+    kinds = {action.kind for actions in schedule for action in actions}
+    whole = {ActionKind.FORWARD, ActionKind.BACKWARD}
+    split = {ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT}
+    assert kinds == (split if family.splits_backward else whole)
+
+
+@given(sizes())
+@settings(max_examples=150, deadline=None)
+def test_gradients_are_summed_in_the_order_of_the_microbatches(size: tuple[str, int, int, int]) -> None:
+    """As one process would, and each kind of action in the same order on every stage."""
+    name, ranks, chunks, microbatches = size
+
+    for actions in FAMILIES[name].build(ranks, microbatches, chunks):
+        for key in {action[:2] for action in actions}:
+            assert [a.microbatch for a in actions if a[:2] == key] == list(range(microbatches))
+
+
+@given(sizes())
+@settings(max_examples=150, deadline=None)
+def test_no_rank_holds_more_than_its_family_promises(size: tuple[str, int, int, int]) -> None:
+    name, ranks, chunks, microbatches = size
+    peaks = live_peaks(FAMILIES[name].build(ranks, microbatches, chunks))
+
+    for rank, peak in enumerate(peaks):
+        assert peak <= MOST_LIVE[name](ranks, chunks, microbatches, rank)
+
+
+@given(sizes(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_rank_alone_is_given_the_same_list(size: tuple[str, int, int, int], data: st.DataObject) -> None:
+    name, ranks, chunks, microbatches = size
+    rank = data.draw(st.integers(0, ranks - 1))
+
+    alone = FAMILIES[name].rank_actions(rank, ranks, microbatches, chunks)
+
+    assert alone == FAMILIES[name].build(ranks, microbatches, chunks)[rank]
+
+
+@given(st.sampled_from(["interleaved", "zb1p"]), st.integers(1, 16), st.integers(2, 4), st.integers(1, 64))
+@settings(max_examples=150, deadline=None)
+def test_odd_numbers_of_microbatches_cost_nothing(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+    """As long as there are as many as ranks, a rank waits no longer than where p divides m."""
+    waits = {"interleaved": 3 * (ranks - 1), "zb1p": ranks - 1}[name]
+
+    timeline = simulate(FAMILIES[name].build(ranks, max(microbatches, ranks), chunks))
+
+    assert timeline.makespan - 3 * chunks * max(microbatches, ranks) == waits
+
+
+@pytest.mark.parametrize(("name", "plain"), [("interleaved", "1f1b"), ("zb1p", "zb-h1")])
+def test_one_chunk_is_the_family_without_chunks(name: str, plain: str) -> None:
+    assert FAMILIES[name].build(5, 7, 1) == FAMILIES[plain].build(5, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "chunks", "message"),
+    [
+        ("1f1b", 4, 8, 2, "1f1b has 1 stage a rank, not 2"),
+        ("zb-v", 4, 8, 1, "zb-v has 2 stages a rank, not 1"),
+        ("interleaved", 4, 8, 0, "interleaved has 1 or more stages a rank, not 0"),
+        ("gpipe", 0, 8, None, "a pipeline of 0 ranks cannot be"),
+        ("gpipe", 4, 0, None, "a step of 0 microbatches cannot be"),
+    ],
+)
+def test_sizes_that_cannot_be(name: str, ranks: int, microbatches: int, chunks: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FAMILIES[name].build(ranks, microbatches, chunks)
+    with pytest.raises(ValueError, match=message):
+        FAMILIES[name].rank_actions(0, ranks, microbatches, chunks)
+
+
+def test_a_rank_and_a_name_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="there is no rank 4 in a pipeline of 4"):
+        FAMILIES["1f1b"].rank_actions(4, 4, 8)
+    with pytest.raises(ValueError, match=r"there is no schedule '2f2b'\. Choose one of gpipe, 1f1b, "):
+        find_family("2f2b")

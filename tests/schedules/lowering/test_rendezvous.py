@@ -1,0 +1,109 @@
+"""Nobody waits for ever, also where a send is over only when its receive is posted."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.check import ScheduleError
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.lowering.lowering import lower
+from nxdpp.schedules.lowering.rendezvous import check_lowered, sends_under_way
+from nxdpp.schedules.placement import Placement
+from tests.schedules.pipelines import Pipeline, chain, pipelines
+
+
+@given(pipelines(), st.integers(0, 4))
+@settings(max_examples=200, deadline=None)
+def test_every_family_ends_with_as_many_sends_under_way_as_it_needs(pipeline: Pipeline, ahead: int) -> None:
+    lowered = lower(pipeline.schedule, pipeline.edges, ahead)
+
+    under_way = sends_under_way(lowered, pipeline.edges)
+
+    check_lowered(lowered, pipeline.edges, under_way)
+    if under_way:
+        with pytest.raises(ScheduleError, match=f"for ever.* with {under_way - 1} sends under way"):
+            check_lowered(lowered, pipeline.edges, under_way - 1)
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "1f1b-eager", "zb-h1"]), st.integers(1, 8), st.integers(1, 16))
+@settings(max_examples=60, deadline=None)
+def test_a_chain_of_one_stage_a_rank_could_wait_for_each_send(name: str, ranks: int, microbatches: int) -> None:
+    assert sends_under_way(lower(FAMILIES[name].build(ranks, microbatches), chain(ranks)), chain(ranks)) == 0
+
+
+@pytest.mark.parametrize(("name", "most"), [("interleaved", 1), ("zb1p", 4), ("zb-v", 1), ("v-half", 1), ("v-min", 1)])
+def test_sends_under_way_with_two_chunks(name: str, most: int) -> None:
+    edges = chain(16)
+
+    assert [sends_under_way(lower(FAMILIES[name].build(8, m), edges), edges) <= most for m in (1, 8, 9, 16)] == [
+        True
+    ] * 4
+
+
+def test_a_value_that_skips_six_stages_needs_more_under_way() -> None:
+    """The last stage posts its receives later than the first one sends."""
+    edges = chain(8) | {(0, 7)}
+    lowered = lower(FAMILIES["1f1b"].build(8, 9), edges)
+
+    with pytest.raises(ScheduleError, match=r"rank 0, action \d+ \(0SEND_F\d+\) waits for rank 7 to post 7RECV_F"):
+        check_lowered(lowered, edges, under_way=2)
+    assert sends_under_way(lowered, edges) > 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_receive_that_is_missing(name: str) -> None:
+    edges = chain(Placement(2, FAMILIES[name].default_chunks).stages)
+    lowered = lower(FAMILIES[name].build(2, 2), edges)
+    at = next(at for at, action in enumerate(lowered[1]) if action.kind is ActionKind.RECEIVE_ACTIVATION)
+    del lowered[1][at]
+
+    with pytest.raises(ScheduleError, match=r"rank 0, action \d \(0SEND_F0@1\): rank 1 posts no receive for it"):
+        check_lowered(lowered, edges)
+
+
+def test_a_receive_of_nothing() -> None:
+    lowered = lower(FAMILIES["1f1b"].build(2, 2), chain(2))
+    lowered[0] = [action for action in lowered[0] if action.kind is not ActionKind.SEND_ACTIVATION]
+
+    with pytest.raises(ScheduleError, match=r"rank 1, action 0 \(1RECV_F0@0\): rank 0 sends nothing for it"):
+        check_lowered(lowered, chain(2))
+
+
+def test_a_receive_that_comes_twice() -> None:
+    lowered = lower(FAMILIES["1f1b"].build(2, 2), chain(2))
+    lowered[1].append(Action(1, ActionKind.RECEIVE_ACTIVATION, 1))
+
+    with pytest.raises(ScheduleError, match="rank 0 sends rank 1 2 times, 3 are received"):
+        check_lowered(lowered, chain(2))
+
+
+def test_receives_in_another_order_than_the_sends() -> None:
+    lowered = lower(FAMILIES["gpipe"].build(2, 2), chain(2))
+    first, second = (Action(1, ActionKind.RECEIVE_ACTIVATION, microbatch) for microbatch in (0, 1))
+    lowered[1] = [second, first, *[action for action in lowered[1] if action not in (first, second)]]
+
+    with pytest.raises(ScheduleError, match=r"rank 1, action 0 \(1RECV_F1@0\): rank 0 sends 0SEND_F0@1 first"):
+        check_lowered(lowered, chain(2))
+
+
+def test_a_receive_after_what_needs_it() -> None:
+    lowered = lower(FAMILIES["1f1b"].build(2, 1), chain(2))
+    receive = lowered[1].pop(0)
+    lowered[1].append(receive)
+
+    with pytest.raises(ScheduleError, match=r"rank 1, action 0 \(1F0\): 1RECV_F0@0 is not posted before it"):
+        check_lowered(lowered, chain(2))
+
+
+def test_compute_actions_in_a_circle() -> None:
+    """Whatever may be under way."""
+    edges = chain(2)
+    lowered = lower(FAMILIES["1f1b"].build(2, 2), edges, posted_ahead=0)
+    # Rank 1 runs both forwards before the first backward, rank 0 wants the first gradient before its second forward.
+    lowered[0] = [a for a in lowered[0] if a.microbatch == 0] + [a for a in lowered[0] if a.microbatch == 1]
+    forwards = [a for a in lowered[1] if a.kind in (ActionKind.FORWARD, ActionKind.RECEIVE_ACTIVATION)]
+    lowered[1] = forwards + [a for a in lowered[1] if a not in forwards]
+
+    with pytest.raises(ScheduleError, match=r"rank 0, action 3 \(0B0\) waits for what stage 1 sends rank 0"):
+        check_lowered(lowered, edges)

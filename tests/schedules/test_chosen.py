@@ -1,0 +1,95 @@
+"""What the schedule's name, lists or file, and the number of chunks, come to."""
+
+from pathlib import Path
+
+import pytest
+
+from nxdpp.schedules.actions import ActionKind, Schedule
+from nxdpp.schedules.check import check
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.placement import ListedPlacement
+
+UNEVEN = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "2F0", "1F1", "2F1", "2B0", "1B0", "2B1", "1B1"]]
+
+
+def test_without_a_name_it_is_1f1b_and_interleaved_with_several_chunks() -> None:
+    assert ChosenSchedule(None, 2, 4, 1).training == FAMILIES["1f1b"].build(2, 4)
+    assert ChosenSchedule(None, 2, 4, 3).training == FAMILIES["interleaved"].build(2, 4, 3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_name_alone_has_as_many_chunks_as_the_family_is_known_for(name: str) -> None:
+    family = FAMILIES[name]
+
+    chosen = ChosenSchedule(name, 4, 6, 1)
+
+    assert chosen.placement == family.placement(4, family.default_chunks)
+    assert chosen.training == family.build(4, 6)
+    assert chosen.splits_backward == family.splits_backward
+    assert check(chosen.evaluation) == (4, 4 * family.default_chunks, 6, False)
+    assert all(chosen.placement.rank_of(a.stage) == rank for rank, each in enumerate(chosen.evaluation) for a in each)
+
+
+def test_a_family_of_one_stage_a_rank_is_not_given_two() -> None:
+    with pytest.raises(ValueError, match="1f1b has 1 stage a rank, not 2"):
+        ChosenSchedule("1f1b", 2, 4, 2)
+    with pytest.raises(ValueError, match="zb-v has 2 stages a rank, not 3"):
+        ChosenSchedule("zb-v", 2, 4, 3)
+    assert ChosenSchedule("zb1p", 2, 4, 3).placement.chunks == 3
+
+
+def test_lists_and_files_of_the_same_actions_are_one_schedule_to_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(",".join(actions) for actions in UNEVEN))
+    listed, read, read_by_name = (ChosenSchedule(each, 2, 2, 1) for each in (UNEVEN, path, str(path)))
+
+    assert listed.training == read.training == read_by_name.training
+    assert listed.name == read.name == read_by_name.name
+    assert listed.placement == ListedPlacement((0, 1, 1), 2)
+    # The name is what ranks compare before a step.
+    other = [UNEVEN[0], ["1F0", "1F1", "2F0", *UNEVEN[1][3:]]]
+    assert ChosenSchedule(other, 2, 2, 1).name != listed.name
+
+
+def _backwards(schedule: Schedule) -> set[ActionKind]:
+    return {action.kind for actions in schedule for action in actions} - {ActionKind.FORWARD}
+
+
+def test_evaluation_of_what_a_user_wrote_has_all_forwards_where_the_stages_are() -> None:
+    chosen = ChosenSchedule(UNEVEN, 2, 2, 1)
+
+    assert check(chosen.evaluation) == (2, 3, 2, False)
+    assert _backwards(chosen.evaluation) == set()
+    assert not chosen.splits_backward
+    assert ChosenSchedule([["0F0", "0I0", "0W0"]], 1, 1, 1).splits_backward
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "message"),
+    [
+        (UNEVEN, 3, "virtual_pipeline_size=3, but the schedule has up to 2 stages a rank"),
+        ([["0F0", "0B0"], ["1F0", "1B0"]], 1, "'microbatches': 1.* this pipeline has .*'microbatches': 2"),
+        ([["0F0", "0F1"], ["1F0", "1F1"]], 1, "the schedule has no backward: run_train needs one that trains"),
+        ([["0F0", "0B0", "0F1", "0B1"], []], 1, "rank 1 has no action; every rank of a pipeline has a stage"),
+        (["0F0 0B0", "1F0 1B0"], 1, "rank 0 is the text '0F0 0B0'"),
+        ("mine.csv", 1, "mine.csv: cannot be read as a CSV file"),
+        ("mine", 1, "there is no schedule 'mine'"),
+        ([], 1, "the schedule is empty"),
+    ],
+)
+def test_what_cannot_be_is_refused(schedule: list[list[str]], chunks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChosenSchedule(schedule, 2, 2, chunks)
+
+
+@pytest.mark.parametrize("schedule", [5, [1, 2], [["0F0", 3], ["1F0"]]])
+def test_what_is_no_schedule_at_all_is_a_type_error(schedule: list[list[str]]) -> None:
+    with pytest.raises(TypeError, match="schedule"):
+        ChosenSchedule(schedule, 2, 2, 1)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, True, 1.5])
+def test_numbers_of_chunks_that_cannot_be(chunks: int) -> None:
+    with pytest.raises(ValueError, match=f"virtual_pipeline_size={chunks} must be a whole number"):
+        ChosenSchedule(None, 2, 4, chunks)

@@ -1,0 +1,177 @@
+"""``python -m nxdpp schedule``: what it prints, writes and refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxdpp.__main__ import main
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.written import parse_schedule
+
+SIZE = ["--ranks", "4", "--microbatches", "8"]
+
+
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, with no terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "nxdpp", "schedule", *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+        env={key: value for key, value in os.environ.items() if key != "COLUMNS"} | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_family_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", name, *SIZE]) == 0
+
+    printed = capsys.readouterr().out
+    assert f"{name}: 4 ranks" in printed
+    assert "rank 3  " in printed
+    assert "% on average" in printed
+
+
+def test_figures_of_the_drawing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "interleaved", "--ranks", "8", "--microbatches", "32", "--virtual", "4"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "makespan 101.25, idle 5.2 % on average" in printed
+    assert "│    0 │  0, 8, 16, 24 │ 5.2 % │                      9.75 │" in printed
+
+
+def test_json_is_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "zb-v", *SIZE, "--forward", "2", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert parse_schedule(found["ranks"]) == FAMILIES["zb-v"].build(4, 8)
+    for texts, times in zip(found["ranks"], found["times"], strict=True):
+        for text, (start, end) in zip(texts, times, strict=True):
+            assert end - start == (1 if "F" in text else 0.5)
+    assert found["makespan"] == max(end for times in found["times"] for _, end in times)
+    assert found["peaks"] == [4, 4, 4, 4]
+    assert found["mean_idle"] == pytest.approx(sum(found["idle"]) / 4)
+
+
+def test_comparison_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--ranks", "8", "--microbatches", "32"]
+    assert main(["schedule", "zb-h1", "--compare", *size]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in FAMILIES)
+    assert "zb-h1 *" in printed
+
+    assert main(["schedule", "--compare", "--virtual", "4", "--json", *size]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["families"]}
+    assert list(rows) == list(FAMILIES)
+    assert [rows[name]["chunks"] for name in ("1f1b", "interleaved", "zb1p", "zb-v")] == [1, 4, 4, 2]
+    assert rows["zb-v"]["mean_idle"] == pytest.approx(7 / 199)
+
+
+def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "[mine].csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+
+    assert main(["schedule", str(path), "--transfer", "1"]) == 0
+    assert "[mine].csv: 2 ranks, 2 microbatches" in capsys.readouterr().out
+
+    assert main(["schedule", str(path), "--ranks", "2"]) == 2
+    assert "leave out --ranks" in capsys.readouterr().err
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "zb-h1", *SIZE, "--svg", str(tmp_path / "a.svg")]) == 0
+
+    assert (tmp_path / "a.svg").read_text().startswith("<svg ")
+    assert "rank 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_lines_fit_into_the_terminal(columns: str) -> None:
+    for arguments in (["interleaved", *SIZE], ["--compare", *SIZE]):
+        finished = _run(*arguments, COLUMNS=columns, NO_COLOR="1")
+
+        assert finished.returncode == 0, finished.stderr
+        assert "\x1b" not in finished.stdout
+        assert max(map(len, finished.stdout.splitlines())) <= int(columns)
+        assert "…" not in finished.stdout
+
+
+def test_a_terminal_gets_colours_and_one_without_gets_none() -> None:
+    assert "\x1b[30;46mI0 " in _run("zb-h1", *SIZE, FORCE_COLOR="1", TERM="xterm-256color").stdout
+    plain = _run("zb-h1", *SIZE)
+    assert "\x1b" not in plain.stdout
+    assert max(map(len, plain.stdout.splitlines())) > 80
+
+
+def test_a_terminal_of_ascii_letters() -> None:
+    finished = _run("zb-v", *SIZE, PYTHONIOENCODING="ascii", COLUMNS="60")
+
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.isascii()
+
+
+@pytest.mark.parametrize("output", [[], ["--json"]])
+def test_a_reader_that_has_read_enough(output: list[str]) -> None:
+    """More than fits into a pipe."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "nxdpp", "schedule", "zb-v", "--ranks", "16", "--microbatches", "128", *output],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as running:  # fmt: skip
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.read(10)
+        running.stdout.close()
+        assert running.stderr.read() == ""
+        assert running.wait(60) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["2f2b", *SIZE], "there is no schedule '2f2b'. Choose one of gpipe, 1f1b"),
+        ([*SIZE], "name a schedule, one of gpipe"),
+        (["1f1b", "--ranks", "4"], "--microbatches is missing"),
+        (["1f1b", "--microbatches", "4"], "--ranks is missing"),
+        (["1f1b", *SIZE, "--virtual", "2"], "1f1b has 1 stage a rank, not 2"),
+        (["zb-v", *SIZE, "--virtual", "3"], "zb-v has 2 stages a rank, not 3"),
+        (["none.csv"], "none.csv: cannot be read"),
+        (["--compare", *SIZE, "--svg", "a.svg"], "--svg draws one schedule"),
+        (["1f1b", *SIZE, "--svg", "/nowhere/a.svg"], "--svg: /nowhere/a.svg cannot be written: No such file"),
+    ],
+)
+def test_what_cannot_be_honoured(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", *arguments]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.err.startswith("nxdpp schedule: ")
+    assert message in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "argument --ranks: '0' must be a whole number of at least 1"),
+        (["--microbatches", "x"], "argument --microbatches: 'x' must be a whole number"),
+        (["--forward", "-1"], "argument --forward: '-1' is no time"),
+        (["--transfer", "nan"], "argument --transfer: 'nan' is no time"),
+        (["--weight-gradient", "fast"], "argument --weight-gradient: 'fast' is no time"),
+    ],
+)
+def test_numbers_that_are_none(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["schedule", "1f1b", *arguments])
+
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    program = "import sys; from nxdpp.__main__ import main; main(['schedule', '1f1b', '--ranks', '2', "
+    program += "'--microbatches', '2']); assert not {'torch', 'transformers'} & set(sys.modules)"
+
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+    assert finished.returncode == 0, finished.stderr

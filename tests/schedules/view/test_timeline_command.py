@@ -1,0 +1,68 @@
+"""``python -m nxdpp timeline``: what it prints and refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxdpp.__main__ import main
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.simulate import simulate
+from tests.schedules.view.traces import events, heads, text
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """1F1B on two ranks, ideal in step 0; in step 1 the second rank is late with its first backward by 3 ms."""
+    path = tmp_path / "trace.json"
+    usual = simulate(FAMILIES["1f1b"].build(2, 4), 1.0, 1.0, 1.0)
+    late = events(usual, 1)
+    for event in late:
+        if event["cat"] != "step" and event["ts"] >= 7e6 + 2000:
+            event["ts"] += 3000
+    path.write_text(text(heads(2) + events(usual, 0) + late))
+    return path
+
+
+def test_a_step_without_a_loss(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", str(trace), "--step", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{trace} has steps 0 to 1. Times are milliseconds." in printed
+    assert "step 0, train, made up, as it was: makespan 15, idle 20.0 % on average" in printed
+    assert "simulated: makespan 15, idle 20.0 % on average" in printed
+    drawn = [line for line in printed.splitlines() if line.startswith("rank 1")]
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1] == "rank 1  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  "
+    assert "lost: 15 - 15 = 0 ms, 0.0 % of the step" in printed
+
+
+def test_a_step_that_lost_time(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "step 1, train, made up, as it was: makespan 18, idle 33.3 % on average" in printed
+    assert "simulated: makespan 15, idle 20.0 % on average" in printed
+    assert "rank 1  .  F0 .  .  .  B0--- F1" in printed
+    assert "lost: 18 - 15 = 3 ms, 16.7 % of the step" in printed
+    words = [line.replace("│", " ").split() for line in printed.splitlines() if line.startswith("│")]
+    # Rank, stage, idle and simulated, computed and simulated, waited, on sends, and the rest.
+    assert words[1] == ["1", "1", "33.3", "%", "20.0", "%", "12", "12", "1", "0", "5"]
+    # Stage, forward, backward and transfer.
+    assert words[2] == ["0", "1", "2", "0"]
+
+
+def test_torch_is_not_imported(trace: Path) -> None:
+    program = f"import sys; from nxdpp.__main__ import main; main(['timeline', {str(trace)!r}]); "
+    program += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_bad_files_and_steps_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", str(trace), "--step", "7"]) == 2
+    assert "nxdpp timeline: step 7 is not there in" in capsys.readouterr().err
+    assert main(["timeline", str(trace.parent / "none.json")]) == 2
+    assert "none.json cannot be read as a trace" in capsys.readouterr().err
+    trace.write_text(trace.read_text()[:-500])
+    assert main(["timeline", str(trace)]) == 0
+    assert "has steps 0; cut short: 1." in capsys.readouterr().out

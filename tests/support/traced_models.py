@@ -1,0 +1,111 @@
+"""Tiny models of each architecture, and the way to trace them as the runtime does."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+
+from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.layers import find_layer_classes, resolve_classes
+from nxdpp.tracing.sizes import shapes_of
+from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+from tests.support import models
+
+ARCHITECTURES = ("llama", "gpt2", "qwen3", "mixtral", "bert", "bert_classifier")
+CLASSES = 3
+
+
+def make_model(architecture: str, **changes: Any) -> PreTrainedModel:
+    """A model with the same weights each time, in evaluation mode."""
+    model: Any
+    if architecture == "bert_classifier":
+        torch.manual_seed(1234)
+        sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+        model = BertForSequenceClassification(
+            BertConfig(**{**sizes, "num_attention_heads": 4, "num_labels": CLASSES, **changes})
+        )
+    else:
+        model = models.make(architecture, **changes)
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def make_inputs(architecture: str) -> dict[str, torch.Tensor]:
+    """A batch of two with a padding mask, and labels."""
+    inputs = models.padded_batch(2)
+    if architecture == "bert_classifier":
+        inputs["labels"] = torch.tensor([2, 0])
+    return inputs
+
+
+def options_for(
+    module: nn.Module, layer_class: Any = None, leaves: tuple[Any, ...] = (), **options: Any
+) -> TracingOptions:
+    """The options that the constructor would make."""
+    return TracingOptions(
+        layer_classes=find_layer_classes(module, layer_class),
+        leaf_classes=resolve_classes(module, leaves, "leaf_module_cls"),
+        **options,
+    )
+
+
+def trace_with(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions | None = None) -> TracedModel:
+    """Trace with tensors as inputs and everything else as constants."""
+    kinds = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+    constants = {n: v for n, v in inputs.items() if n not in kinds}
+    return trace(module, kinds, constants, options or options_for(module), shapes_of(inputs))
+
+
+def run_graph(module: nn.Module, traced: TracedModel, inputs: Mapping[str, Any]) -> Any:
+    """What the graph, run as a whole over the original modules, gives in the place of the module's output."""
+    values = fx.GraphModule(module, traced.graph)(**{name: inputs[name] for name in traced.inputs})
+    return pytree.tree_unflatten(values, traced.output_spec)
+
+
+class PlainLayer(nn.Module):
+    """A layer of a model that is not from Hugging Face."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class PlainModel(nn.Module):
+    """Four layers between an embedding and a head; a subclass says what comes between embedding and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(PlainLayer() for _ in range(4))
+        self.head = nn.Linear(4, 1)
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.prepare(self.embedding(x))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+class Asserts(PlainModel):
+    """Wants positive inputs, and finite hidden states. Not in a test, where pytest rewrites assertions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.all(x > 0).item(), "x must be positive"
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        assert hidden.isfinite().all()
+        result: torch.Tensor = self.head(hidden).mean()
+        return result

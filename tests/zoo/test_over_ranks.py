@@ -1,0 +1,132 @@
+"""Types of transformers chosen for their different constructs, over real processes: the numbers of one process.
+
+All types that ``tests.zoo.training`` knows are compared there, in one process.
+"""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.models import gradient_differences, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+from tests.zoo import ARGUMENTS, build, inputs
+
+MICROBATCHES = 2
+PADDED = 1
+TWO_STAGES = {
+    "causal-lm": (
+        "bloom",  # alibi
+        "deepseek_v3",  # compressed attention, routed and shared experts
+        "falcon",  # attention and feed-forward side by side
+        "falcon_mamba",  # state space
+        "gemma3_text",  # a mask for each kind of layer, scaled embeddings
+        "gpt2",  # learned positions, tied head
+        "gpt_neo",  # local and global attention
+        "gpt_oss",  # attention sinks, experts
+        "jamba",  # attention, state space and experts in turn
+        "lfm2",  # convolutions and attention
+        "mamba",  # state space
+        "mistral",  # sliding window
+        "mixtral",  # experts
+        "mpt",  # alibi, another tie
+        "opt",  # positions from the mask
+        "qwen3_next",  # linear attention
+        "starcoder2",  # biases, a window
+        "recurrent_gemma",  # recurrence
+        "fuyu",  # the text part of a multimodal model
+    ),
+    "masked-lm": (
+        "bert",  # tied head with a bias
+        "modernbert",  # local and global attention
+        "mpnet",  # a bias of positions, computed once for all layers
+        "roformer",  # rotary positions from a sinusoid table
+    ),
+    "seq2seq-lm": (
+        "bart",  # encoder and decoder, embeddings thrice tied
+        "t5",  # a bias of positions that the first layer gives to the others
+        "qwen2_audio",  # the text part of a multimodal model
+    ),
+    "image-classification": (
+        "beit",  # a bias of positions in each layer
+        "convnext",  # no attention
+        "efficientnet",  # batch norm
+        "swin",  # windows, sizes that change from layer to layer
+        "vit",
+    ),
+}
+FOUR_STAGES = {
+    "causal-lm": ("gemma2", "llama", "qwen2_moe"),
+    "masked-lm": ("mpnet",),
+    "seq2seq-lm": ("t5",),
+    "image-classification": ("swin",),
+}
+
+
+def train(rank: int, stages: int, types: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """For each type what is wrong with it."""
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    wrong = {}
+    for task, names in types.items():
+        for name in names:
+            wrong[name] = differences(task, name)
+    return wrong
+
+
+def differences(task: str, name: str) -> list[str]:
+    model = build(task, name)
+    batches = [inputs(task, model, shape) for shape in (PADDED, 0)]
+    whole = without_cache(reference(model))
+    arguments: dict[str, Any] = dict(ARGUMENTS.get(name, {}))
+    wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES, broadcast_and_average_loss=True, **arguments)
+    wrong = []
+    for batch in batches:
+        loss = wrapped.run_train(**batch)
+        expected = torch.stack(train_in_one_process(whole, batch, MICROBATCHES)).mean()
+        if not isinstance(loss, torch.Tensor) or not torch.equal(loss, expected):
+            wrong.append(f"loss {loss} instead of {expected}")
+    return wrong + wrong_gradients(wrapped, whole)
+
+
+def without_cache(model: nn.Module) -> nn.Module:
+    """Parts have configurations of their own, and keys that went through a cache lie in memory in another order."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    return model
+
+
+def wrong_gradients(wrapped: NxDPPModel, whole: nn.Module) -> list[str]:
+    """Gradients that differ, but for a tied weight's rounding, and for zeros where one process has none."""
+    gradients = dict(wrapped.local_named_parameters())
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for parameter in expected.values())
+    wrong = []
+    for name, distance in gradient_differences(wrapped, whole).items():
+        gradient = gradients[name].grad
+        is_zero = expected[name].grad is None and gradient is not None and not gradient.any()
+        is_tied = uses[id(expected[name])] > 1 and distance is not None and distance < 1e-6
+        if not is_zero and not is_tied:
+            wrong.append(f"{name} by {distance}")
+    return wrong
+
+
+def check(stages: int, types: dict[str, tuple[str, ...]]) -> None:
+    exact: dict[str, list[str]] = {name: [] for names in types.values() for name in names}
+    for rank in run_ranks(stages, train, stages, types, timeout=150):
+        assert rank == exact
+
+
+def test_two_stages() -> None:
+    check(2, TWO_STAGES)
+
+
+def test_four_stages() -> None:
+    check(4, FOUR_STAGES)

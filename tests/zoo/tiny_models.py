@@ -1,0 +1,75 @@
+"""The smallest model of every type of four of transformers' auto mappings, with random weights."""
+
+import dataclasses
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.zoo.shrinking import shrink
+from tests.zoo.special_cases import SPECIAL, SPECIAL_FOR_TASK
+
+TASKS = {
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
+LARGEST = 20_000_000
+
+
+def types(task: str) -> list[str]:
+    """The model types that transformers maps to a model for ``task``, one of ``TASKS``, in order of their names."""
+    return sorted(getattr(modeling_auto, TASKS[task] + "_NAMES"))
+
+
+def configuration(task: str, model_type: str) -> PreTrainedConfig:
+    """A small configuration: four layers, or two in the encoder and two in the decoder, without dropout."""
+    kind = CONFIG_MAPPING[model_type]
+    special = SPECIAL.get(model_type, {}) | SPECIAL_FOR_TASK.get((task, model_type), {})
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    if task == "causal-lm" and "is_decoder" in fields:
+        special = {"is_decoder": True} | special
+    if task == "seq2seq-lm" and (fields.get("decoder_start_token_id") is None):
+        special = {"decoder_start_token_id": 0} | special
+    encodes_and_decodes = task != "causal-lm" and kind.is_encoder_decoder
+    return shrink(kind, layers=2 if encodes_and_decodes else 4, special=special)
+
+
+def build(task: str, model_type: str, device: str | None = None) -> PreTrainedModel:
+    """The model of ``model_type`` for ``task``, in float32 and training mode, the same weights at each call.
+
+    Where transformers has several models for a type (``deit``) it is the first. ``device="meta"`` allocates
+    nothing. ValueError for a configuration of more than ``LARGEST`` parameters, before they are allocated.
+    """
+    model_class = _model_class(task, model_type)
+    with torch.device("meta"):
+        model = model_class(_own_configuration(task, model_type, model_class))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters > LARGEST:
+        raise ValueError(f"{model_type} would have {parameters:,} parameters; at most {LARGEST:,} are built.")
+    if device != "meta":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = model_class(_own_configuration(task, model_type, model_class))
+    torch.nn.Module.to(model, device or "cpu")  # to "meta" too: a few parameters are made elsewhere regardless
+    model.train()
+    return model
+
+
+def _model_class(task: str, model_type: str) -> type[PreTrainedModel]:
+    known = getattr(modeling_auto, TASKS[task])[CONFIG_MAPPING[model_type]]
+    model_class: type[PreTrainedModel] = known[0] if isinstance(known, tuple) else known
+    return model_class
+
+
+def _own_configuration(task: str, model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The configuration that the class takes: some types map to the model of one of their parts (``llama4``)."""
+    config = configuration(task, model_type)
+    wanted = model_class.config_class
+    assert wanted is not None
+    if isinstance(config, wanted):
+        return config
+    parts = (part for part in vars(config).values() if isinstance(part, wanted))
+    return next(parts, config)  # a type without model code of its own (``internlm3``) has its own configuration only
