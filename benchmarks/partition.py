@@ -28,10 +28,10 @@ from nxdpp.pipeline.partition.assignment import place_nodes
 from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts
 from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 
 STAGES = 4
 ROUNDS = 5
@@ -92,19 +92,19 @@ def _config(scale: int) -> LlamaConfig:
     )
 
 
-def _trace(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> TracedModel:
+def _trace(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> TracedGraph:
     options = TracingOptions(find_layer_classes(model, None))
-    kinds = {name: InputKind(value.ndim, value.dtype) for name, value in batch.items()}
-    return trace(model, kinds, {}, options, shapes_of(batch))
+    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
+    return trace(model, specs, {}, options, shapes_of(batch))
 
 
 def _counted(
-    traced: TracedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
+    traced: TracedGraph, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> list[LayerCost]:
     return layer_costs(traced, model, count_costs(traced, model, batch, device), traced.layers)
 
 
-def _timed(traced: TracedModel, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> list[LayerCost]:
+def _timed(traced: TracedGraph, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> list[LayerCost]:
     placed = place_nodes(traced, model, {layer: index for index, layer in enumerate(traced.layers)})
     seconds = profile_nodes(traced, model, batch, placed, CPU)
     costs = count_costs(traced, model, batch, CPU)
@@ -130,7 +130,7 @@ class _StageRuns:
     """The stages of one partition, to be run one after the other."""
 
     def __init__(
-        self, traced: TracedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], cuts: Sequence[str]
+        self, traced: TracedGraph, model: nn.Module, batch: Mapping[str, torch.Tensor], cuts: Sequence[str]
     ) -> None:
         placed = place_nodes(traced, model, stages_of_layers(cuts, traced.layers), number=STAGES)
         loss = next(node for node in traced.graph.nodes if node.name == "ForCausalLMLoss")

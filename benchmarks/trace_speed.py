@@ -70,8 +70,8 @@ def construct(model: LlamaForCausalLM) -> ProgramCache:
     """Trace, cut, and keep the last stage."""
     options = TracingOptions(find_layer_classes(model, None))
     cache = ProgramCache(model, options, None, (STAGES - 1,), {})
-    kinds = arguments.first_inputs(model, None)
-    first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training), example_shapes(model, kinds))
+    specs = arguments.first_inputs(model, None)
+    first = cache.trace(Variant(tuple(sorted(specs.items())), (), model.training), example_shapes(model, specs))
     layers = layers_in_order(first, layer_names(model, options.layer_classes))
     owners = cache.place(first, stages_of_layers(even_cuts(layers, STAGES), layers))
     local = local_names(owners, STAGES - 1)

@@ -9,20 +9,20 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedModel
 
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 
 _logger = logging.getLogger(__name__)
 
 _TRACERS = ("hf", "torch")
 # What inputs of these names are, unless the first step says otherwise; other inputs of a transformer are tokens.
 _KINDS = {
-    "inputs_embeds": InputKind(3, torch.float32),
-    "input_features": InputKind(3, torch.float32),
-    "input_values": InputKind(2, torch.float32),
-    "pixel_values": InputKind(4, torch.float32),
+    "inputs_embeds": InputSpec(3, torch.float32),
+    "input_features": InputSpec(3, torch.float32),
+    "input_values": InputSpec(2, torch.float32),
+    "pixel_values": InputSpec(4, torch.float32),
 }
-_TOKENS = InputKind(2, torch.int64)
-_UNKNOWN = InputKind(None, None)
+_TOKENS = InputSpec(2, torch.int64)
+_UNKNOWN = InputSpec(None, None)
 
 
 def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:
@@ -116,14 +116,14 @@ def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
 
 def first_inputs(
     module: nn.Module, input_names: Sequence[str] | None, batch: Mapping[str, torch.Tensor] | None = None
-) -> Mapping[str, InputKind]:
+) -> Mapping[str, InputSpec]:
     """The inputs with which a model is traced at construction, to learn which stage uses which parameter.
 
     Those of ``batch``, or ``input_names``. Without either: a Hugging Face model's main input and its labels; the
     inputs that any other module's ``forward`` cannot do without.
     """
     if batch is not None:
-        return {name: InputKind(value.ndim, value.dtype) for name, value in batch.items()}
+        return {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
     hugging_face = isinstance(module, PreTrainedModel)
     parameters = inspect.signature(module.forward).parameters
     if input_names is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, shapes_of
 
 _ROWS = 2
@@ -18,7 +18,7 @@ _CHANNELS = 3
 
 
 def example_shapes(
-    module: nn.Module, kinds: Mapping[str, InputKind], batch: Mapping[str, torch.Tensor] | None = None
+    module: nn.Module, specs: Mapping[str, InputSpec], batch: Mapping[str, torch.Tensor] | None = None
 ) -> Shapes:
     """The shapes of ``batch``; without one, a likely shape for each input whose dimensions and dtype are known.
 
@@ -28,9 +28,9 @@ def example_shapes(
     if batch is not None:
         return shapes_of(batch)
     shapes = {}
-    for name, kind in kinds.items():
-        if kind.dimensions is not None and kind.dtype is not None:
-            shapes[name] = torch.Size(_sizes(module, name, kind.dimensions)), kind.dtype
+    for name, spec in specs.items():
+        if spec.dimensions is not None and spec.dtype is not None:
+            shapes[name] = torch.Size(_sizes(module, name, spec.dimensions)), spec.dtype
     return shapes
 
 

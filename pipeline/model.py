@@ -168,9 +168,9 @@ class NxDPPModel(LocalView):
             "trace": trace_path is not None,
         }
         self._programs = ProgramCache(module, options, output_loss_value_spec, self.local_stages, settings)
-        kinds = arguments.first_inputs(module, input_names, partition_batch)
+        specs = arguments.first_inputs(module, input_names, partition_batch)
         first = self._programs.trace(
-            Variant(tuple(sorted(kinds.items())), (), module.training), example_shapes(module, kinds, partition_batch)
+            Variant(tuple(sorted(specs.items())), (), module.training), example_shapes(module, specs, partition_batch)
         )
         self.layers = layers_in_order(first, layer_names(module, options.layer_classes))
         if pipeline_cuts is not None:

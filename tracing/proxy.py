@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from nxdpp.tracing.kinds import UNKNOWN, InputKind, kind_of, length_of
+from nxdpp.tracing.input_specs import UNKNOWN, InputSpec, length_of, spec_of
 from nxdpp.tracing.optional_masks import is_mask, item_of_mask
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
@@ -53,7 +53,7 @@ class RecordingProxy(_SizedProxy):
 
     def __getattr__(self, name: str) -> Any:
         known = _KNOWN.get(name)
-        if known is not None and (fact := getattr(_kind(self), known)) is not None:
+        if known is not None and (fact := getattr(_spec(self), known)) is not None:
             return fact
         if name.endswith("_") and not name.endswith("__"):
             return _InPlaceMethod(self, name)
@@ -73,7 +73,7 @@ class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record a method call, unless its answer is known."""
-        dimensions = _kind(self.root).dimensions
+        dimensions = _spec(self.root).dimensions
         if self.attr in ("dim", "ndimension") and dimensions is not None:
             return dimensions
         return super().__call__(*args, **kwargs)
@@ -91,9 +91,9 @@ class _InPlaceMethod:
         return self._owner
 
 
-def _kind(proxy: fx.Proxy) -> InputKind:
+def _spec(proxy: fx.Proxy) -> InputSpec:
     root = getattr(proxy.tracer, "root", None)
-    return UNKNOWN if root is None else kind_of(proxy.node, root)
+    return UNKNOWN if root is None else spec_of(proxy.node, root)
 
 
 def _whole_number(proxy: fx.Proxy) -> int:

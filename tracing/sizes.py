@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.tracing.fake_copies import FakeCopies
-from nxdpp.tracing.kinds import COMPARISONS
+from nxdpp.tracing.input_specs import COMPARISONS
 
 # Names of inputs with their shapes and dtypes.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]

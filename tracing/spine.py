@@ -17,7 +17,7 @@ from nxdpp.tracing.assertions import record_assertion
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.direct_calls import recorded_direct_calls
 from nxdpp.tracing.errors import calling_line
-from nxdpp.tracing.kinds import constant_of
+from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.none_tests import answered_none_tests
 from nxdpp.tracing.opaque import record_opaque_call, recorded

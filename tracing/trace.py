@@ -2,7 +2,7 @@
 
 ::
 
-    trace(module, {"input_ids": InputKind(2, torch.int64), "labels": InputKind(2, torch.int64)}, ...)
+    trace(module, {"input_ids": InputSpec(2, torch.int64), "labels": InputSpec(2, torch.int64)}, ...)
 
     input_ids ── embed_tokens ── layers.0 ── layers.1 ── ... ── norm ── lm_head ── loss ── output
              └── mask, positions, rotary_emb ──┴───────────┘             labels ───┘
@@ -28,7 +28,7 @@ from nxdpp.tracing.containers import flatten
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.in_place import refuse_lost_changes
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.random_numbers import refused_random_numbers
@@ -48,7 +48,7 @@ class TracingOptions:
 
 
 @dataclass(frozen=True)
-class TracedModel:
+class TracedGraph:
     """One graph; its ``call_module`` and ``get_attr`` targets are qualified names of the traced module.
 
     ``inputs`` are the graph's inputs in order; ``output_spec`` puts the values of the output node together
@@ -64,11 +64,11 @@ class TracedModel:
 
 def trace(
     module: nn.Module,
-    inputs: Mapping[str, InputKind],
+    inputs: Mapping[str, InputSpec],
     constants: Mapping[str, Any],
     options: TracingOptions,
     shapes: Shapes | None = None,
-) -> TracedModel:
+) -> TracedGraph:
     """Trace ``module(**inputs, **constants)``.
 
     Args:
@@ -95,7 +95,7 @@ def trace(
     layers = tuple(target for target in called if target in known)
     assert entry.output_spec is not None
     facts = tuple(tracer.facts) if isinstance(tracer, SpineTracer) else ()
-    return TracedModel(graph, tuple(inputs), entry.output_spec, layers, facts)
+    return TracedGraph(graph, tuple(inputs), entry.output_spec, layers, facts)
 
 
 class _Entry(nn.Module):
@@ -104,7 +104,7 @@ class _Entry(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        inputs: Mapping[str, InputKind],
+        inputs: Mapping[str, InputSpec],
         constants: Mapping[str, Any],
         tracer: fx.Tracer,
     ) -> None:
@@ -117,7 +117,7 @@ class _Entry(nn.Module):
 
     def forward(self) -> list[Any]:
         module = self.get_submodule(ROOT)
-        proxies = {name: self._placeholder(name, kind) for name, kind in self._inputs.items()}
+        proxies = {name: self._placeholder(name, spec) for name, spec in self._inputs.items()}
         with ExitStack() as stack:
             stack.enter_context(recorded_autograd_functions())
             stack.enter_context(refused_random_numbers(module))
@@ -134,9 +134,9 @@ class _Entry(nn.Module):
         values, self.output_spec = flatten(output)
         return values
 
-    def _placeholder(self, name: str, kind: InputKind) -> fx.Proxy:
+    def _placeholder(self, name: str, spec: InputSpec) -> fx.Proxy:
         proxy = self._tracer.create_proxy("placeholder", name, (), {})
-        proxy.node.meta["kind"] = kind
+        proxy.node.meta["spec"] = spec
         return proxy
 
 
@@ -198,7 +198,7 @@ def _name_after_module(graph: fx.Graph) -> None:
             node.target = node.target.removeprefix(f"{ROOT}.")
 
 
-def _explain(module: nn.Module, inputs: Mapping[str, InputKind], error: Exception) -> str:
+def _explain(module: nn.Module, inputs: Mapping[str, InputSpec], error: Exception) -> str:
     return (
         f"{type(module).__name__} could not be traced with the inputs {list(inputs)}: {type(error).__name__}: "
         f"{error}\n  at {source_line(error.__traceback__)}\n"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nxdpp.tracing.kinds import UNKNOWN
+from nxdpp.tracing.input_specs import UNKNOWN
 from nxdpp.tracing.opaque import OpaqueCall, record_opaque_call
 
 
@@ -34,7 +34,7 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
 def _type_of(node: fx.Node) -> type:
     if isinstance(node.target, OpaqueCall) and node.target.declares_dict:
         return dict
-    return node.meta.get("kind", UNKNOWN).number or torch.Tensor
+    return node.meta.get("spec", UNKNOWN).number or torch.Tensor
 
 
 def traced_is_tensor(value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from transformers import PreTrainedConfig
 
 from nxdpp.tracing.opaque import OpaqueCall
-from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.trace import TracedGraph
 
 _DIGEST_BYTES = 8
 # Where a configuration came from may differ between machines.
@@ -58,7 +58,7 @@ def parameter_lines(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]
     ]
 
 
-def graph_lines(traced: TracedModel, placed: Mapping[fx.Node, int], root: nn.Module) -> list[str]:
+def graph_lines(traced: TracedGraph, placed: Mapping[fx.Node, int], root: nn.Module) -> list[str]:
     """A line for each node of a graph: its stage, name, what it calls and with what."""
     return [f"{_stage(node, placed)}{node.name} = {_call(node, root)}" for node in traced.graph.nodes]
 

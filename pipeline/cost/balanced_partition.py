@@ -21,7 +21,7 @@ from nxdpp.pipeline.partition.balance import MemoryLimit, balanced_cuts
 from nxdpp.pipeline.partition.cuts import check_cuts
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.in_flight import in_flight
-from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.trace import TracedGraph
 
 _PARTITIONS = ("even", "balanced", "profiled")
 
@@ -64,7 +64,7 @@ def _check_batch(partition: str, batch: Any) -> None:
 
 
 def cuts_by_cost(
-    traced: TracedModel,
+    traced: TracedGraph,
     module: nn.Module,
     batch: Mapping[str, torch.Tensor],
     layers: Sequence[str],
@@ -112,7 +112,7 @@ def cuts_by_cost(
 
 
 def _measured(
-    traced: TracedModel,
+    traced: TracedGraph,
     module: nn.Module,
     batch: Mapping[str, torch.Tensor],
     costs: Mapping[fx.Node, NodeCost],

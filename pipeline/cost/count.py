@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nxdpp.pipeline.cost.roofline import WorkCounter, accumulation_work, machine_balance
 from nxdpp.pipeline.cost.run_node import NodeRun, map_tensors, run_of, signature, tensors_in
 from nxdpp.tracing.fake_copies import FakeCopies
-from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.trace import TracedGraph
 
 # What models are planned for where nothing is said.
 _ACCELERATOR = torch.device("cuda")
@@ -52,7 +52,7 @@ class NodeCost:
 
 
 def count_costs(
-    traced: TracedModel, root: nn.Module, inputs: Mapping[str, Any], device: torch.device = _ACCELERATOR
+    traced: TracedGraph, root: nn.Module, inputs: Mapping[str, Any], device: torch.device = _ACCELERATOR
 ) -> dict[fx.Node, NodeCost]:
     """The cost of each node of ``traced`` for one microbatch ``inputs``.
 
@@ -81,7 +81,7 @@ class _Count:
         self._made_by: dict[int, str] = {}  # memory -> the value that it is part of
         self._known: dict[Any, tuple[NodeCost, list[int], Any]] = {}
 
-    def run(self, traced: TracedModel, inputs: Mapping[str, Any]) -> dict[fx.Node, NodeCost]:
+    def run(self, traced: TracedGraph, inputs: Mapping[str, Any]) -> dict[fx.Node, NodeCost]:
         costs = {}
         with self._mode, _quiet():
             for node in traced.graph.nodes:

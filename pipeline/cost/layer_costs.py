@@ -14,7 +14,7 @@ from torch import fx, nn
 from nxdpp.pipeline.cost.count import NodeCost
 from nxdpp.pipeline.partition.assignment import parameter_owners, place_nodes
 from nxdpp.pipeline.partition.balance import LayerCost
-from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.trace import TracedGraph
 
 HEAD = "what follows the last layer"
 
@@ -46,7 +46,7 @@ def state_bytes(parameters: Iterable[nn.Parameter]) -> StateBytes:
 
 
 def layer_costs(
-    traced: TracedModel, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]
+    traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]
 ) -> list[LayerCost]:
     """The cost of each of ``layers``, in order, then of what follows the last one, named ``HEAD``.
 
@@ -81,7 +81,7 @@ def layer_costs(
 def activation_bytes(
     nodes: Iterable[fx.Node],
     costs: Mapping[fx.Node, NodeCost],
-    traced: TracedModel,
+    traced: TracedGraph,
     without: Iterable[str] = (),
 ) -> int:
     """What ``nodes`` together keep for the backward of one microbatch, each value once, but those of ``without``."""
@@ -91,7 +91,7 @@ def activation_bytes(
     return values + sum(costs[node].kept_bytes for node in chosen)
 
 
-def shared_bytes(traced: TracedModel, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]) -> int:
+def shared_bytes(traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]) -> int:
     """What every stage keeps of a microbatch at most beside its layers' own: masks, rotary tables, inputs."""
     placed = place_nodes(traced, root, {layer: index for index, layer in enumerate(layers)})
     everything = activation_bytes(placed, costs, traced)

@@ -15,14 +15,14 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.cost.run_node import NodeRun, map_tensors, run_of, signature, tensors_in
-from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.trace import TracedGraph
 
 _WARM_UPS = 2
 _REPETITIONS = 7
 
 
 def profile_nodes(
-    traced: TracedModel,
+    traced: TracedGraph,
     root: nn.Module,
     inputs: Mapping[str, Any],
     timed: Collection[fx.Node],
@@ -65,7 +65,7 @@ class _Profile:
         self._values: dict[fx.Node, Any] = {}
         self._known: dict[Any, _Measured] = {}
 
-    def run(self, traced: TracedModel, inputs: Mapping[str, Any]) -> dict[fx.Node, float]:
+    def run(self, traced: TracedGraph, inputs: Mapping[str, Any]) -> dict[fx.Node, float]:
         seconds = {}
         last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
         for node in traced.graph.nodes:

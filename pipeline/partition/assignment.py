@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.shared_state import contents
-from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import (
     draws_random_numbers,
     is_from_torch,
@@ -30,7 +30,7 @@ Owners = dict[str, set[int]]
 _Owned = dict[str, list[set[int]]]
 
 
-def layers_in_order(traced: TracedModel, known: Sequence[str]) -> list[str]:
+def layers_in_order(traced: TracedGraph, known: Sequence[str]) -> list[str]:
     """The transformer layers that the graph runs, in the order in which it does.
 
     Of the layers that are ``known`` it may leave some out: a vision tower, where the inputs are text. Raises
@@ -42,7 +42,7 @@ def layers_in_order(traced: TracedModel, known: Sequence[str]) -> list[str]:
     raise AssertionError("layers that ran as they stand in the model ran once")
 
 
-def check_layers_ran(traced: TracedModel, layers: Sequence[str]) -> None:
+def check_layers_ran(traced: TracedGraph, layers: Sequence[str]) -> None:
     """Raise ``ValueError`` unless the graph runs each of ``layers`` once, in this order."""
     if traced.layers == tuple(layers):
         return
@@ -63,7 +63,7 @@ def check_layers_ran(traced: TracedModel, layers: Sequence[str]) -> None:
 
 
 def place_nodes(
-    traced: TracedModel,
+    traced: TracedGraph,
     root: nn.Module,
     layer_stages: Mapping[str, int],
     owners: Owners | None = None,
@@ -116,7 +116,7 @@ def parameter_owners(nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
     return owners
 
 
-def buffer_owners(traced: TracedModel, nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
+def buffer_owners(traced: TracedGraph, nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
     """For each buffer that a module's forward may change (``tracing/uses.py``), the stages that run the module.
 
     Others, a rotary table say, are constants, and every rank keeps them. Raises ``ValueError`` where two stages

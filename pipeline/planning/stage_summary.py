@@ -16,10 +16,10 @@ from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
 from nxdpp.pipeline.stages.loss import pick_loss
 from nxdpp.pipeline.stages.split import plan_stages
 from nxdpp.schedules.in_flight import microbatches_in_flight
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 
 PARTITIONS = ("even", "balanced")
 
@@ -74,7 +74,7 @@ def summarise_stages(
         raise ValueError("a memory limit moves cuts only where they are balanced: add --partition balanced.")
     options = TracingOptions(find_layer_classes(model, None))
     traced = trace(
-        model, {name: InputKind(v.ndim, v.dtype) for name, v in inputs.items()}, {}, options, shapes_of(inputs)
+        model, {name: InputSpec(v.ndim, v.dtype) for name, v in inputs.items()}, {}, options, shapes_of(inputs)
     )
     layers = layers_in_order(traced, layer_names(model, options.layer_classes))
     cuts = even_cuts(layers, stages * chunks)
@@ -90,7 +90,7 @@ def summarise_stages(
 
 
 def _summaries(
-    traced: TracedModel,
+    traced: TracedGraph,
     model: nn.Module,
     costs: Mapping[fx.Node, NodeCost],
     layer_stages: Mapping[str, int],
@@ -120,7 +120,7 @@ def _summaries(
     return found
 
 
-def _loss(traced: TracedModel) -> fx.Node:
+def _loss(traced: TracedGraph) -> fx.Node:
     values: Any = next(node.args[0] for node in traced.graph.nodes if node.op == "output")
     loss = pick_loss(pytree.tree_unflatten(list(values), traced.output_spec), None)
     if not isinstance(loss, fx.Node):

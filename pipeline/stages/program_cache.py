@@ -25,10 +25,10 @@ from nxdpp.pipeline.stages.program import RankProgram, StageProgram
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.containers import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.swap import swapped
-from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 
 # Graphs made for sizes of their own are kept for as many shapes as were used last.
 _KEPT_SHAPES = 64
@@ -38,7 +38,7 @@ _KEPT_SHAPES = 64
 class Variant:
     """The inputs that a graph is traced for: traced ones by kind, the others by type and value (1 is not ``True``)."""
 
-    traced: tuple[tuple[str, InputKind], ...]
+    traced: tuple[tuple[str, InputSpec], ...]
     constants: tuple[tuple[str, type, Any], ...]
     training: bool
 
@@ -55,7 +55,7 @@ class TracedVariant:
     ``plans`` are those of all stages, ``programs`` this rank's, by what they end with.
     """
 
-    traced: TracedModel
+    traced: TracedGraph
     placed: dict[fx.Node, int]
     output: Any
     training: bool
@@ -95,12 +95,12 @@ class ProgramCache:
         self._fixed: set[Variant] = set()
         self._as_cut: dict[str, nn.Module] = {}
 
-    def trace(self, variant: Variant, shapes: Shapes) -> TracedModel:
+    def trace(self, variant: Variant, shapes: Shapes) -> TracedGraph:
         """The graph for ``variant``, and for inputs of ``shapes`` where the model's code asks for sizes."""
         constants = {name: value for name, _, value in variant.constants}
         return trace(self._module, dict(variant.traced), constants, self._options, shapes)
 
-    def place(self, first: TracedModel, layer_stages: Mapping[str, int], stages: int | None = None) -> Owners:
+    def place(self, first: TracedGraph, layer_stages: Mapping[str, int], stages: int | None = None) -> Owners:
         """Decide by the ``first`` graph which stages hold which parameter; modules run there from now on.
 
         ``layer_stages`` is the stage of each transformer layer, in order; ``stages`` the number of stages, by
@@ -187,10 +187,10 @@ class ProgramCache:
 
     def _for_inputs(self, inputs: Mapping[str, Any], training: bool) -> TracedVariant:
         shapes = shapes_of(inputs)
-        tensors = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+        tensors = {n: InputSpec(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
         numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
-        traced = tensors | {n: InputKind(None, None, type(v)) for n, v in numbers.items()}
+        traced = tensors | {n: InputSpec(None, None, type(v)) for n, v in numbers.items()}
         variant = Variant(tuple(sorted(traced.items())), _constants(constants), training)
         if numbers and variant not in self._fixed:
             try:

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline.stages.in_place_guard import Watch, may_change_arguments
 from nxdpp.tracing.assertions import is_assertion
-from nxdpp.tracing.trace import TracedModel
+from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import changed_buffers, metadata_arguments
 
 
@@ -52,7 +52,7 @@ class StagePlan:
 
 
 def plan_stages(
-    traced: TracedModel,
+    traced: TracedGraph,
     root: nn.Module,
     placed: Mapping[fx.Node, int],
     results: Sequence[fx.Node],
@@ -84,7 +84,7 @@ def plan_stages(
     return plans
 
 
-def build_stage(plan: StagePlan, traced: TracedModel, root: nn.Module, placed: Mapping[fx.Node, int]) -> fx.GraphModule:
+def build_stage(plan: StagePlan, traced: TracedGraph, root: nn.Module, placed: Mapping[fx.Node, int]) -> fx.GraphModule:
     """A module that maps the stage's inputs, received values and stand-ins, in this order, to ``plan.made``."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

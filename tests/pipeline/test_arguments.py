@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline import arguments
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from tests.support.traced_models import PlainModel, make_model
 
-TOKENS = InputKind(2, torch.int64)
+TOKENS = InputSpec(2, torch.int64)
 
 
 class Tracer(fx.Tracer):
@@ -88,23 +88,23 @@ def test_exact_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "names", "kinds"),
+    ("make", "names", "specs"),
     [
         (lambda: make_model("llama", layers=2), None, {"input_ids": TOKENS, "labels": TOKENS}),
         (
             lambda: make_model("llama", layers=2),
             ["inputs_embeds", "attention_mask"],
-            {"inputs_embeds": InputKind(3, torch.float32), "attention_mask": TOKENS},
+            {"inputs_embeds": InputSpec(3, torch.float32), "attention_mask": TOKENS},
         ),
-        (PlainModel, None, {"x": InputKind(None, None)}),
-        (TakesMore, None, {"x": InputKind(None, None)}),
-        (TakesMore, ["mask", "x"], {"mask": InputKind(None, None), "x": InputKind(None, None)}),
+        (PlainModel, None, {"x": InputSpec(None, None)}),
+        (TakesMore, None, {"x": InputSpec(None, None)}),
+        (TakesMore, ["mask", "x"], {"mask": InputSpec(None, None), "x": InputSpec(None, None)}),
     ],
 )
 def test_the_inputs_of_the_first_trace(
-    make: Callable[[], nn.Module], names: list[str] | None, kinds: dict[str, InputKind]
+    make: Callable[[], nn.Module], names: list[str] | None, specs: dict[str, InputSpec]
 ) -> None:
-    assert dict(arguments.first_inputs(make(), names)) == kinds
+    assert dict(arguments.first_inputs(make(), names)) == specs
 
 
 def test_hooks_that_will_not_run_are_said(caplog: pytest.LogCaptureFixture) -> None:

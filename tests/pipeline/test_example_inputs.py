@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageCl
 
 from nxdpp.pipeline.arguments import first_inputs
 from nxdpp.pipeline.example_inputs import example_shapes
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 
 
 def test_tokens_take_half_of_the_positions_that_the_model_has() -> None:
@@ -32,19 +32,19 @@ def test_images_are_of_the_models_size() -> None:
 def test_sounds_are_as_long_as_the_encoder_takes() -> None:
     module: Any = nn.Module()
     module.config = WhisperConfig(num_mel_bins=20, max_source_positions=30)
-    shapes = example_shapes(module, {"input_features": InputKind(3, torch.float32)})
+    shapes = example_shapes(module, {"input_features": InputSpec(3, torch.float32)})
     assert shapes["input_features"] == ((2, 20, 60), torch.float32)
 
 
 def test_what_is_unknown_has_no_shape() -> None:
-    assert example_shapes(nn.Linear(2, 2), {"x": InputKind(None, None)}) == {}
+    assert example_shapes(nn.Linear(2, 2), {"x": InputSpec(None, None)}) == {}
 
 
 def test_a_given_batch_has_the_shapes_and_the_names() -> None:
     batch = {"x": torch.empty(3, 7, device="meta"), "weights": torch.empty(3, dtype=torch.float64, device="meta")}
-    kinds = first_inputs(nn.Linear(7, 7), None, batch)
-    assert kinds == {"x": InputKind(2, torch.float32), "weights": InputKind(1, torch.float64)}
-    assert example_shapes(nn.Linear(7, 7), kinds, batch) == {
+    specs = first_inputs(nn.Linear(7, 7), None, batch)
+    assert specs == {"x": InputSpec(2, torch.float32), "weights": InputSpec(1, torch.float64)}
+    assert example_shapes(nn.Linear(7, 7), specs, batch) == {
         "x": ((3, 7), torch.float32),
         "weights": ((3,), torch.float64),
     }

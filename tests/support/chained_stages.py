@@ -13,14 +13,14 @@ from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
 from nxdpp.pipeline.runtime.stand_in import stand_in
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.trace import TracedModel, TracingOptions
+from nxdpp.tracing.trace import TracedGraph, TracingOptions
 from tests.support.traced_models import options_for, trace_with
 
 
 class ChainedStages:
     """A model cut into even stages that end with all its outputs."""
 
-    traced: TracedModel
+    traced: TracedGraph
     plans: list[StagePlan]
     modules: list[fx.GraphModule]
     owners: Owners

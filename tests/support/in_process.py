@@ -40,9 +40,9 @@ class LocalPipeline:
         self._module = module
         options = TracingOptions(find_layer_classes(module, transformer_layer_cls))
         self._cache = ProgramCache(module, options, None, [], {})
-        kinds = arguments.first_inputs(module, input_names)
+        specs = arguments.first_inputs(module, input_names)
         first = self._cache.trace(
-            Variant(tuple(sorted(kinds.items())), (), module.training), example_shapes(module, kinds)
+            Variant(tuple(sorted(specs.items())), (), module.training), example_shapes(module, specs)
         )
         layers = layers_in_order(first, layer_names(module, options.layer_classes))
         self._cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))

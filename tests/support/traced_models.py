@@ -8,10 +8,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes, resolve_classes
 from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 from tests.support import models
 
 ARCHITECTURES = ("llama", "gpt2", "qwen3", "mixtral", "bert", "bert_classifier")
@@ -53,14 +53,14 @@ def options_for(
     )
 
 
-def trace_with(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions | None = None) -> TracedModel:
+def trace_with(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions | None = None) -> TracedGraph:
     """Trace with tensors as inputs and everything else as constants."""
-    kinds = {n: InputKind(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
-    constants = {n: v for n, v in inputs.items() if n not in kinds}
-    return trace(module, kinds, constants, options or options_for(module), shapes_of(inputs))
+    specs = {n: InputSpec(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+    constants = {n: v for n, v in inputs.items() if n not in specs}
+    return trace(module, specs, constants, options or options_for(module), shapes_of(inputs))
 
 
-def run_graph(module: nn.Module, traced: TracedModel, inputs: Mapping[str, Any]) -> Any:
+def run_graph(module: nn.Module, traced: TracedGraph, inputs: Mapping[str, Any]) -> Any:
     """What the graph, run as a whole over the original modules, gives in the place of the module's output."""
     values = fx.GraphModule(module, traced.graph)(**{name: inputs[name] for name in traced.inputs})
     return pytree.tree_unflatten(values, traced.output_spec)

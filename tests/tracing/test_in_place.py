@@ -8,8 +8,8 @@ import torch.fx
 from torch import Tensor, nn
 
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.kinds import InputKind
-from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+from nxdpp.tracing.input_specs import InputSpec
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 
 
 class Changing(nn.Module):
@@ -25,9 +25,9 @@ class Changing(nn.Module):
         return hidden
 
 
-def traced(change: Callable[[Tensor], Tensor]) -> TracedModel:
+def traced(change: Callable[[Tensor], Tensor]) -> TracedGraph:
     options = TracingOptions((nn.Linear,))
-    return trace(Changing(change), {"x": InputKind(2, torch.float32)}, {}, options)
+    return trace(Changing(change), {"x": InputSpec(2, torch.float32)}, {}, options)
 
 
 def assign_through_a_view(h: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def use_the_result(h: Tensor) -> Tensor:
 @pytest.mark.parametrize("change", [assign, chain_of_methods, use_the_result])
 def test_a_change_of_the_value_itself_is_kept(change: Callable[[Tensor], Tensor]) -> None:
     module = Changing(change)
-    graph = trace(module, {"x": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).graph
+    graph = trace(module, {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).graph
     x = torch.randn(3, 4)
     (output,) = torch.fx.GraphModule(module, graph)(x)
     assert torch.equal(output, module(x))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.support.traced_models import run_graph
 
-KINDS = {"x": InputKind(2, torch.float32)}
+SPECS = {"x": InputSpec(2, torch.float32)}
 OPTIONS = TracingOptions((nn.Linear,))
 
 
@@ -68,7 +68,7 @@ def test_a_forward_that_keeps_what_it_computes_is_refused(change: Callable[[Any,
     with pytest.raises(
         TracingError, match=rf"forward (sets|changes) Keeping\.\w+ (to|from)(.|\n)*\.py:\d+, in {change.__name__}: "
     ):
-        trace(module, KINDS, {}, TracingOptions((nn.Linear,), tracer_cls=tracer))
+        trace(module, SPECS, {}, TracingOptions((nn.Linear,), tracer_cls=tracer))
     assert module.table is table
     assert set(vars(module)) == attributes
 
@@ -86,7 +86,7 @@ def moves_twice(module: Any, x: Tensor) -> None:
 def test_a_buffer_that_is_moved_is_followed(change: Callable[[Any, Tensor], Any]) -> None:
     module, x = Keeping(change), torch.randn(3, 4)
     table = module.table
-    graph = trace(module, KINDS, {}, OPTIONS)
+    graph = trace(module, SPECS, {}, OPTIONS)
     assert module.table is table
     with torch.no_grad():
         table.copy_(torch.tensor([1.001, 2.003, 3.007, 4.009]))  # not what the moved dtype can hold
@@ -104,7 +104,7 @@ def test_a_trace_that_fails_leaves_no_traced_value_behind() -> None:
     module = Keeping(moves_then_fails)
     table = module.table
     with pytest.raises(TracingError, match="later"):
-        trace(module, KINDS, {}, OPTIONS)
+        trace(module, SPECS, {}, OPTIONS)
     assert module.table is table
     module.blocks = nn.ModuleList()  # attributes can be set as ever
 
@@ -120,5 +120,5 @@ class Constant(nn.Module):
 
 def test_a_constant_that_plain_fx_would_keep_elsewhere_is_refused() -> None:
     with pytest.raises(TracingError, match=r"constants\n  at .*state.py:\d+, in forward: .*\nLeave tracer_cls out"):
-        trace(Constant(), {"x": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,), tracer_cls="torch"))
-    assert trace(Constant(), {"x": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).layers
+        trace(Constant(), {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,), tracer_cls="torch"))
+    assert trace(Constant(), {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).layers

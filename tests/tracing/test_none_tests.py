@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.none_tests import compared_with_none
 from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import TracedModel, trace
+from nxdpp.tracing.trace import TracedGraph, trace
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
 
 
@@ -50,12 +50,12 @@ class ComparesWithNone(PlainModel):
         return result
 
 
-def _trace(model: nn.Module, x: torch.Tensor) -> TracedModel:
-    kinds = {"x": InputKind(x.ndim, x.dtype)}
-    return trace(model, kinds, {}, options_for(model, PlainLayer), shapes_of({"x": x}))
+def _trace(model: nn.Module, x: torch.Tensor) -> TracedGraph:
+    specs = {"x": InputSpec(x.ndim, x.dtype)}
+    return trace(model, specs, {}, options_for(model, PlainLayer), shapes_of({"x": x}))
 
 
-def _run(model: nn.Module, traced: TracedModel, x: torch.Tensor) -> torch.Tensor:
+def _run(model: nn.Module, traced: TracedGraph, x: torch.Tensor) -> torch.Tensor:
     (result,) = torch.fx.GraphModule(model, traced.graph)(x)
     assert isinstance(result, torch.Tensor)
     return result

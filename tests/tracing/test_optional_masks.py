@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.opaque import recorded
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.support.traced_models import run_graph
@@ -71,8 +71,8 @@ def without_a_case(mask: Any) -> Any:
 
 def results(use: Callable[[Any], Any], attention_mask: Tensor) -> tuple[Any, Any]:
     model, x = Masked(use), torch.zeros(2, 6, 8)
-    kinds = {"x": InputKind(3, torch.float32), "attention_mask": InputKind(2, torch.int64)}
-    graph = trace(model, kinds, {}, TracingOptions((nn.Linear,)))
+    specs = {"x": InputSpec(3, torch.float32), "attention_mask": InputSpec(2, torch.int64)}
+    graph = trace(model, specs, {}, TracingOptions((nn.Linear,)))
     inputs = {"x": x, "attention_mask": attention_mask}
     return run_graph(model, graph, inputs)[1], model(**inputs)[1]
 

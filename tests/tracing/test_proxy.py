@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.proxy import assign_item
 from nxdpp.tracing.trace import trace
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
@@ -98,8 +98,8 @@ def test_a_number_is_traced_without_its_value() -> None:
     model = Scales()
     x = torch.ones(3, 4)
 
-    kinds = {"x": InputKind(2, torch.float32), "factor": InputKind(None, None)}
-    traced = trace(model, kinds, {}, options_for(model, PlainLayer))
+    specs = {"x": InputSpec(2, torch.float32), "factor": InputSpec(None, None)}
+    traced = trace(model, specs, {}, options_for(model, PlainLayer))
 
     for factor in (2, 0.5):
         assert torch.equal(run_graph(model, traced, {"x": x, "factor": factor}), model(x, factor))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.kinds import InputKind
-from nxdpp.tracing.trace import TracedModel, TracingOptions, trace
+from nxdpp.tracing.input_specs import InputSpec
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 from tests.support.traced_models import run_graph
 
-INPUTS = {"x": InputKind(2, torch.float32)}
+INPUTS = {"x": InputSpec(2, torch.float32)}
 
 
 class Sharing(nn.Module):
@@ -48,7 +48,7 @@ class SharingModel(nn.Module):
         return x.sum()
 
 
-def traced(model: nn.Module) -> TracedModel:
+def traced(model: nn.Module) -> TracedGraph:
     return trace(model, INPUTS, {}, TracingOptions((Sharing, Attentive)))
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Sizes, shapes_of
-from nxdpp.tracing.trace import TracedModel, trace
+from nxdpp.tracing.trace import TracedGraph, trace
 from tests.support.traced_models import PlainLayer, options_for, run_graph, trace_with
 
 WIDTH = 8
@@ -32,7 +32,7 @@ class _Asking(nn.Module):
         return self.ask(x)
 
 
-def _trace(ask: Callable[..., torch.Tensor], x: torch.Tensor) -> tuple[nn.Module, TracedModel]:
+def _trace(ask: Callable[..., torch.Tensor], x: torch.Tensor) -> tuple[nn.Module, TracedGraph]:
     torch.manual_seed(0)
     model = _Asking(ask).eval()
     return model, trace_with(model, {"x": x}, options_for(model, PlainLayer))
@@ -117,7 +117,7 @@ def test_what_only_data_tells_is_refused(ask: Callable[..., torch.Tensor]) -> No
 def test_without_shapes_a_question_is_refused() -> None:
     model = _Asking(_window)
     with pytest.raises(TracingError, match="only the data tells"):
-        trace(model, {"x": InputKind(3, torch.float32)}, {}, options_for(model, PlainLayer))
+        trace(model, {"x": InputSpec(3, torch.float32)}, {}, options_for(model, PlainLayer))
 
 
 def test_other_threads_go_on_as_they_were() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.trace import TracingOptions, trace
 
 
@@ -36,10 +36,10 @@ class Asking(nn.Module):
 
 def run(module: nn.Module, x: Tensor, scale: Any) -> Tensor:
     number = isinstance(scale, int | float)
-    kinds = {"x": InputKind(2, torch.float32), "scale": InputKind(None, None, type(scale))}
+    specs = {"x": InputSpec(2, torch.float32), "scale": InputSpec(None, None, type(scale))}
     if not number:
-        kinds["scale"] = InputKind(scale.ndim, scale.dtype)
-    graph = trace(module, kinds, {}, TracingOptions((nn.Linear, Pair))).graph
+        specs["scale"] = InputSpec(scale.ndim, scale.dtype)
+    graph = trace(module, specs, {}, TracingOptions((nn.Linear, Pair))).graph
     (output,) = torch.fx.GraphModule(module, graph)(x, scale)
     assert isinstance(output, Tensor)
     return output

@@ -8,15 +8,15 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.support.models import llama, make, padded_batch, reference
 
 
 def _costs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[fx.Node, NodeCost]:
-    kinds = {name: InputKind(value.ndim, value.dtype) for name, value in inputs.items()}
-    traced = trace(model, kinds, {}, TracingOptions(find_layer_classes(model, None)))
+    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in inputs.items()}
+    traced = trace(model, specs, {}, TracingOptions(find_layer_classes(model, None)))
     return count_costs(traced, model, inputs)
 
 
@@ -74,7 +74,7 @@ class LinearStack(nn.Module):
 def test_a_stack_of_linear_layers_by_hand() -> None:
     model = LinearStack()
     model.layers[2].requires_grad_(False)
-    traced = trace(model, {"x": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
+    traced = trace(model, {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
     costs = count_costs(traced, model, {"x": torch.empty(5, 8, device="meta")}, torch.device("cpu"))
     layers = [_of(costs, f"layers.{index}") for index in range(3)]
 
@@ -107,7 +107,7 @@ def test_what_has_no_flops_has_work() -> None:
 
 def test_a_large_product_takes_its_flops() -> None:
     model = nn.Sequential(nn.Linear(512, 512, bias=False))
-    traced = trace(model, {"input": InputKind(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
+    traced = trace(model, {"input": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
     inputs = {"input": torch.empty(4096, 512, device="meta")}
     (linear,) = [cost for cost in count_costs(traced, model, inputs, torch.device("cpu")).values() if cost.forward]
 
@@ -120,8 +120,8 @@ def count_costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.N
     if frozen is not None:
         model.get_submodule(frozen).requires_grad_(False)
     batch = _batch("meta")
-    kinds = {name: InputKind(value.ndim, value.dtype) for name, value in batch.items()}
-    traced = trace(model, kinds, {}, TracingOptions(find_layer_classes(model, None)))
+    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
+    traced = trace(model, specs, {}, TracingOptions(find_layer_classes(model, None)))
     return count_costs(traced, model, batch, torch.device("cpu"))
 
 
@@ -207,8 +207,8 @@ class DataDependent(nn.Module):
 
 def test_what_looks_at_its_data_is_estimated_and_says_so() -> None:
     model = DataDependent()
-    kinds = {"x": InputKind(2, torch.float32)}
-    traced = trace(model, kinds, {}, TracingOptions((DataDependentLayer,)))
+    specs = {"x": InputSpec(2, torch.float32)}
+    traced = trace(model, specs, {}, TracingOptions((DataDependentLayer,)))
     costs = count_costs(traced, model, {"x": torch.empty(5, 8, device="meta")})
 
     for index in range(2):

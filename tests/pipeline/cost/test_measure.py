@@ -9,7 +9,7 @@ from torch import nn
 
 from nxdpp.pipeline.cost.measure import profile_nodes
 from nxdpp.pipeline.partition.assignment import place_nodes
-from nxdpp.tracing.kinds import InputKind
+from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.support.models import MODELS, make, padded_batch
@@ -17,8 +17,8 @@ from tests.support.models import MODELS, make, padded_batch
 
 def _profile(model: nn.Module, inputs: dict[str, torch.Tensor], classes: Any = None) -> dict[str, float]:
     options = TracingOptions(find_layer_classes(model, classes))
-    kinds = {name: InputKind(value.ndim, value.dtype) for name, value in inputs.items()}
-    traced = trace(model, kinds, {}, options)
+    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in inputs.items()}
+    traced = trace(model, specs, {}, options)
     layers = layer_names(model, options.layer_classes)
     placed = place_nodes(traced, model, {layer: index for index, layer in enumerate(layers)})
     seconds = profile_nodes(traced, model, inputs, placed, torch.device("cpu"))

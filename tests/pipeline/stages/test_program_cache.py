@@ -28,8 +28,8 @@ def _cache(
     options = options_for(model, layer_class)
     layers = layer_names(model, options.layer_classes)
     cache = ProgramCache(model, options, spec, [stage], {})
-    kinds = first_inputs(model, None, batch)
-    first = cache.trace(Variant(tuple(sorted(kinds.items())), (), model.training), shapes_of(batch or {}))
+    specs = first_inputs(model, None, batch)
+    first = cache.trace(Variant(tuple(sorted(specs.items())), (), model.training), shapes_of(batch or {}))
     cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
     return cache
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 
-class InputKind(NamedTuple):
+class InputSpec(NamedTuple):
     """What a trace takes for granted about an input; another kind needs another trace.
 
     A number has no dimensions and no dtype; its type is ``number``.
@@ -23,7 +23,7 @@ class InputKind(NamedTuple):
     number: type | None = None
 
 
-UNKNOWN = InputKind(None, None)
+UNKNOWN = InputSpec(None, None)
 _SAME_METHODS = frozenset(
     {"add", "clamp", "clone", "contiguous", "cumsum", "detach", "div", "eq", "float", "ge", "gt", "int", "le", "long",
      "lt", "masked_fill", "mul", "ne", "sub", "to", "transpose", "type", "type_as"}
@@ -37,12 +37,12 @@ _POINTWISE = frozenset(
 _SAME_MODULES = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
 
 
-def kind_of(node: fx.Node, root: nn.Module) -> InputKind:
+def spec_of(node: fx.Node, root: nn.Module) -> InputSpec:
     """The kind of a value of the graph, as far as it is known; ``root`` holds the modules and parameters."""
-    if "kind" not in node.meta:
-        node.meta["kind"] = _infer(node, root)
-    kind: InputKind = node.meta["kind"]
-    return kind
+    if "spec" not in node.meta:
+        node.meta["spec"] = _infer(node, root)
+    spec: InputSpec = node.meta["spec"]
+    return spec
 
 
 def length_of(node: fx.Node, root: nn.Module) -> int | None:
@@ -92,33 +92,33 @@ def _length(value: Any, root: nn.Module) -> int | None:
     return len(value) if isinstance(value, tuple | list) else None
 
 
-def _infer(node: fx.Node, root: nn.Module) -> InputKind:
+def _infer(node: fx.Node, root: nn.Module) -> InputSpec:
     if node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
         module = root.get_submodule(owner)
         # Not by getattr, which gives a traced value while a model is traced.
         tensor = module._parameters.get(name, module._buffers.get(name))
         # A traced value stands there where forward has set the attribute, which is refused later.
-        return InputKind(tensor.ndim, tensor.dtype) if isinstance(tensor, torch.Tensor) else UNKNOWN
+        return InputSpec(tensor.ndim, tensor.dtype) if isinstance(tensor, torch.Tensor) else UNKNOWN
     if node.op == "call_module":
         return _of_module(node, root)
     if node.op == "call_method":
-        return InputKind(_of_method(node, root), None)
+        return InputSpec(_of_method(node, root), None)
     if node.op == "call_function":
-        return InputKind(_of_function(node, root), None)
+        return InputSpec(_of_function(node, root), None)
     return UNKNOWN
 
 
-def _of_module(node: fx.Node, root: nn.Module) -> InputKind:
+def _of_module(node: fx.Node, root: nn.Module) -> InputSpec:
     module = root.get_submodule(str(node.target))
     inputs = list(node.args) + list(node.kwargs.values())
     dimensions = _dimensions(inputs[0], root) if inputs else None
     if dimensions is None:
         return UNKNOWN
     if isinstance(module, nn.Embedding):
-        return InputKind(dimensions + 1, None)
+        return InputSpec(dimensions + 1, None)
     is_norm = type(module).__name__.endswith("RMSNorm")
-    return InputKind(dimensions, None) if is_norm or isinstance(module, _SAME_MODULES) else UNKNOWN
+    return InputSpec(dimensions, None) if is_norm or isinstance(module, _SAME_MODULES) else UNKNOWN
 
 
 def _of_method(node: fx.Node, root: nn.Module) -> int | None:
@@ -169,7 +169,7 @@ def _count(sizes: Sequence[Any], root: nn.Module) -> int | None:
 
 def _dimensions(value: Any, root: nn.Module) -> int | None:
     if isinstance(value, fx.Node):
-        return kind_of(value, root).dimensions
+        return spec_of(value, root).dimensions
     return 0 if isinstance(value, int | float) else None
 
 
