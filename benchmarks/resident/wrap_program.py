@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.resident.published import LLAMA_3_1_405B_STAGES, llama_3_1_405b
+from benchmarks.resident.published import LLAMA_3_1_405B_STAGES
 from nxdpp import NxDPPModel, parallel_state
+from tests.support.llama_405b import llama_3_1_405b
 
 MICROBATCHES = 32
 TOKENS = 8192

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import nxdpp.utils.model_utils
-from benchmarks.resident.published import llama_3_1_405b
 from nxdpp import deferred_init, init_on_device
+from tests.support.llama_405b import llama_3_1_405b
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.zoo import build
 

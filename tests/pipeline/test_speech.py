@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-from benchmarks.comparison import distance
 from tests.support.in_process import LocalPipeline
+from tests.support.training_distance import distance
 
 
 def whisper() -> WhisperForConditionalGeneration:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.resident.published import llama_3_1_405b
 from nxdpp import NxDPPModel, parallel_state
+from tests.support.llama_405b import llama_3_1_405b
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 

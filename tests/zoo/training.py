@@ -34,10 +34,10 @@ import transformers
 import transformers.models.auto.modeling_auto
 from rich.console import Console
 
-from benchmarks.comparison import distance
 from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.tracing.errors import TracingError
 from tests.support.in_process import LocalPipeline
+from tests.support.training_distance import distance
 from tests.zoo import (
     ARGUMENTS,
     CANNOT_TRAIN,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.comparison import distance, gradient_distances, relative
+from tests.support.training_distance import distance, gradient_distances, relative
 
 
 class Trained(nn.Module):
