@@ -16,7 +16,7 @@ from nxdpp.pipeline.agreement.same_step import check_replicas
 from nxdpp.pipeline.cost.balanced_partition import check_partition, cuts_by_cost
 from nxdpp.pipeline.example_inputs import example_shapes
 from nxdpp.pipeline.local.part import LocalPart
-from nxdpp.pipeline.local.tied_weights import TiedGradients
+from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.local.tree import owners_by_rank
 from nxdpp.pipeline.local.upkeep import LocalUpkeep, works_without_values
 from nxdpp.pipeline.local.view import LocalView
@@ -205,8 +205,8 @@ class NxDPPModel(LocalView):
             param_init_fn,
         )
         self.local_module = self._part.module
-        self._tied = TiedGradients(self.local_module, self._part.tied, self.rank)
-        self._upkeep = LocalUpkeep(self._part, module, self._tied, self._programs)
+        self._tied = TiedWeights(self.local_module, self._part.tied, self.rank)
+        self._upkeep = LocalUpkeep(self._part, module, self._tied, self._programs.replace)
         if self._part.is_made_at_once:
             self.materialise()
         self.train(module.training)
@@ -307,7 +307,7 @@ class NxDPPModel(LocalView):
         self.materialise()
         move_model_to_device(self.local_module, target)
         self._after_move()
-        self._upkeep.make_equal(self._steps, self._device())
+        self._upkeep.make_equal(self._steps.transport, self._device())
 
     def refresh(self) -> None:
         """Forget what the stages have agreed about the values between them; the next step agrees anew.

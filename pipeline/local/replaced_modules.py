@@ -10,7 +10,6 @@ objects; above, modules stand in two places::
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 _STORES = ("_modules", "_parameters", "_buffers")
@@ -71,31 +70,6 @@ class TwoPlaces:
             store_there[key] = value
         self._held = [(slot, present) for (slot, _), present in zip(self._held, now, strict=True)]
         return replaced
-
-
-def without_memory(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` of the same classes whose parameters and buffers are on the meta device."""
-    return _without_memory(module, {})
-
-
-def _without_memory(module: nn.Module, made: dict[int, Any]) -> nn.Module:
-    if id(module) not in made:
-        copied = made[id(module)] = object.__new__(type(module))
-        vars(copied).update(vars(module))
-        stores = {store: dict(vars(module)[store]) for store in _STORES}
-        vars(copied).update(stores)
-        for key, child in stores["_modules"].items():
-            stores["_modules"][key] = child if child is None else _without_memory(child, made)
-        for store in ("_parameters", "_buffers"):
-            for key, tensor in stores[store].items():
-                stores[store][key] = tensor if tensor is None else made.setdefault(id(tensor), _on_meta(tensor))
-    copy: nn.Module = made[id(module)]
-    return copy
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _slots(name: str, vessel: nn.Module, module: nn.Module) -> Iterator[_Slot]:

@@ -13,10 +13,8 @@ from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, 
 from nxdpp.pipeline.agreement.replica_values import check_replicas_have_equal_values
 from nxdpp.pipeline.local.part import LocalPart, replace_tensors
 from nxdpp.pipeline.local.replaced_modules import TwoPlaces
-from nxdpp.pipeline.local.tied_copies import make_copies_equal
-from nxdpp.pipeline.local.tied_weights import TiedGradients
-from nxdpp.pipeline.runtime.step_runner import Steps
-from nxdpp.pipeline.stages.program_cache import ProgramCache
+from nxdpp.pipeline.local.tied_weights import TiedWeights
+from nxdpp.pipeline.p2p.transport import Transport
 
 
 class LocalUpkeep:
@@ -26,16 +24,22 @@ class LocalUpkeep:
         part: what this rank holds.
         root: the whole model.
         tied: the weights of this rank that others hold, too.
-        programs: made from ``root``.
+        on_replaced: called with the modules that were replaced, by name.
     """
 
-    def __init__(self, part: LocalPart, root: nn.Module, tied: TiedGradients, programs: ProgramCache) -> None:
+    def __init__(
+        self,
+        part: LocalPart,
+        root: nn.Module,
+        tied: TiedWeights,
+        on_replaced: Callable[[Mapping[str, nn.Module]], None],
+    ) -> None:
         self._part = part
         self._tree = part.module
         self._root = root
         self._places = TwoPlaces(part.module, root)
         self._tied = tied
-        self._programs = programs
+        self._on_replaced = on_replaced
 
     def follow(self) -> None:
         """Take over what was replaced in the tree or in the whole model. Raises ``RuntimeError`` where that is not
@@ -43,7 +47,7 @@ class LocalUpkeep:
         """
         replaced = self._places.follow()
         if replaced:
-            self._programs.replace(replaced)
+            self._on_replaced(replaced)
         self._tied.follow()
 
     def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
@@ -111,7 +115,7 @@ class LocalUpkeep:
             raise ValueError("the meta device has no memory, and what moves there loses its values: give another.")
         return target
 
-    def make_equal(self, steps: Steps, device: torch.device) -> None:
+    def make_equal(self, transport: Callable[[torch.device], Transport], device: torch.device) -> None:
         """Make copies equal that several ranks have of one weight; collective over the pipeline where there are any.
 
         Also compares data-parallel replicas, collectively over them, and raises ``RuntimeError`` where they differ.
@@ -119,8 +123,7 @@ class LocalUpkeep:
         if parallel_state.is_debug():
             return
         if self._part.any_ties:
-            control = parallel_state.get_pipeline_control_group()
-            make_copies_equal(self._tree, self._tied.weights, steps.transport(device), control)
+            self._tied.make_equal(transport(device), parallel_state.get_pipeline_control_group())
         replicas = parallel_state.get_data_parallel_group()
         check_replicas_have_equal_values(self._tree.named_parameters(), self._part.origin, replicas)
 

@@ -11,7 +11,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
-from nxdpp.pipeline.local.replaced_modules import without_memory
 from nxdpp.pipeline.partition.assignment import (
     Owners,
     buffer_owners,
@@ -21,6 +20,7 @@ from nxdpp.pipeline.partition.assignment import (
     place_nodes,
 )
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
+from nxdpp.pipeline.stages.meta_copy import meta_copy
 from nxdpp.pipeline.stages.program import RankProgram, StageProgram
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.containers import is_dataclass_instance, leaves_of, map_leaves
@@ -124,7 +124,7 @@ class ProgramCache:
         """
         for name, module in modules.items():
             if name not in self._as_cut:
-                self._as_cut[name] = without_memory(module)
+                self._as_cut[name] = meta_copy(module)
         self.forget_modules()
 
     @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.local.replaced_modules import TwoPlaces, without_memory
+from nxdpp.pipeline.local.replaced_modules import TwoPlaces
 from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, tied_names
 from nxdpp.pipeline.partition.assignment import Owners
 from tests.support.chained_stages import ChainedStages
@@ -145,15 +145,3 @@ def test_the_model_follows_a_moved_tree() -> None:
     assert model.table.dtype is torch.float64
     assert model.layers[0].get_parameter("linear.weight").dtype is torch.float64
     assert model.layers[3].get_parameter("linear.weight").dtype is torch.float32
-
-
-def test_a_copy_without_memory_has_the_same_classes_and_ties() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
-    model[1].weight = model[0].weight
-    copied = without_memory(model)
-    assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
-    assert all(tensor.is_meta for tensor in [*copied.parameters(), *copied.buffers()])
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert copied[1].weight is copied[0].weight  # type: ignore[index]
-    copied.eval()
-    assert all(module.training for module in model.modules())
