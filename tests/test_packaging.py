@@ -1,0 +1,111 @@
+"""The sdist and the wheel that ``python -m build`` makes of a clean clone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the tracked files, links as links."""
+    folder = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if os.path.lexists(ROOT / name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(clone: Path) -> Path:
+    """Build the sdist from the clone, and the wheel from the sdist."""
+    process = build(clone)
+    assert process.returncode == 0, process.stdout
+    return clone / "dist"
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "build", "--no-isolation"]
+    return subprocess.run(
+        command, cwd=folder, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def links(folder: Path) -> list[Path]:
+    return [path for path in (folder / "nxdpp").iterdir() if path.is_symlink()]
+
+
+def modules(folder: Path) -> set[str]:
+    """Return every file that users import, by its path in the wheel."""
+    found = {str(path.relative_to(folder)) for path in (folder / "nxdpp").rglob("*.py")}
+    for link in links(folder):
+        found |= {f"nxdpp/{link.name}/{path.relative_to(link.resolve())}" for path in link.resolve().rglob("*.py")}
+    return found
+
+
+def test_the_wheel_has_every_module_and_no_link(clone: Path, built: Path) -> None:
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        entries = wheel.infolist()
+    names = {entry.filename for entry in entries if ".dist-info/" not in entry.filename}
+
+    assert names == modules(clone) | {"nxdpp/py.typed"}
+    assert "nxdpp/pipeline/partition/__init__.py" in names
+    assert not [entry.filename for entry in entries if (entry.external_attr >> 16) & 0o170000 == 0o120000]
+
+
+def test_the_sdist_has_no_link(clone: Path, built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        members = sdist.getmembers()
+
+    assert not [member.name for member in members if member.issym() or member.islnk()]
+    names = {member.name.partition("/")[2] for member in members}
+    assert modules(clone) | {"nxdpp/py.typed", "pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
+
+
+def test_every_package_is_imported_from_the_installed_wheel(clone: Path, built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    subprocess.run(pip, check=True, timeout=SECONDS)
+    packages = sorted(
+        name.removesuffix("/__init__.py").replace("/", ".") for name in modules(clone) if "__init__" in name
+    )
+    code = f"import {', '.join(packages)}; print(nxdpp.__file__, *nxdpp.__all__); nxdpp.NxDPPModel"
+    imported = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        timeout=SECONDS,
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+
+    assert imported.stdout.startswith(str(target))
+
+
+def test_a_checkout_without_links_is_refused(clone: Path, tmp_path: Path) -> None:
+    without = tmp_path / "clone"
+    shutil.copytree(clone, without, symlinks=True, ignore=shutil.ignore_patterns("dist", "build", "*.egg-info"))
+    for link in links(without):
+        target = os.readlink(link)
+        link.unlink()
+        link.write_text(target)  # as git does with core.symlinks=false
+
+    process = build(without)
+
+    assert process.returncode != 0
+    assert "nxdpp/pipeline" in process.stdout
+    assert "must be symbolic links and are text files" in process.stdout
