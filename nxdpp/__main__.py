@@ -1,4 +1,4 @@
-"""``python -m nxdpp``: what can be known of a pipeline without running it, and of one that has run.
+"""``python -m nxdpp``: the stages of a model, schedules, and recorded timelines.
 
 ::
 
@@ -11,19 +11,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nxdpp.schedules.view import command, timeline_command
-
-if TYPE_CHECKING:
-    from nxdpp.pipeline.planning.stage_summary import StageSummary
-
-_GIB = 2**30
+from nxdpp.pipeline.planning import command as plan_command
+from nxdpp.schedules.view import command as schedule_command
+from nxdpp.schedules.view import timeline_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` name (by default those of the process); its exit status."""
+    """Run the command in ``arguments``, by default those of the process. Returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -35,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nxdpp {options.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Whoever reads has read enough; nothing is left to be written to it at exit either.
+        # The reader of the pipe is gone: Python must not flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
@@ -46,105 +41,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m nxdpp", description="Pipeline-parallel training of PyTorch models."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan",
-        help="print what each stage will compute, hold and send",
-        description="Print what each stage of a pipeline will compute, hold and send. Nothing is allocated.",
-    )
-    plan.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
-    plan.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="number of stages")
-    plan.add_argument("--num-microbatches", type=_count, required=True, metavar="N", help="microbatches of a step")
-    plan.add_argument("--virtual-pipeline-size", type=_count, default=1, metavar="N", help="stages of a rank (1)")
-    plan.add_argument("--batch-size", type=_count, metavar="N", help="samples of a step (one a microbatch)")
-    plan.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample (2048, or what there is)")
-    plan.add_argument("--partition", choices=("even", "balanced"), default="even", help="how to cut (even)")
-    plan.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
-    plan.set_defaults(run=_plan)
-    command.add_parser(commands)
-    timeline_command.add_parser(commands)
+    for command in (plan_command, schedule_command, timeline_command):
+        command.add_parser(commands)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-def _plan(options: argparse.Namespace) -> None:
-    from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
-    from nxdpp.pipeline.planning.stage_summary import summarise_stages
-
-    microbatches = options.num_microbatches
-    batch = options.batch_size or microbatches
-    if batch % microbatches:
-        raise ValueError(
-            f"a batch of {batch} does not divide into {microbatches} microbatches. Use a multiple of {microbatches}."
-        )
-    model = build_on_meta(read_configuration(options.config))
-    inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
-    limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
-    ranks = options.pipeline_parallel_size
-    stages = summarise_stages(
-        model, inputs, ranks, microbatches, options.partition, limit, options.virtual_pipeline_size
-    )
-    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
-    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks)
-
-
-def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    chunked = len(stages) > ranks
-    table = Table("stage (rank)" if chunked else "stage", "layers", title=title)
-    for name in (
-        "parameters", "TFLOPs forward", "TFLOPs backward", "work / mean", "weights", "gradients", "AdamW",
-        "peak activations", "crosses: tensors", "bytes",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    mean = sum(stage.work for stage in stages) / len(stages)
-    for index, stage in enumerate(stages):
-        mark = " *" if stage.estimated else ""
-        table.add_row(
-            f"{index} ({index % ranks})" if chunked else str(index),
-            f"{len(stage.layers)}: {_short(stage.layers[0])}..{_short(stage.layers[-1])}" if stage.layers else "0",
-            f"{stage.state.parameters:,}",
-            f"{stage.forward / 1e12:.4g}{mark}",
-            f"{stage.backward / 1e12:.4g}{mark}",
-            f"{stage.work / mean:.3f}{mark}",
-            _bytes(stage.state.weights),
-            _bytes(stage.state.gradients),
-            _bytes(stage.state.optimizer),
-            f"{_bytes(stage.peak_activations)}{mark}",
-            str(stage.sent_tensors),
-            _bytes(stage.sent_bytes),
-        )
-    # Read by people and by scripts: as wide as it is, where the output is no terminal.
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table)
-    slowest = max(sum(stage.work for stage in stages[rank::ranks]) for rank in range(ranks))
-    what = "rank" if chunked else "stage"
-    console.print(f"slowest {what} / mean: {slowest / (mean * len(stages) / ranks):.3f}")
-    if any(stage.estimated for stage in stages):
-        console.print("* estimated from the parameters: layers there cannot run without data")
-    console.print("FLOPs, and what crosses in the forward, are of one microbatch; activations are peaks under 1F1B.")
-    if chunked:
-        console.print("1F1B is interleaved; not all stages of a rank need be at their peak at the same time.")
-    console.print("Work is FLOPs, or those that an accelerator could do while it moves the bytes, where that is more.")
-
-
-def _short(layer: str) -> str:
-    return layer.rpartition(".")[2]
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
 
 
 if __name__ == "__main__":

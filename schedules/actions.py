@@ -8,7 +8,7 @@ from typing import NamedTuple
 class ActionKind(Enum):
     """What a rank does; the value is the middle of the text form.
 
-    A backward is whole, or split: its input-gradient, which the stage before waits for, and its weight-gradient,
+    A backward is full, or split: its input-gradient, which the stage before waits for, and its weight-gradient,
     which nobody waits for.
     """
 
@@ -58,7 +58,7 @@ def parse_action(text: str) -> Action:
     match = _COMPUTE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"{text!r} is no action. Write the stage, F (forward), B (whole backward), I (input-gradient) or W "
+            f"{text!r} is no action. Write the stage, F (forward), B (full backward), I (input-gradient) or W "
             f"(weight-gradient), and the microbatch: 2F0."
         )
     stage, kind, microbatch = match.groups()

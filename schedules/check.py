@@ -2,7 +2,7 @@
 
 Sends start at once and are waited for by nobody, receives are posted in the order of the sends (``lowering``), so
 ranks wait for each other for ever exactly where the actions wait for each other in a circle. ``rendezvous`` says the
-same of a lowered schedule with a limit on the sends under way.
+same of a lowered schedule with a limit on the sends in flight.
 """
 
 from typing import NamedTuple
@@ -40,8 +40,8 @@ def check(schedule: Schedule) -> Sizes:
     stages = len(placed)
     if not stages:
         raise ScheduleError("the schedule is empty: no rank has any action.")
-    if idle := [rank for rank, actions in enumerate(schedule) if not actions]:
-        raise ScheduleError(f"rank {idle[0]} has no action; every rank of a pipeline has a stage.")
+    if empty := [rank for rank, actions in enumerate(schedule) if not actions]:
+        raise ScheduleError(f"rank {empty[0]} has no action; every rank of a pipeline has a stage.")
     if set(placed) != set(range(stages)):
         missing = min(set(range(stages)) - set(placed))
         raise ScheduleError(f"no rank has an action of stage {missing}, though there is one of stage {max(placed)}.")

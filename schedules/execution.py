@@ -14,7 +14,7 @@ from nxdpp.schedules.actions import Action, ActionKind, Schedule
 class Times(NamedTuple):
     """How long each stage takes, in any unit; the ``s``-th of each is stage ``s``'s.
 
-    A whole backward takes the input- and the weight-gradient's time. ``transfer`` is that between stage ``s`` and the
+    A full backward takes the input- and the weight-gradient's time. ``transfer`` is that between stage ``s`` and the
     next, either way, where they are on different ranks; the last stage's is not used.
     """
 
@@ -45,7 +45,7 @@ class _Execution:
         self._schedule = schedule
         self._rank_of = {action[0]: rank for rank, actions in enumerate(schedule) for action in actions}
         self._times = times
-        self._whole = [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)]
+        self._full = [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)]
         self._transfer = [
             0.0 if self._rank_of[stage] == self._rank_of.get(stage + 1) else times.transfer[stage]
             for stage in range(stages)
@@ -72,7 +72,7 @@ class _Execution:
 
     def _advance(self, rank: int) -> None:
         """Run actions of ``rank`` until one has to wait; a long loop, and most of the time of a check."""
-        forward_kind, weight_kind, whole_kind = ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD
+        forward_kind, weight_kind, full_kind = ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD
         forward, backward, transfer = self._forward, self._backward, self._transfer
         takes_forward, takes_input, takes_weight, _ = self._times
         actions, starts, clock, last = self._schedule[rank], self.starts[rank], self._clocks[rank], len(forward) - 1
@@ -100,7 +100,7 @@ class _Execution:
                         self._waits_for_backward[stage + 1] = rank
                         break
                     start = max(clock, there)
-                clock = start + (self._whole[stage] if kind is whole_kind else takes_input[stage])
+                clock = start + (self._full[stage] if kind is full_kind else takes_input[stage])
                 backward[stage][microbatch] = clock + (transfer[stage - 1] if stage else 0.0)
                 waiter = self._waits_for_backward[stage]
                 self._waits_for_backward[stage] = None

@@ -31,7 +31,7 @@ class Timeline:
     Attributes:
         spans: of each rank, in order.
         makespan: from the start of the first action to the end of the last one.
-        idle: the share of the makespan in which each rank computes nothing.
+        bubbles: the share of the makespan in which each rank computes nothing.
         peaks: how many microbatches each rank holds at most. One counts for the share of the model that a rank has
             on average, so that families with different numbers of chunks can be compared (as in arXiv 2405.15362): a
             chunk counts 1/v. It is held from its forward to the end of its backward, or of its weight-gradient
@@ -40,13 +40,13 @@ class Timeline:
 
     spans: list[list[Span]]
     makespan: float
-    idle: list[float]
+    bubbles: list[float]
     peaks: list[float]
 
     @property
-    def mean_idle(self) -> float:
+    def mean_bubble(self) -> float:
         """The share of the makespan in which a rank computes nothing, on average."""
-        return sum(self.idle) / len(self.idle)
+        return sum(self.bubbles) / len(self.bubbles)
 
 
 def simulate(
@@ -62,7 +62,7 @@ def simulate(
         schedule: compute actions of each rank.
         forward: time of a stage's forward of a microbatch, in any unit; one for all stages or a list of each.
         input_gradient: of its input-gradient.
-        weight_gradient: of its weight-gradient; a whole backward takes both.
+        weight_gradient: of its weight-gradient; a full backward takes both.
         transfer: time from the end of an action until the next stage on another rank can use what it made. In a list,
             that between stage ``s`` and the next, either way, is the ``s``-th; the last one is not used.
 
@@ -95,9 +95,9 @@ def timeline_of(spans: list[list[Span]]) -> Timeline:
     """What ``spans`` of each rank, the first of all starting at 0, come to."""
     schedule = [[span.action for span in rank] for rank in spans]
     makespan = max(span.end for rank in spans for span in rank)
-    idle = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in spans]
+    bubbles = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in spans]
     share = len(schedule) / len({action.stage for actions in schedule for action in actions})
-    return Timeline(spans, makespan, idle, [peak * share for peak in live_peaks(schedule)])
+    return Timeline(spans, makespan, bubbles, [peak * share for peak in live_peaks(schedule)])
 
 
 def live_peaks(schedule: Schedule) -> list[int]:

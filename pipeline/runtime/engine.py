@@ -22,7 +22,7 @@ from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.runtime.step_timer import StepTimer
 from nxdpp.pipeline.stages.program import StageProgram
-from nxdpp.pipeline.timeline.recorder import RecordedLink, Recorder
+from nxdpp.pipeline.timeline.recorder import RecordedLink, StepRecorder
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.placement import ListedPlacement, Placement
 
@@ -67,7 +67,7 @@ class Engine:
         actions: Sequence[Action],
         releases: Sequence[Sequence[Action]],
         under_way: int | None,
-        recorder: Recorder | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self._recorder = recorder
         self._placement = placement

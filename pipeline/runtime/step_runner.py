@@ -17,7 +17,7 @@ from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.lowering import lower, lower_rank
 from nxdpp.schedules.lowering.releases import releases
-from nxdpp.schedules.lowering.rendezvous import sends_under_way
+from nxdpp.schedules.lowering.rendezvous import sends_in_flight
 
 # Enough for a transfer to run while the next value is computed.
 _SENDS_UNDER_WAY = 2
@@ -107,7 +107,7 @@ class Steps:
         """How many sends may be under way: any number, where what is sent is kept for the backward anyway."""
         if train and self._keep_outputs:
             return None
-        return max(_SENDS_UNDER_WAY, sends_under_way(lower(compute, program.edges), program.edges))
+        return max(_SENDS_UNDER_WAY, sends_in_flight(lower(compute, program.edges), program.edges))
 
 
 def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:

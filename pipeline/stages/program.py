@@ -8,7 +8,7 @@ from torch import fx
 
 from nxdpp.pipeline.agreement.fingerprint import Fingerprint
 from nxdpp.pipeline.stages.split import StagePlan
-from nxdpp.schedules.lowering.lowering import StageEdge
+from nxdpp.schedules.lowering.lowering import StagePair
 
 if TYPE_CHECKING:
     from nxdpp.pipeline.runtime.engine import Engine
@@ -42,7 +42,7 @@ class RankProgram:
     """
 
     stages: Mapping[int, StageProgram]
-    edges: frozenset[StageEdge]
+    edges: frozenset[StagePair]
     graph: Fingerprint
     results: list[str]
     engines: dict[Any, tuple["Engine", int]] = field(default_factory=dict)

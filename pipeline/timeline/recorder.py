@@ -88,7 +88,7 @@ class Clock:
         return event
 
 
-class Recorder:
+class StepRecorder:
     """Collects the events of this rank's steps, one step at a time."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Recorder:
 class RecordedLink(RemoteLink):
     """A link to another rank that records its sends, receives and waits."""
 
-    def __init__(self, recorder: Recorder, *link: Any) -> None:
+    def __init__(self, recorder: StepRecorder, *link: Any) -> None:
         super().__init__(*link)
         self._recorder = recorder
 

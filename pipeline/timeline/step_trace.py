@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.pipeline.timeline.chrome_trace import ChromeTrace, path_of_pipeline
 from nxdpp.pipeline.timeline.clock_offset import offset_to_first
-from nxdpp.pipeline.timeline.recorder import Recorder
+from nxdpp.pipeline.timeline.recorder import StepRecorder
 
 
 class StepTrace:
@@ -26,7 +26,7 @@ class StepTrace:
     """
 
     def __init__(self, path: Path, schedule: str) -> None:
-        self.recorder = Recorder()
+        self.recorder = StepRecorder()
         self._schedule = schedule
         self._group = parallel_state.get_pipeline_control_group()
         self._rank = dist.get_rank(self._group)

@@ -2,7 +2,7 @@
 
 Under plain 1F1B two neighbours wait for each other's last value: in the steady state a microbatch takes a forward, a
 backward and nearly two transfers, 2 (p - 1) / p of them. With one more forward ahead for each hop to the last stage, a
-value is under way while its receiver computes on the one before. p = 4, 8 microbatches, a backward taking two slots, a
+value is in flight while its receiver computes on the one before. p = 4, 8 microbatches, a backward taking two slots, a
 transfer one::
 
     rank 0  F0 F1 F2 F3 F4 F5 F6 .  .  .  .  .  .  .  .  .  B0 B0 F7 B1 B1 .  B2 B2 .  B3 B3 ...

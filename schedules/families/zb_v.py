@@ -14,7 +14,7 @@ also has the loss; input-gradients go the same way back. A rank
 1. fills its memory with forwards of the first chunk, 2 (p - r) - 1 of them;
 2. takes up the second chunk's, one of each, r times;
 3. turns the second chunk around: forward, input-gradient, weight-gradient, p - r times;
-4. runs one microbatch through both chunks, each forward with a whole backward of another microbatch, while forwards
+4. runs one microbatch through both chunks, each forward with a full backward of another microbatch, while forwards
    are left;
 5. drains the input-gradients with the weight-gradients held back, which fill the time in which it would wait.
 

@@ -7,13 +7,13 @@ one ahead::
     compute   1F0                     1F1                      1B0 ...
     lowered   RECV 1F0, RECV 1F1, 1F0, SEND 1F0, RECV 1B0, 1F1, SEND 1F1, RECV 1F2, 1B0, SEND 1B0 ...
 
-The gradient of what a stage received leaves after its whole backward, or after its input-gradient where that is
+The gradient of what a stage received leaves after its full backward, or after its input-gradient where that is
 apart. Between stages on one rank nothing is sent.
 
 Two ranks exchange activations one way and gradients one way, each in one stream without tags, so a rank posts the
 receives from another in the order in which that one sends, even if it then posts one of them earlier than
 ``posted_ahead`` asks for. What deadlock takes is then a circle in the compute actions themselves (``check``), or a
-rank that may have too few sends under way (``rendezvous``).
+rank that may have too few sends in flight (``rendezvous``).
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Sequence
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 
 # (maker, user): a value that stage ``maker`` makes is an input of stage ``user``.
-StageEdge = tuple[int, int]
+StagePair = tuple[int, int]
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 _RECEIVED_AS = {
@@ -31,7 +31,7 @@ _RECEIVED_AS = {
 }
 
 
-def lower(schedule: Schedule, edges: Collection[StageEdge], posted_ahead: int = 2) -> Schedule:
+def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int = 2) -> Schedule:
     """Add the sends and receives to each rank's compute actions.
 
     Sends and receives name their peer: they move what one pair of stages exchanges. Where a rank has one stage,
@@ -46,7 +46,7 @@ def lower(schedule: Schedule, edges: Collection[StageEdge], posted_ahead: int = 
     return [lowering.rank(rank) for rank in range(len(schedule))]
 
 
-def lower_rank(schedule: Schedule, rank: int, edges: Collection[StageEdge], posted_ahead: int = 2) -> list[Action]:
+def lower_rank(schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int = 2) -> list[Action]:
     """The list of ``rank`` that ``lower`` makes; of ``edges``, those of its own stages are enough."""
     return _Lowering(schedule, edges, posted_ahead).rank(rank)
 
@@ -60,7 +60,7 @@ def matching_receive(send: Action) -> Action:
 class Exchanges:
     """Which sends and receives a compute action entails; nothing where both stages are on one rank."""
 
-    def __init__(self, schedule: Schedule, edges: Collection[StageEdge]) -> None:
+    def __init__(self, schedule: Schedule, edges: Collection[StagePair]) -> None:
         self.rank_of = {stage: rank for rank, actions in enumerate(schedule) for stage in {a.stage for a in actions}}
         assert all(stage in self.rank_of for edge in edges for stage in edge), "edges join stages of the schedule"
         remote = [edge for edge in sorted(edges) if self.rank_of[edge[0]] != self.rank_of[edge[1]]]
@@ -95,7 +95,7 @@ class Exchanges:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, edges: Collection[StageEdge], posted_ahead: int) -> None:
+    def __init__(self, schedule: Schedule, edges: Collection[StagePair], posted_ahead: int) -> None:
         self._schedule = schedule
         self._exchanges = Exchanges(schedule, edges)
         self._posted_ahead = posted_ahead

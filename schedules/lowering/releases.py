@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
-from nxdpp.schedules.lowering.lowering import Exchanges, StageEdge
+from nxdpp.schedules.lowering.lowering import Exchanges, StagePair
 
 _USED_BY = {
     ActionKind.SEND_ACTIVATION: (ActionKind.FORWARD,),
@@ -26,7 +26,7 @@ _MADE_BY = {
 }
 
 
-def releases(schedule: Schedule, rank: int, edges: Collection[StageEdge]) -> list[list[Action]]:
+def releases(schedule: Schedule, rank: int, edges: Collection[StagePair]) -> list[list[Action]]:
     """For each compute action of ``rank``, the sends (with their peers) that are known to be over after it.
 
     Sends of which nothing is heard are in none of the lists.

@@ -1,7 +1,7 @@
 """Whether a lowered schedule comes to its end where a send is over only when its receive has been posted.
 
 What a rank does at an action: it posts a receive and goes on; it waits for all that a compute action needs; it starts
-a send and goes on, unless more than a given number of sends are then under way from one stage to another, in which
+a send and goes on, unless more than a given number of sends are then in flight from one stage to another, in which
 case it waits for the oldest of those. At its end it waits for all its sends.
 
 Whether all ranks come to their end does not depend on how fast each of them is: what a rank waits for, once it is
@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Iterator
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import ScheduleError
-from nxdpp.schedules.lowering.lowering import Exchanges, StageEdge, matching_receive
+from nxdpp.schedules.lowering.lowering import Exchanges, StagePair, matching_receive
 
 _RECEIVES = (ActionKind.RECEIVE_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
 _SENDS = (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
 
 
-def check_lowered(lowered: Schedule, edges: Collection[StageEdge], under_way: int | None = None) -> None:
+def check_lowered(lowered: Schedule, edges: Collection[StagePair], in_flight: int | None = None) -> None:
     """Check the sends and receives of all ranks.
 
     The rules: each send has its receive and each receive its send; two ranks send and receive in the same order, for
@@ -29,7 +29,7 @@ def check_lowered(lowered: Schedule, edges: Collection[StageEdge], under_way: in
     Args:
         lowered: the actions of each rank, of a schedule that ``check`` accepts.
         edges: which stage's values are inputs of which.
-        under_way: how many sends from one stage to another may be under way; ``None`` for any number, 0 for a rank
+        in_flight: how many sends from one stage to another may be in flight; ``None`` for any number, 0 for a rank
             that waits for each send.
 
     Raises:
@@ -38,11 +38,11 @@ def check_lowered(lowered: Schedule, edges: Collection[StageEdge], under_way: in
     exchanges = Exchanges(lowered, edges)
     _check_streams(lowered, exchanges)
     _check_posted(lowered, exchanges)
-    _check_waits(lowered, exchanges, under_way)
+    _check_waits(lowered, exchanges, in_flight)
 
 
-def sends_under_way(lowered: Schedule, edges: Collection[StageEdge]) -> int:
-    """The fewest sends from one stage to another that must be allowed under way for ``lowered`` to end.
+def sends_in_flight(lowered: Schedule, edges: Collection[StagePair]) -> int:
+    """The fewest sends from one stage to another that must be allowed in flight for ``lowered`` to end.
 
     Raises ``ScheduleError`` where no number is enough.
     """
@@ -55,17 +55,17 @@ def sends_under_way(lowered: Schedule, edges: Collection[StageEdge]) -> int:
     return bisect_left(range(enough), True, lo=enough // 2, key=lambda limit: _ends(lowered, exchanges, limit))
 
 
-def _ends(lowered: Schedule, exchanges: Exchanges, under_way: int) -> bool:
+def _ends(lowered: Schedule, exchanges: Exchanges, in_flight: int) -> bool:
     try:
-        _check_waits(lowered, exchanges, under_way)
+        _check_waits(lowered, exchanges, in_flight)
     except ScheduleError:
         return False
     return True
 
 
-def _check_waits(lowered: Schedule, exchanges: Exchanges, under_way: int | None) -> None:
+def _check_waits(lowered: Schedule, exchanges: Exchanges, in_flight: int | None) -> None:
     network = _Network(exchanges)
-    limit = sum(map(len, lowered)) if under_way is None else under_way
+    limit = sum(map(len, lowered)) if in_flight is None else in_flight
     ranks = [_run_rank(actions, network, limit) for actions in lowered]
     waits = [next(rank, None) for rank in ranks]
     progress = True
@@ -79,7 +79,7 @@ def _check_waits(lowered: Schedule, exchanges: Exchanges, under_way: int | None)
         raise ScheduleError(
             "the ranks wait for each other for ever: "
             + ", ".join(_waiting(rank, at, lowered[rank], send, exchanges) for rank, at, send in stuck)
-            + ("." if under_way is None else f", with {under_way} sends under way from a stage to another.")
+            + ("." if in_flight is None else f", with {in_flight} sends in flight from a stage to another.")
         )
 
 
@@ -158,7 +158,7 @@ class _Network:
         return receive in self.posted and receive in self.started
 
 
-def _run_rank(actions: Iterable[Action], network: _Network, under_way: int) -> Iterator[tuple[int, Action]]:
+def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> Iterator[tuple[int, Action]]:
     """Do the actions; what comes out is where the rank is and the receive that must be over before it goes on."""
     sends: defaultdict[tuple[int, int | None, ActionKind], deque[Action]] = defaultdict(deque)
     at = 0
@@ -171,7 +171,7 @@ def _run_rank(actions: Iterable[Action], network: _Network, under_way: int) -> I
                 network.started.add(receive)
                 queue = sends[send.stage, send.peer, send.kind]
                 queue.append(receive)
-                if len(queue) > under_way:
+                if len(queue) > in_flight:
                     yield at, queue.popleft()
         else:
             for receive in network.exchanges.receives(action):

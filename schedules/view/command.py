@@ -32,8 +32,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command to those of ``python -m nxdpp``."""
     parser = commands.add_parser(
         "schedule",
-        help="draw a schedule, how long its ranks are idle and what they hold",
-        description="Draw a schedule, how long its ranks are idle and what they hold. Times are those of all layers "
+        help="draw a schedule, the bubble of its ranks and what they hold",
+        description="Draw a schedule, the bubble of its ranks and what they hold. Times are those of all layers "
         "of a rank for one microbatch, in any unit: with v chunks a rank, a chunk takes 1/v of them.",
     )
     parser.add_argument(
@@ -113,7 +113,7 @@ def _print_timeline(title: str, timeline: Timeline) -> None:
     out.print(title)
     out.print(draw(timeline, out.width))
     out.print(rank_table(timeline))
-    out.print(f"makespan {timeline.makespan:.6g}, idle {100 * timeline.mean_idle:.1f} % on average")
+    out.print(f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.mean_bubble:.1f} % on average")
 
 
 def _print_comparison(title: str, rows: list[Compared], chosen: str | None) -> None:

@@ -19,7 +19,7 @@ from nxdpp.schedules.view.labels import NAMES, RankLabels, has_chunks, kinds_in
 # The shortest action is as wide as its label, but no action is drawn wider for that than this many labels on average,
 # and no row for long transfers wider than this many labels for each action of all ranks.
 _MEAN_WIDTH = 4
-_IDLE_WIDTH = 20
+_BUBBLE_WIDTH = 20
 
 # For a rank's only or later stages, and for the first of several.
 _STYLES = {
@@ -70,7 +70,7 @@ def _unit(timeline: Timeline) -> float:
     """The time that is as wide as the longest label."""
     lengths = [span.end - span.start for spans in timeline.spans for span in spans]
     shortest = min((length for length in lengths if length > 0), default=1.0)
-    return max(shortest, sum(lengths) / len(lengths) / _MEAN_WIDTH, timeline.makespan / len(lengths) / _IDLE_WIDTH)
+    return max(shortest, sum(lengths) / len(lengths) / _MEAN_WIDTH, timeline.makespan / len(lengths) / _BUBBLE_WIDTH)
 
 
 def _pieces(spans: Sequence[Span], scale: float, columns: int) -> Iterator[_Piece]:
@@ -109,7 +109,7 @@ def _legend(timeline: Timeline) -> Text:
     for kind in kinds_in(timeline.spans):
         text.append(f"{kind.value}0", _style(kind, first=False))
         text.append(f" {NAMES[kind]}  ")
-    text.append(". idle", "dim")
+    text.append(". bubble", "dim")
     if has_chunks(timeline.spans):
         text.append("  small letters: a rank's first stage")
     text.append("\n")

@@ -6,7 +6,7 @@ from statistics import median
 
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.simulate import Timeline, simulate
-from nxdpp.schedules.view.recorded import Arrival, Interval, RecordedStep
+from nxdpp.schedules.view.recorded import Interval, RecordedStep, Wait
 
 _SENT_BY = {"F": (ActionKind.FORWARD,), "B": (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)}
 
@@ -60,7 +60,7 @@ def _transfers(step: RecordedStep, stages: int) -> list[float]:
     return [_transfer(arrivals) for arrivals in found]
 
 
-def _made(arrival: Arrival, ends: dict[Action, float]) -> float | None:
+def _made(arrival: Wait, ends: dict[Action, float]) -> float | None:
     """When the action was over whose result arrived."""
     for kind in _SENT_BY.get(arrival.kind, ()):
         if (made := ends.get(Action(arrival.maker, kind, arrival.microbatch))) is not None:

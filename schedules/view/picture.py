@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture: a row a rank, time to the right, then the rank's idle share and peak."""
+"""A timeline as an SVG picture: a row a rank, time to the right, then the rank's bubble share and peak."""
 
 from html import escape
 
@@ -36,7 +36,7 @@ def svg(timeline: Timeline, title: str) -> str:
     for rank in range(len(timeline.spans)):
         parts += _row(timeline, rank, scale)
     below = _TOP + len(timeline.spans) * (_ROW + _GAP) + 16
-    summary = f"makespan {timeline.makespan:.6g}, idle {100 * timeline.mean_idle:.1f} % on average"
+    summary = f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.mean_bubble:.1f} % on average"
     return "\n".join([*parts, _text(8, below, summary), "</svg>", ""])
 
 
@@ -56,7 +56,9 @@ def _row(timeline: Timeline, rank: int, scale: float) -> list[str]:
     parts = [
         _text(8, top + 16, f"rank {rank}"),
         f'<rect x="{_LEFT}" y="{top}" width="{length:.2f}" height="{_ROW}" fill="#eeeeee"/>',
-        _text(_LEFT + length + 8, top + 16, f"idle {100 * timeline.idle[rank]:.1f} %, peak {timeline.peaks[rank]:g}"),
+        _text(
+            _LEFT + length + 8, top + 16, f"bubble {100 * timeline.bubbles[rank]:.1f} %, peak {timeline.peaks[rank]:g}"
+        ),
     ]
     for span in spans:
         start, long = _LEFT + span.start * scale, (span.end - span.start) * scale
@@ -79,7 +81,7 @@ def _legend(timeline: Timeline) -> list[str]:
         parts.append(_text(x + 18, 41, f"{kind.value} {NAMES[kind]}"))
         x += 130
     parts.append(f'<rect x="{x}" y="30" width="14" height="14" fill="#eeeeee"/>')
-    parts.append(_text(x + 18, 41, "idle"))
+    parts.append(_text(x + 18, 41, "bubble"))
     if has_chunks(timeline.spans):
         parts.append(_text(x + 70, 41, "lighter, small letters: a rank's first stage"))
     return parts

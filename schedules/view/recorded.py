@@ -26,7 +26,7 @@ class Interval(NamedTuple):
     end: float
 
 
-class Arrival(NamedTuple):
+class Wait(NamedTuple):
     """A wait of stage ``user`` for what stage ``maker`` sent of a microbatch; ``kind`` is that of both actions."""
 
     kind: str
@@ -43,7 +43,7 @@ class RankRecord:
     computes: list[Span] = field(default_factory=list)
     waits: list[Interval] = field(default_factory=list)
     starts: list[Interval] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: list[Wait] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RecordedStep:
         return _length(record.waits + record.starts, makespan) - _length(record.waits, makespan)
 
 
-class Recording:
+class RecordedTimeline:
     """The steps in a trace.
 
     Raises ``ValueError`` for a file that cannot be read or is no trace of a pipeline.
@@ -141,7 +141,7 @@ def _add(rank: RankRecord, event: dict[str, Any], origin: float) -> None:
     elif category in _WAITS:
         rank.waits.append(took)
         if category == "wait":
-            rank.arrivals.append(Arrival(said["kind"], said["other"], said["stage"], said["microbatch"], took))
+            rank.arrivals.append(Wait(said["kind"], said["other"], said["stage"], said["microbatch"], took))
     elif category in _STARTS:
         rank.starts.append(took)
 

@@ -60,15 +60,15 @@ def compare(ranks: int, microbatches: int, chunks: int | None, shares: Shares) -
 
 
 def rank_table(timeline: Timeline) -> "Table":
-    """A line a rank: its stages, idle share and peak."""
+    """A line a rank: its stages, bubble share and peak."""
     from rich.table import Table
 
     table = Table()
-    for name in ("rank", "stages", "idle", "peak of live microbatches"):
+    for name in ("rank", "stages", "bubble", "peak of live microbatches"):
         table.add_column(name, justify="right", overflow="fold")
     for rank, spans in enumerate(timeline.spans):
         stages = ", ".join(map(str, sorted({span.action.stage for span in spans})))
-        table.add_row(str(rank), stages, f"{100 * timeline.idle[rank]:.1f} %", f"{timeline.peaks[rank]:g}")
+        table.add_row(str(rank), stages, f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:g}")
     return table
 
 
@@ -81,7 +81,7 @@ def comparison_table(rows: list[Compared], width: int, chosen: str | None = None
     if narrow:
         table.box = None
     table.add_column("schedule", no_wrap=True)
-    for name in ("v", "makespan", "idle", "peak"):
+    for name in ("v", "makespan", "bubble", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
     if not narrow:
         table.add_column("what it is")
@@ -91,7 +91,7 @@ def comparison_table(rows: list[Compared], width: int, chosen: str | None = None
             row.family.name + mark,
             str(row.chunks),
             f"{row.timeline.makespan:.6g}",
-            f"{100 * row.timeline.mean_idle:.1f} %",
+            f"{100 * row.timeline.mean_bubble:.1f} %",
             f"{max(row.timeline.peaks):g}",
             *([] if narrow else [row.family.summary]),
         )
@@ -105,8 +105,8 @@ def as_json(title: str, timeline: Timeline) -> dict[str, Any]:
         "ranks": [[str(span.action) for span in spans] for spans in timeline.spans],
         "times": [[[span.start, span.end] for span in spans] for spans in timeline.spans],
         "makespan": timeline.makespan,
-        "idle": timeline.idle,
-        "mean_idle": timeline.mean_idle,
+        "bubbles": timeline.bubbles,
+        "mean_bubble": timeline.mean_bubble,
         "peaks": timeline.peaks,
     }
 
@@ -119,8 +119,8 @@ def comparison_as_json(rows: list[Compared]) -> dict[str, Any]:
                 "name": row.family.name,
                 "chunks": row.chunks,
                 "makespan": row.timeline.makespan,
-                "idle": row.timeline.idle,
-                "mean_idle": row.timeline.mean_idle,
+                "bubbles": row.timeline.bubbles,
+                "mean_bubble": row.timeline.mean_bubble,
                 "peaks": row.timeline.peaks,
             }
             for row in rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.command import console
 from nxdpp.schedules.view.measured_times import MeasuredTimes, measured_times
-from nxdpp.schedules.view.recorded import RecordedStep, Recording
+from nxdpp.schedules.view.recorded import RecordedStep, RecordedTimeline
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     """Do what ``options`` say; ``ValueError`` for those that cannot be honoured."""
     from nxdpp.schedules.view.drawing import draw
 
-    recording = Recording(options.file)
+    recording = RecordedTimeline(options.file)
     step = recording.step(options.step)
     real, times = step.timeline, measured_times(step)
     ideal = times.simulate(step)
@@ -60,19 +60,19 @@ def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline) -> "Table":
     from rich.table import Table
 
     table = Table(caption="sends: starting sends and receives; other: what is left of the makespan")
-    for name in ("rank", "stages", "idle", "simulated", "computed", "simulated", "waited", "sends", "other"):
+    for name in ("rank", "stages", "bubble", "simulated", "computed", "simulated", "waited", "sends", "other"):
         table.add_column(name, justify="right")
     for rank, spans in enumerate(real.spans):
-        computed, waited, started = (1 - real.idle[rank]) * real.makespan, step.waited(rank), step.started(rank)
+        computed, waited, started = (1 - real.bubbles[rank]) * real.makespan, step.waited(rank), step.started(rank)
         figures = (
-            computed, (1 - ideal.idle[rank]) * ideal.makespan, waited, started,
+            computed, (1 - ideal.bubbles[rank]) * ideal.makespan, waited, started,
             real.makespan - computed - waited - started,
         )  # fmt: skip
         table.add_row(
             str(rank),
             ", ".join(map(str, sorted({span.action.stage for span in spans}))),
-            _percent(real.idle[rank]),
-            _percent(ideal.idle[rank]),
+            _percent(real.bubbles[rank]),
+            _percent(ideal.bubbles[rank]),
             *map(_milliseconds, figures),
         )
     return table
@@ -99,7 +99,7 @@ def _stages(times: MeasuredTimes, step: RecordedStep) -> "Table":
 
 
 def _figures(timeline: Timeline) -> str:
-    return f"makespan {_milliseconds(timeline.makespan)}, idle {_percent(timeline.mean_idle)} on average"
+    return f"makespan {_milliseconds(timeline.makespan)}, bubble {_percent(timeline.mean_bubble)} on average"
 
 
 def _milliseconds(time: float) -> str:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.families.forward_only import forward_only
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.lowering.lowering import StageEdge
+from nxdpp.schedules.lowering.lowering import StagePair
 from nxdpp.schedules.placement import Placement
 
 
@@ -15,11 +15,11 @@ class Pipeline(NamedTuple):
     schedule: Schedule
     placement: Placement
     microbatches: int
-    edges: frozenset[StageEdge]
+    edges: frozenset[StagePair]
     trains: bool
 
 
-def chain(stages: int) -> frozenset[StageEdge]:
+def chain(stages: int) -> frozenset[StagePair]:
     """Each stage uses what the one before makes."""
     return frozenset((stage, stage + 1) for stage in range(stages - 1))
 

@@ -39,7 +39,7 @@ def test_schedules_need_no_torch() -> None:
     program = """
 import pkgutil, importlib, sys
 import nxdpp.schedules
-for module in pkgutil.iter_modules(nxdpp.schedules.__path__, "nxdpp.schedules."):
+for module in pkgutil.walk_packages(nxdpp.schedules.__path__, "nxdpp.schedules."):
     importlib.import_module(module.name)
 foreign = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy"})
 assert not foreign, foreign

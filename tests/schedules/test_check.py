@@ -18,7 +18,7 @@ def _schedule(*ranks: str) -> Schedule:
     return [[parse_action(text) for text in rank.split()] for rank in ranks]
 
 
-def test_whole_and_split_backwards_may_be_mixed() -> None:
+def test_full_and_split_backwards_may_be_mixed() -> None:
     assert check(_schedule(*GOOD)) == Sizes(ranks=2, stages=2, microbatches=2, trains=True)
 
 

@@ -13,19 +13,19 @@ from nxdpp.schedules.written import parse_schedule
     ("name", "chunks", "percent"),
     [("gpipe", 1, 17.9), ("1f1b", 1, 17.9), ("1f1b-eager", 1, 17.9), ("interleaved", 2, 9.9), ("interleaved", 4, 5.2)],
 )
-def test_idle_share_of_eight_ranks_and_32_microbatches(name: str, chunks: int, percent: float) -> None:
+def test_bubble_of_eight_ranks_and_32_microbatches(name: str, chunks: int, percent: float) -> None:
     timeline = simulate(FAMILIES[name].build(8, 32, chunks))
 
-    assert round(100 * timeline.mean_idle, 1) == percent
+    assert round(100 * timeline.mean_bubble, 1) == percent
 
 
 @pytest.mark.parametrize(
     ("name", "percent"), [("zb-h1", 6.8), ("zb1p", 3.5), ("zb-v", 3.5), ("v-half", 8.1), ("v-min", 12.3)]
 )
-def test_idle_share_with_split_backwards(name: str, percent: float) -> None:
+def test_bubble_with_split_backwards(name: str, percent: float) -> None:
     timeline = simulate(FAMILIES[name].build(8, 32))
 
-    assert round(100 * timeline.mean_idle, 1) <= percent
+    assert round(100 * timeline.mean_bubble, 1) <= percent
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_peaks_of_eight_ranks_and_32_microbatches(name: str, peaks: list[float])
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 16])
-def test_no_chunk_length_matters_to_the_idle_share(name: str, ranks: int) -> None:
+def test_no_chunk_length_matters_to_the_bubble(name: str, ranks: int) -> None:
     schedule = FAMILIES[name].build(ranks, 2 * ranks)
 
-    assert simulate(schedule, 0.5, 0.5, 0.5).mean_idle == pytest.approx(simulate(schedule).mean_idle)
+    assert simulate(schedule, 0.5, 0.5, 0.5).mean_bubble == pytest.approx(simulate(schedule).mean_bubble)
 
 
 @given(
@@ -106,7 +106,7 @@ def test_times_of_each_stage_worked_out_by_hand() -> None:
         ("1B1", 27, 35),
     ]
     assert timeline.makespan == 48
-    assert timeline.idle == [1 - 8 / 48, 1 - 24 / 48]
+    assert timeline.bubbles == [1 - 8 / 48, 1 - 24 / 48]
     assert timeline.peaks == [2, 2]
 
 
@@ -130,7 +130,7 @@ def test_forward_only_and_times_of_zero() -> None:
 
     assert simulate(schedule).makespan == 3
     assert simulate(schedule).peaks == [2, 2]
-    assert simulate(schedule, forward=0).idle == [0, 0]
+    assert simulate(schedule, forward=0).bubbles == [0, 0]
 
 
 @pytest.mark.parametrize(

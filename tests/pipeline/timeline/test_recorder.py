@@ -12,7 +12,7 @@ from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.p2p.link import LocalLink, RemoteLink
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
-from nxdpp.pipeline.timeline.recorder import Event, Recorder, What
+from nxdpp.pipeline.timeline.recorder import Event, StepRecorder, What
 from nxdpp.schedules.actions import Action, ActionKind
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
@@ -34,7 +34,7 @@ def test_names_have_stage_and_microbatch(event: Event, name: str) -> None:
 
 
 def test_a_computation_begins_when_its_wait_is_over() -> None:
-    recorder = Recorder()
+    recorder = StepRecorder()
     recorder.begin(torch.device("cpu"))
 
     def forward() -> None:
@@ -49,7 +49,7 @@ def test_a_computation_begins_when_its_wait_is_over() -> None:
 
 
 def test_a_computation_that_fails_is_the_last_event() -> None:
-    recorder = Recorder()
+    recorder = StepRecorder()
     recorder.begin(torch.device("cpu"))
 
     def forward() -> None:
@@ -61,7 +61,7 @@ def test_a_computation_that_fails_is_the_last_event() -> None:
 
 
 def test_a_step_is_recorded_alone_and_on_the_other_clock() -> None:
-    recorder = Recorder()
+    recorder = StepRecorder()
     recorder.begin(torch.device("cpu"))
     recorder.computing(Action(0, ActionKind.FORWARD, 0), lambda: None)()
     here, there = recorder.end(ahead=0)[1], recorder.end(ahead=1000)[1]

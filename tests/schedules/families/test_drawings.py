@@ -24,7 +24,7 @@ DRAWN = [
 
 @pytest.mark.parametrize(("name", "module", "ranks", "microbatches", "slots", "transfer"), DRAWN)
 def test_drawing_of_a_family(name: str, module: str, ranks: int, microbatches: int, slots: int, transfer: int) -> None:
-    text = importlib.import_module(f"nxdpp.schedules.{module}").__doc__
+    text = importlib.import_module(f"nxdpp.schedules.families.{module}").__doc__
 
     assert drawing(FAMILIES[name].build(ranks, microbatches), slots, transfer) in str(text)
 

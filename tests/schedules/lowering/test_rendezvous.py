@@ -8,47 +8,47 @@ from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.lowering import lower
-from nxdpp.schedules.lowering.rendezvous import check_lowered, sends_under_way
+from nxdpp.schedules.lowering.rendezvous import check_lowered, sends_in_flight
 from nxdpp.schedules.placement import Placement
 from tests.schedules.pipelines import Pipeline, chain, pipelines
 
 
 @given(pipelines(), st.integers(0, 4))
 @settings(max_examples=200, deadline=None)
-def test_every_family_ends_with_as_many_sends_under_way_as_it_needs(pipeline: Pipeline, ahead: int) -> None:
+def test_every_family_ends_with_as_many_sends_in_flight_as_it_needs(pipeline: Pipeline, ahead: int) -> None:
     lowered = lower(pipeline.schedule, pipeline.edges, ahead)
 
-    under_way = sends_under_way(lowered, pipeline.edges)
+    in_flight = sends_in_flight(lowered, pipeline.edges)
 
-    check_lowered(lowered, pipeline.edges, under_way)
-    if under_way:
-        with pytest.raises(ScheduleError, match=f"for ever.* with {under_way - 1} sends under way"):
-            check_lowered(lowered, pipeline.edges, under_way - 1)
+    check_lowered(lowered, pipeline.edges, in_flight)
+    if in_flight:
+        with pytest.raises(ScheduleError, match=f"for ever.* with {in_flight - 1} sends in flight"):
+            check_lowered(lowered, pipeline.edges, in_flight - 1)
 
 
 @given(st.sampled_from(["gpipe", "1f1b", "1f1b-eager", "zb-h1"]), st.integers(1, 8), st.integers(1, 16))
 @settings(max_examples=60, deadline=None)
 def test_a_chain_of_one_stage_a_rank_could_wait_for_each_send(name: str, ranks: int, microbatches: int) -> None:
-    assert sends_under_way(lower(FAMILIES[name].build(ranks, microbatches), chain(ranks)), chain(ranks)) == 0
+    assert sends_in_flight(lower(FAMILIES[name].build(ranks, microbatches), chain(ranks)), chain(ranks)) == 0
 
 
 @pytest.mark.parametrize(("name", "most"), [("interleaved", 1), ("zb1p", 4), ("zb-v", 1), ("v-half", 1), ("v-min", 1)])
-def test_sends_under_way_with_two_chunks(name: str, most: int) -> None:
+def test_sends_in_flight_with_two_chunks(name: str, most: int) -> None:
     edges = chain(16)
 
-    assert [sends_under_way(lower(FAMILIES[name].build(8, m), edges), edges) <= most for m in (1, 8, 9, 16)] == [
+    assert [sends_in_flight(lower(FAMILIES[name].build(8, m), edges), edges) <= most for m in (1, 8, 9, 16)] == [
         True
     ] * 4
 
 
-def test_a_value_that_skips_six_stages_needs_more_under_way() -> None:
+def test_a_value_that_skips_six_stages_needs_more_in_flight() -> None:
     """The last stage posts its receives later than the first one sends."""
     edges = chain(8) | {(0, 7)}
     lowered = lower(FAMILIES["1f1b"].build(8, 9), edges)
 
     with pytest.raises(ScheduleError, match=r"rank 0, action \d+ \(0SEND_F\d+\) waits for rank 7 to post 7RECV_F"):
-        check_lowered(lowered, edges, under_way=2)
-    assert sends_under_way(lowered, edges) > 2
+        check_lowered(lowered, edges, in_flight=2)
+    assert sends_in_flight(lowered, edges) > 2
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
@@ -97,7 +97,7 @@ def test_a_receive_after_what_needs_it() -> None:
 
 
 def test_compute_actions_in_a_circle() -> None:
-    """Whatever may be under way."""
+    """Whatever may be in flight."""
     edges = chain(2)
     lowered = lower(FAMILIES["1f1b"].build(2, 2), edges, posted_ahead=0)
     # Rank 1 runs both forwards before the first backward, rank 0 wants the first gradient before its second forward.

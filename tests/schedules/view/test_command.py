@@ -38,8 +38,8 @@ def test_figures_of_the_drawing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "interleaved", "--ranks", "8", "--microbatches", "32", "--virtual", "4"]) == 0
 
     printed = capsys.readouterr().out
-    assert "makespan 101.25, idle 5.2 % on average" in printed
-    assert "│    0 │  0, 8, 16, 24 │ 5.2 % │                      9.75 │" in printed
+    assert "makespan 101.25, bubble 5.2 % on average" in printed
+    assert "│    0 │  0, 8, 16, 24 │  5.2 % │                      9.75 │" in printed
 
 
 def test_json_is_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_json_is_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
             assert end - start == (1 if "F" in text else 0.5)
     assert found["makespan"] == max(end for times in found["times"] for _, end in times)
     assert found["peaks"] == [4, 4, 4, 4]
-    assert found["mean_idle"] == pytest.approx(sum(found["idle"]) / 4)
+    assert found["mean_bubble"] == pytest.approx(sum(found["bubbles"]) / 4)
 
 
 def test_comparison_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +66,7 @@ def test_comparison_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["families"]}
     assert list(rows) == list(FAMILIES)
     assert [rows[name]["chunks"] for name in ("1f1b", "interleaved", "zb1p", "zb-v")] == [1, 4, 4, 2]
-    assert rows["zb-v"]["mean_idle"] == pytest.approx(7 / 199)
+    assert rows["zb-v"]["mean_bubble"] == pytest.approx(7 / 199)
 
 
 def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

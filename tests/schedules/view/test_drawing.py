@@ -33,7 +33,7 @@ def test_the_drawing_of_two_ranks() -> None:
     lines = _lines(simulate(FAMILIES["1f1b"].build(2, 2)), 80)
 
     assert [line.rstrip() for line in lines] == [
-        "F0 forward  B0 backward  . idle",
+        "F0 forward  B0 backward  . bubble",
         "",
         "time 0",
         "rank 0  F0 F1 .  .  B0--- .  B1---",

@@ -8,14 +8,14 @@ from nxdpp.schedules.families.forward_only import forward_only
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
 from nxdpp.schedules.view.measured_times import measured_times
-from nxdpp.schedules.view.recorded import RecordedStep, Recording
+from nxdpp.schedules.view.recorded import RecordedStep, RecordedTimeline
 from tests.schedules.view.traces import events, heads, text
 
 
 def record(folder: Path, timeline: Timeline, transfer: float) -> RecordedStep:
     path = folder / "trace.json"
     path.write_text(text(heads(len(timeline.spans)) + events(timeline, 0, transfer)))
-    return Recording(path).step()
+    return RecordedTimeline(path).step()
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -33,7 +33,7 @@ def test_a_simulated_step_is_simulated_again(tmp_path: Path, name: str) -> None:
     assert times.input_gradient == pytest.approx([0.75 if splits else 2.0] * stages)
     assert times.weight_gradient == pytest.approx([1.25 if splits else 0.0] * stages)
     assert times.simulate(step).makespan == pytest.approx(timeline.makespan)
-    assert times.simulate(step).idle == pytest.approx(timeline.idle)
+    assert times.simulate(step).bubbles == pytest.approx(timeline.bubbles)
 
 
 def test_forwards_alone(tmp_path: Path) -> None:

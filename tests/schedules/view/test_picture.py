@@ -20,11 +20,11 @@ def test_a_box_an_action_with_its_time(name: str) -> None:
     titles = [element.text for element in picture.iter(f"{SVG}title")]
     assert titles == [f"{s.action}, {s.start:.6g} to {s.end:.6g}" for spans in timeline.spans for s in spans]
     texts = [element.text for element in picture.iter(f"{SVG}text")]
-    assert {"three <ranks> & more", "rank 0", "rank 1", "rank 2", "F forward", "idle"} <= set(texts)
+    assert {"three <ranks> & more", "rank 0", "rank 1", "rank 2", "F forward", "bubble"} <= set(texts)
     assert {"F3", "f3"} & set(texts)
-    assert {f"idle {100 * i:.1f} %, peak {p:g}" for i, p in zip(timeline.idle, timeline.peaks, strict=True)} <= set(
-        texts
-    )
+    assert {
+        f"bubble {100 * i:.1f} %, peak {p:g}" for i, p in zip(timeline.bubbles, timeline.peaks, strict=True)
+    } <= set(texts)
     width = float(picture.attrib["width"])
     for box in picture.iter(f"{SVG}rect"):
         assert float(box.get("x", 0)) + float(box.attrib["width"]) <= width

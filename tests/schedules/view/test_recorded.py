@@ -7,7 +7,7 @@ import pytest
 
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
-from nxdpp.schedules.view.recorded import Recording
+from nxdpp.schedules.view.recorded import RecordedTimeline
 from tests.schedules.view.traces import events, heads, text
 
 SCHEDULE = FAMILIES["1f1b"].build(4, 6)
@@ -30,20 +30,20 @@ def write(folder: Path, content: str) -> Path:
 
 def test_a_step_is_what_was_written(tmp_path: Path, timeline: Timeline) -> None:
     path = write(tmp_path, text(heads(4) + events(timeline, 0) + events(timeline, 3, 0.25)))
-    recording = Recording(path)
+    recording = RecordedTimeline(path)
 
     step = recording.step()
     assert recording.describe() == "steps 0, 3"
     assert step.name == "step 3, train, made up"
     assert step.schedule == SCHEDULE
     assert step.timeline.makespan == pytest.approx(timeline.makespan)
-    assert step.timeline.idle == pytest.approx(timeline.idle)
+    assert step.timeline.bubbles == pytest.approx(timeline.bubbles)
     assert step.timeline.peaks == timeline.peaks
     # All that the simulator's ranks do between computations is waiting, but for what follows the last one.
     last = timeline.spans[2][-1].end
     assert step.waited(2) == pytest.approx(last - sum(span.end - span.start for span in timeline.spans[2]))
     assert step.started(2) == pytest.approx(0.0, abs=1e-6)
-    assert Recording(path).step(0).name == "step 0, train, made up"
+    assert RecordedTimeline(path).step(0).name == "step 0, train, made up"
 
 
 def test_time_spent_on_sends_is_not_counted_twice(tmp_path: Path, timeline: Timeline) -> None:
@@ -51,8 +51,8 @@ def test_time_spent_on_sends_is_not_counted_twice(tmp_path: Path, timeline: Time
     send = {**next(event for event in parts if event["tid"] == 0), "cat": "send", "ts": 7e6 + 1000, "dur": 500}
     within = {**send, "cat": "wait sent", "ts": 7e6 + 1200, "dur": 200}
     late = {**send, "ts": 7e6 + 1e6}
-    without = Recording(write(tmp_path, text(heads(4) + parts))).step()
-    step = Recording(write(tmp_path, text([*heads(4), *parts, send, within, late]))).step()
+    without = RecordedTimeline(write(tmp_path, text(heads(4) + parts))).step()
+    step = RecordedTimeline(write(tmp_path, text([*heads(4), *parts, send, within, late]))).step()
     assert step.started(0) == pytest.approx(0.3)
     assert step.waited(0) == pytest.approx(without.waited(0) + 0.2)
 
@@ -61,7 +61,7 @@ def test_time_spent_on_sends_is_not_counted_twice(tmp_path: Path, timeline: Time
 def test_a_file_that_was_cut_off_has_its_whole_steps(tmp_path: Path, timeline: Timeline, cut: int) -> None:
     whole = text(heads(4) + events(timeline, 0))
     rest = ",\n" + text(events(timeline, 1))[2:]
-    recording = Recording(write(tmp_path, whole[:-3] + rest[:-cut]))
+    recording = RecordedTimeline(write(tmp_path, whole[:-3] + rest[:-cut]))
     if cut <= 2:
         assert recording.describe() == "steps 0 to 1"
     else:
@@ -73,7 +73,7 @@ def test_a_file_that_was_cut_off_has_its_whole_steps(tmp_path: Path, timeline: T
 
 def test_a_step_of_some_ranks_only_is_cut_short(tmp_path: Path, timeline: Timeline) -> None:
     partial = [event for event in events(timeline, 1) if event["tid"] == 2]
-    recording = Recording(write(tmp_path, text(heads(4) + events(timeline, 0) + partial)))
+    recording = RecordedTimeline(write(tmp_path, text(heads(4) + events(timeline, 0) + partial)))
     assert recording.describe() == "steps 0; cut short: 1"
     with pytest.raises(ValueError, match=r"step 2 is not there in .*; whole steps: 0"):
         recording.step(2)
@@ -81,7 +81,7 @@ def test_a_step_of_some_ranks_only_is_cut_short(tmp_path: Path, timeline: Timeli
 
 def test_a_run_without_a_whole_step(tmp_path: Path, timeline: Timeline) -> None:
     with pytest.raises(ValueError, match="no whole step: the run ended before its first step did"):
-        Recording(write(tmp_path, text(heads(4)))).step()
+        RecordedTimeline(write(tmp_path, text(heads(4)))).step()
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_a_run_without_a_whole_step(tmp_path: Path, timeline: Timeline) -> None:
 )  # fmt: skip
 def test_what_is_no_trace_of_a_pipeline_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=r"trace\.json (is no|cannot be read)"):
-        Recording(write(tmp_path, content))
+        RecordedTimeline(write(tmp_path, content))
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read as a trace"):
-        Recording(tmp_path / "none.json")
+        RecordedTimeline(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read as a trace"):
-        Recording(tmp_path / "bytes.json")
+        RecordedTimeline(tmp_path / "bytes.json")

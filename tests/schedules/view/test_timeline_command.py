@@ -29,8 +29,8 @@ def test_a_step_without_a_loss(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["timeline", str(trace), "--step", "0"]) == 0
     printed = capsys.readouterr().out
     assert f"{trace} has steps 0 to 1. Times are milliseconds." in printed
-    assert "step 0, train, made up, as it was: makespan 15, idle 20.0 % on average" in printed
-    assert "simulated: makespan 15, idle 20.0 % on average" in printed
+    assert "step 0, train, made up, as it was: makespan 15, bubble 20.0 % on average" in printed
+    assert "simulated: makespan 15, bubble 20.0 % on average" in printed
     drawn = [line for line in printed.splitlines() if line.startswith("rank 1")]
     assert len(drawn) == 2
     assert drawn[0] == drawn[1] == "rank 1  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  "
@@ -40,12 +40,12 @@ def test_a_step_without_a_loss(trace: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_step_that_lost_time(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(trace)]) == 0
     printed = capsys.readouterr().out
-    assert "step 1, train, made up, as it was: makespan 18, idle 33.3 % on average" in printed
-    assert "simulated: makespan 15, idle 20.0 % on average" in printed
+    assert "step 1, train, made up, as it was: makespan 18, bubble 33.3 % on average" in printed
+    assert "simulated: makespan 15, bubble 20.0 % on average" in printed
     assert "rank 1  .  F0 .  .  .  B0--- F1" in printed
     assert "lost: 18 - 15 = 3 ms, 16.7 % of the step" in printed
     words = [line.replace("│", " ").split() for line in printed.splitlines() if line.startswith("│")]
-    # Rank, stage, idle and simulated, computed and simulated, waited, on sends, and the rest.
+    # Rank, stage, bubble and simulated, computed and simulated, waited, on sends, and the rest.
     assert words[1] == ["1", "1", "33.3", "%", "20.0", "%", "12", "12", "1", "0", "5"]
     # Stage, forward, backward and transfer.
     assert words[2] == ["0", "1", "2", "0"]

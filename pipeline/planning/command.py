@@ -1,0 +1,113 @@
+"""``python -m nxdpp plan``: work, memory and sent bytes of each stage, from a configuration alone."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nxdpp.pipeline.planning.stage_summary import StageSummary
+
+_GIB = 2**30
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to those of ``python -m nxdpp``."""
+    parser = commands.add_parser(
+        "plan",
+        help="print what each stage will compute, hold and send",
+        description="Print what each stage of a pipeline will compute, hold and send. Nothing is allocated.",
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
+    parser.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="number of stages")
+    parser.add_argument("--num-microbatches", type=_count, required=True, metavar="N", help="microbatches of a step")
+    parser.add_argument("--virtual-pipeline-size", type=_count, default=1, metavar="N", help="stages of a rank (1)")
+    parser.add_argument("--batch-size", type=_count, metavar="N", help="samples of a step (one a microbatch)")
+    parser.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample (2048, or what there is)")
+    parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="how to cut (even)")
+    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table of stages for ``options``; ``ValueError`` for options that cannot be planned."""
+    from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
+    from nxdpp.pipeline.planning.stage_summary import summarise_stages
+
+    microbatches = options.num_microbatches
+    batch = options.batch_size or microbatches
+    if batch % microbatches:
+        raise ValueError(
+            f"a batch of {batch} does not divide into {microbatches} microbatches. Use a multiple of {microbatches}."
+        )
+    model = build_on_meta(read_configuration(options.config))
+    inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
+    limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
+    ranks = options.pipeline_parallel_size
+    stages = summarise_stages(
+        model, inputs, ranks, microbatches, options.partition, limit, options.virtual_pipeline_size
+    )
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
+    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks)
+
+
+def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    chunked = len(stages) > ranks
+    table = Table("stage (rank)" if chunked else "stage", "layers", title=title)
+    for name in (
+        "parameters", "TFLOPs forward", "TFLOPs backward", "work / mean", "weights", "gradients", "AdamW",
+        "peak activations", "crosses: tensors", "bytes",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    mean = sum(stage.work for stage in stages) / len(stages)
+    for index, stage in enumerate(stages):
+        mark = " *" if stage.estimated else ""
+        table.add_row(
+            f"{index} ({index % ranks})" if chunked else str(index),
+            f"{len(stage.layers)}: {_short(stage.layers[0])}..{_short(stage.layers[-1])}" if stage.layers else "0",
+            f"{stage.state.parameters:,}",
+            f"{stage.forward / 1e12:.4g}{mark}",
+            f"{stage.backward / 1e12:.4g}{mark}",
+            f"{stage.work / mean:.3f}{mark}",
+            _bytes(stage.state.weights),
+            _bytes(stage.state.gradients),
+            _bytes(stage.state.optimizer),
+            f"{_bytes(stage.peak_activations)}{mark}",
+            str(stage.sent_tensors),
+            _bytes(stage.sent_bytes),
+        )
+    # Read by people and by scripts: as wide as it is, where the output is no terminal.
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    slowest = max(sum(stage.work for stage in stages[rank::ranks]) for rank in range(ranks))
+    what = "rank" if chunked else "stage"
+    console.print(f"slowest {what} / mean: {slowest / (mean * len(stages) / ranks):.3f}")
+    if any(stage.estimated for stage in stages):
+        console.print("* estimated from the parameters: layers there cannot run without data")
+    console.print("FLOPs, and what crosses in the forward, are of one microbatch; activations are peaks under 1F1B.")
+    if chunked:
+        console.print("1F1B is interleaved; not all stages of a rank need be at their peak at the same time.")
+    console.print("Work is FLOPs, or those that an accelerator could do while it moves the bytes, where that is more.")
+
+
+def _short(layer: str) -> str:
+    return layer.rpartition(".")[2]
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
