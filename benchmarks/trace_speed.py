@@ -16,14 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp.pipeline import arguments
-from nxdpp.pipeline.example_inputs import example_shapes
+from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names
-from nxdpp.pipeline.partition.assignment import layers_in_order
-from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
-from nxdpp.pipeline.stages.program_cache import ProgramCache, Variant
+from nxdpp.pipeline.partition.partition import make_partition
+from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.tracing.layers import find_layer_classes, layer_names
-from nxdpp.tracing.trace import TracingOptions
+from nxdpp.tracing.trace import TracingOptions, trace
 
 LAYERS, STAGES, REPEATS = 80, 8, 5
 
@@ -69,21 +67,20 @@ def measure(config: LlamaConfig) -> Seconds:
 def construct(model: LlamaForCausalLM) -> ProgramCache:
     """Trace, cut, and keep the last stage."""
     options = TracingOptions(find_layer_classes(model, None))
-    cache = ProgramCache(model, options, None, (STAGES - 1,), {})
-    specs = arguments.first_inputs(model, None)
-    first = cache.trace(Variant(tuple(sorted(specs.items())), (), model.training), example_shapes(model, specs))
-    layers = layers_in_order(first, layer_names(model, options.layer_classes))
-    owners = cache.place(first, stages_of_layers(even_cuts(layers, STAGES), layers))
-    local = local_names(owners, STAGES - 1)
+    specs = example_specs(model, None)
+    traced = trace(model, specs, {}, options, example_shapes(model, specs))
+    partition = make_partition(traced, model, layer_names(model, options.layer_classes), STAGES)
+    cache = ProgramCache(partition, options, None, (STAGES - 1,), {})
+    local = local_names(partition.owners, STAGES - 1)
     free_others(model, local)
-    build_local_module(model, local, layers)
+    build_local_module(model, local, partition.layers)
     return cache
 
 
 def step_seconds(cache: ProgramCache, inputs: dict[str, torch.Tensor]) -> float:
     """What comes before a step with such inputs for the first time."""
     started = time.perf_counter()
-    cache.loss_program(cache.for_inputs(inputs, True))
+    cache.program(cache.cut_graph(inputs, True), "loss")
     return time.perf_counter() - started
 
 

@@ -7,22 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from transformers import PreTrainedModel
-
-from nxdpp.tracing.input_specs import InputSpec
 
 _logger = logging.getLogger(__name__)
 
 _TRACERS = ("hf", "torch")
-# What inputs of these names are, unless the first step says otherwise; other inputs of a transformer are tokens.
-_KINDS = {
-    "inputs_embeds": InputSpec(3, torch.float32),
-    "input_features": InputSpec(3, torch.float32),
-    "input_values": InputSpec(2, torch.float32),
-    "pixel_values": InputSpec(4, torch.float32),
-}
-_TOKENS = InputSpec(2, torch.int64)
-_UNKNOWN = InputSpec(None, None)
+_PARTITIONS = ("even", "balanced", "profiled")
 
 
 def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:
@@ -74,6 +63,17 @@ def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool) -
         )
 
 
+def check_auto_partition(auto_partition: bool | None, pipeline_cuts: Sequence[str] | None, partition: Any) -> None:
+    """Raise ``ValueError`` where ``auto_partition``, the even partition, meets another choice of cuts."""
+    if auto_partition and pipeline_cuts is not None:
+        raise ValueError("auto_partition=True and pipeline_cuts exclude each other: give one of them.")
+    if auto_partition and partition != "even":
+        raise ValueError(
+            f"partition={partition!r} and auto_partition=True, the even partition, exclude each other: give one of "
+            f"them."
+        )
+
+
 def check_tracer(tracer_cls: Any) -> None:
     """Raise ``ValueError`` unless it is the name of a tracer, a tracer class or ``None``."""
     is_class = isinstance(tracer_cls, type) and issubclass(tracer_cls, fx.Tracer)
@@ -114,28 +114,35 @@ def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
         )
 
 
-def first_inputs(
-    module: nn.Module, input_names: Sequence[str] | None, batch: Mapping[str, torch.Tensor] | None = None
-) -> Mapping[str, InputSpec]:
-    """The inputs with which a model is traced at construction, to learn which stage uses which parameter.
+def check_partition(partition: Any, batch: Any, memory_limit: Any, pipeline_cuts: Sequence[str] | None) -> None:
+    """Raise ``ValueError`` for an unknown policy, for one that lacks its inputs, and for two policies at once."""
+    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
+        raise ValueError(f"partition_memory_limit={memory_limit!r} must be a whole number of bytes: 80 * 2**30.")
+    if memory_limit is not None and memory_limit < 1:
+        raise ValueError(f"partition_memory_limit={memory_limit} must be at least one byte.")
+    if not callable(partition) and partition not in _PARTITIONS:
+        raise ValueError(
+            f"partition={partition!r} must be one of {', '.join(map(repr, _PARTITIONS))}, or a function of the traced "
+            f"graph and the number of stages."
+        )
+    if pipeline_cuts is not None and partition != "even":
+        raise ValueError(f"partition={partition!r} and pipeline_cuts exclude each other: give one of them.")
+    by_cost = isinstance(partition, str) and partition != "even"
+    if memory_limit is not None and not by_cost:
+        raise ValueError(
+            "partition_memory_limit is for partition='balanced' and 'profiled'; other partitions consider no memory."
+        )
+    if by_cost or batch is not None:
+        _check_batch(partition, batch)
 
-    Those of ``batch``, or ``input_names``. Without either: a Hugging Face model's main input and its labels; the
-    inputs that any other module's ``forward`` cannot do without.
-    """
-    if batch is not None:
-        return {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
-    hugging_face = isinstance(module, PreTrainedModel)
-    parameters = inspect.signature(module.forward).parameters
-    if input_names is not None:
-        names = list(input_names)
-    elif hugging_face:
-        names = [name for name in (str(module.main_input_name), "labels") if name in parameters]
-    else:
-        names = [
-            parameter.name
-            for parameter in parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        ]
-    unnamed = _TOKENS if hugging_face else _UNKNOWN
-    return {name: _KINDS.get(name, unnamed) if hugging_face else unnamed for name in names}
+
+def _check_batch(partition: str, batch: Any) -> None:
+    if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise ValueError(
+            f"partition={partition!r} needs partition_batch to be the inputs of one microbatch with labels, whose "
+            f"shapes decide. Meta tensors will do: dict(input_ids=torch.empty(1, 2048, dtype=torch.int64, "
+            f"device='meta'), labels=...)."
+        )
+    others = [name for name, value in batch.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ValueError(f"partition_batch takes tensors only; these are none: {others}.")

@@ -1,29 +1,66 @@
-"""Shapes of inputs that nobody has given yet, for the trace at construction."""
+"""Example inputs for the trace at construction, before a step gives real ones."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, shapes_of
 
+# Inputs of these names have a known spec; other inputs of a transformer are tokens.
+_SPECS = {
+    "inputs_embeds": InputSpec(3, torch.float32),
+    "input_features": InputSpec(3, torch.float32),
+    "input_values": InputSpec(2, torch.float32),
+    "pixel_values": InputSpec(4, torch.float32),
+}
+_TOKENS = InputSpec(2, torch.int64)
+_UNKNOWN = InputSpec(None, None)
+
 _ROWS = 2
-# Divisible by the block and chunk sizes of most models that want their lengths so.
+# Divisible by the block and chunk sizes of most models.
 _LENGTH = 512
 _IMAGE = 224
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _CHANNELS = 3
 
 
+def example_specs(
+    module: nn.Module, input_names: Sequence[str] | None, batch: Mapping[str, torch.Tensor] | None = None
+) -> Mapping[str, InputSpec]:
+    """Return the specs of the inputs of the first trace, which decides the stage of each parameter.
+
+    The inputs are those of ``batch``, or ``input_names``. By default they are a Hugging Face model's main input and its
+    labels, or the inputs without a default of any other module's ``forward``.
+    """
+    if batch is not None:
+        return {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
+    hugging_face = isinstance(module, PreTrainedModel)
+    parameters = inspect.signature(module.forward).parameters
+    if input_names is not None:
+        names = list(input_names)
+    elif hugging_face:
+        names = [name for name in (str(module.main_input_name), "labels") if name in parameters]
+    else:
+        names = [
+            parameter.name
+            for parameter in parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        ]
+    unnamed = _TOKENS if hugging_face else _UNKNOWN
+    return {name: _SPECS.get(name, unnamed) if hugging_face else unnamed for name in names}
+
+
 def example_shapes(
     module: nn.Module, specs: Mapping[str, InputSpec], batch: Mapping[str, torch.Tensor] | None = None
 ) -> Shapes:
-    """The shapes of ``batch``; without one, a likely shape for each input whose dimensions and dtype are known.
+    """Return the shapes of ``batch``, or a likely shape for each input of known dimensions and dtype.
 
-    Only code that asks for sizes while it is traced sees them, and a graph that it made by them serves no inputs for
-    which it would be another.
+    Only code that asks for sizes while it is traced sees them. The graph then serves only inputs with the same answers.
     """
     if batch is not None:
         return shapes_of(batch)
@@ -40,12 +77,12 @@ def _sizes(module: nn.Module, name: str, dimensions: int) -> list[int]:
         side = _first(configs, ("image_size",), _IMAGE)
         return [_ROWS, _first(configs, ("num_channels", "in_channels"), _CHANNELS), side, side]
     if name == "input_features" and dimensions == 3:
-        # Two frames of sound make one position of the encoder.
+        # Two audio frames make one position of the encoder.
         frames = 2 * _first(configs, ("max_source_positions",), _LENGTH)
         return [_ROWS, _first(configs, ("num_mel_bins", "feature_size"), _LENGTH), frames]
-    # Half of what a model has positions for: some, such as ProphetNet, cannot run at their full length.
+    # Half of the model's positions: ProphetNet cannot run at its full length.
     length = min(_LENGTH, _first(configs, _POSITIONS, 2 * _LENGTH) // 2 or 1)
-    # Models of sound have a row for each code book.
+    # Audio models have one row for each code book.
     return [_ROWS * _first(configs, ("num_codebooks",), 1), *[length] * (dimensions - 1)]
 
 

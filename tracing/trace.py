@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.module_state import unchanged_modules
 from nxdpp.tracing.random_numbers import refused_random_numbers
-from nxdpp.tracing.sizes import Fact, Shapes
+from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import ROOT, SpineTracer, spine_names
 
 
@@ -96,6 +97,16 @@ def trace(
     assert entry.output_spec is not None
     facts = tuple(tracer.facts) if isinstance(tracer, SpineTracer) else ()
     return TracedGraph(graph, tuple(inputs), entry.output_spec, layers, facts)
+
+
+def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions) -> TracedGraph:
+    """Trace ``module`` for inputs like the given ones: tensors are traced, other values become constants.
+
+    Tensors may be on the meta device. Raises as ``trace`` does.
+    """
+    specs = {name: InputSpec(v.ndim, v.dtype) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
+    constants = {name: value for name, value in inputs.items() if name not in specs}
+    return trace(module, specs, constants, options, shapes_of(inputs))
 
 
 class _Entry(nn.Module):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from nxdpp.pipeline.cost.count import NodeCost
-from nxdpp.pipeline.partition.assignment import parameter_owners, place_nodes
+from nxdpp.pipeline.partition.assignment import assign_layers, assign_nodes, parameter_owners
 from nxdpp.pipeline.partition.balance import LayerCost
 from nxdpp.tracing.trace import TracedGraph
 
@@ -55,11 +55,11 @@ def layer_costs(
     """
     names = [*layers, HEAD]
     numbers = {layer: index for index, layer in enumerate(layers)}
-    placed = place_nodes(traced, root, numbers, number=len(names))
+    placed = assign_nodes(traced, root, numbers, len(names))
     owners = parameter_owners(placed, root)
     if not any(len(layers) in places for places in owners.values()):
         names.pop()
-        placed = place_nodes(traced, root, numbers)
+        placed = assign_layers(traced, root, layers)
         owners = parameter_owners(placed, root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     unplaced = {node.name for node in traced.graph.nodes} - {node.name for node in placed}
@@ -93,6 +93,6 @@ def activation_bytes(
 
 def shared_bytes(traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]) -> int:
     """What every stage keeps of a microbatch at most beside its layers' own: masks, rotary tables, inputs."""
-    placed = place_nodes(traced, root, {layer: index for index, layer in enumerate(layers)})
+    placed = assign_layers(traced, root, layers)
     everything = activation_bytes(placed, costs, traced)
     return everything - activation_bytes(placed, costs, traced, {n.name for n in traced.graph.nodes if n not in placed})

@@ -62,55 +62,63 @@ def check_layers_ran(traced: TracedGraph, layers: Sequence[str]) -> None:
     )
 
 
-def place_nodes(
+def assign_nodes(
     traced: TracedGraph,
     root: nn.Module,
     layer_stages: Mapping[str, int],
+    stages: int,
     owners: Owners | None = None,
-    number: int | None = None,
 ) -> dict[fx.Node, int]:
-    """The stage of each node that has one.
+    """Return the stage of each node that has one.
 
-    ``owners`` tells where parameters already are; a module then runs where its parameters are. Without it the
-    order of execution alone decides. ``number`` is that of the stages, by default those that have layers; one
-    more has what follows the last layer.
+    Args:
+        traced: the graph of ``root``.
+        root: the model.
+        layer_stages: the stage of each transformer layer, in order.
+        stages: number of stages. The last one has the nodes after the last layer.
+        owners: the stages that hold each parameter. A module then runs on a stage that holds its parameters.
+            Without it the order of execution alone decides.
     """
-    stages: dict[fx.Node, int] = {}
-    last = max(layer_stages.values()) if number is None else number - 1
+    assigned: dict[fx.Node, int] = {}
     ends = {stage: layer for layer, stage in layer_stages.items()}
     owned = None if owners is None else _by_module(owners)
     current = 0
     for node in traced.graph.nodes:
-        if node.op in ("placeholder", "output") or not _belongs_to_a_stage(node, root, stages):
+        if node.op in ("placeholder", "output") or not _belongs_to_a_stage(node, root, assigned):
             continue
-        stages[node] = _stage_of(node, root, stages, current, owned)
+        assigned[node] = _stage_of(node, root, assigned, current, owned)
         if node.op == "call_module" and node.target in layer_stages:
             stage = layer_stages[node.target]
-            current = stage + 1 if ends[stage] == node.target and stage < last else stage
-    return {node: stage for node, stage in stages.items() if not is_parameter(node, root)}
+            current = stage + 1 if ends[stage] == node.target and stage < stages - 1 else stage
+    return {node: stage for node, stage in assigned.items() if not is_parameter(node, root)}
 
 
-def parameter_owners(nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
-    """For each parameter of ``root``, the stages that use it.
+def assign_layers(traced: TracedGraph, root: nn.Module, layers: Sequence[str]) -> dict[fx.Node, int]:
+    """Return the number of the layer that each node runs with: the next one, or the last one for what follows it."""
+    return assign_nodes(traced, root, {layer: index for index, layer in enumerate(layers)}, len(layers))
 
-    One that no node uses goes with the parameter before it: a pooler that this trace does without stays
-    beside the last layer.
+
+def parameter_owners(assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners:
+    """Return the stages that use each parameter of ``root``.
+
+    A parameter without a node belongs to the stage of the parameter before it: a pooler that this trace leaves out
+    goes with the last layer.
     """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     owners: Owners = {name: set() for name in parameters}
     by_identity: dict[int, set[int]] = {id(parameter): set() for parameter in parameters.values()}
-    users = dict(nodes)
-    for node in next(iter(nodes)).graph.nodes if nodes else ():
+    users = dict(assigned)
+    for node in next(iter(assigned)).graph.nodes if assigned else ():
         if node.op == "output":
-            # What the model gives is given by the last stage.
-            users[node] = max(nodes.values())
+            # The last stage returns the output.
+            users[node] = max(assigned.values())
     for node, stage in users.items():
         for name in parameters_used(node, root):
             owners[name].add(stage)
             by_identity[id(parameters[name])].add(stage)
     previous = {0}
     for name, stages in owners.items():
-        # A second name of a parameter that is used under another one goes where that is.
+        # An unused second name of a tied parameter follows the name in use.
         previous = stages or by_identity[id(parameters[name])] or {max(previous)}
         owners[name] = set(previous)
     return owners

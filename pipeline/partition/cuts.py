@@ -1,13 +1,12 @@
-"""Which transformer layers, and so which stage of the pipeline, a cut gives."""
+"""Cuts: the transformer layers after which a model is split into stages."""
 
 from collections.abc import Sequence
 
 
 def even_cuts(layers: Sequence[str], stages: int) -> list[str]:
-    """The layers after which to cut for ``stages`` stages of even size; the remainder goes to the later ones.
+    """Return the cuts for ``stages`` of even size; the remainder goes to the later stages.
 
-    Ten layers on four stages are cut after layers 1, 3 and 6. Raises ``ValueError`` where there are fewer
-    layers than stages.
+    Ten layers on four stages are cut after layers 1, 3 and 6. Raises ``ValueError`` for fewer layers than stages.
     """
     _check_enough(layers, stages)
     size, remainder = divmod(len(layers), stages)
@@ -15,37 +14,45 @@ def even_cuts(layers: Sequence[str], stages: int) -> list[str]:
     return [layers[sum(sizes[: stage + 1]) - 1] for stage in range(stages - 1)]
 
 
-def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int) -> list[str]:
-    """``cuts`` in the order of the layers.
+def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int, source: str = "pipeline_cuts") -> list[str]:
+    """Return ``cuts`` in the order of ``layers``.
 
-    After the last layer may be cut too: the last stage then has what follows it, the norm and the head. Raises
-    ``ValueError`` for a name that is no layer or stands twice, and for another number of cuts than ``stages`` needs.
+    A cut after the last layer leaves the norm and the head to the last stage.
+
+    Args:
+        cuts: names of layers.
+        layers: names of all transformer layers, in the order of execution.
+        stages: number of stages.
+        source: the argument that gave the cuts, for messages.
+
+    Raises:
+        TypeError: unless ``cuts`` is a list of names.
+        ValueError: for an unknown or repeated name, and for a number of cuts other than ``stages - 1``.
     """
-    # One more stage than layers: the last has none.
+    if not isinstance(cuts, list | tuple):
+        raise TypeError(f"{source} gave {cuts!r:.80}: cuts are a list of names of layers.")
+    # One more stage than layers is possible: the last stage then has no layer.
     if stages > len(layers) + 1:
         _check_enough(layers, stages)
     unknown = [cut for cut in cuts if cut not in layers]
     if unknown:
         raise ValueError(
-            f"pipeline_cuts names {unknown}, which are no transformer layers of the model. "
+            f"{source} names {unknown}, which are no transformer layers of the model. "
             f"A cut falls after a layer; the layers are: {', '.join(layers)}."
         )
     repeated = sorted({cut for cut in cuts if list(cuts).count(cut) > 1})
     if repeated:
-        raise ValueError(f"pipeline_cuts names {repeated} more than once; a layer can be cut after only once.")
+        raise ValueError(f"{source} names {repeated} more than once. Name each layer once.")
     if len(cuts) != stages - 1:
         raise ValueError(
-            f"pipeline_cuts has {len(cuts)} names, but {stages} stages need {stages - 1} cuts. "
+            f"{source} has {len(cuts)} names, but {stages} stages need {stages - 1} cuts. "
             f"Given: {list(cuts)}; the layers are: {', '.join(layers)}."
         )
     return sorted(cuts, key=list(layers).index)
 
 
 def stages_of_layers(cuts: Sequence[str], layers: Sequence[str]) -> dict[str, int]:
-    """The stage of each layer; ``cuts`` stand in the order of ``layers``.
-
-    With a cut after the last layer there is one more stage, which has no layer.
-    """
+    """Return the stage of each layer. ``cuts`` are in the order of ``layers``."""
     stage = 0
     stages = {}
     for layer in layers:

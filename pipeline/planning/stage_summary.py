@@ -2,24 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from nxdpp.pipeline.cost.balanced_partition import balance
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
-from nxdpp.pipeline.cost.layer_costs import StateBytes, activation_bytes, layer_costs, shared_bytes, state_bytes
-from nxdpp.pipeline.partition.assignment import layers_in_order, parameter_owners, place_nodes
-from nxdpp.pipeline.partition.balance import MemoryLimit, balanced_cuts
-from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
-from nxdpp.pipeline.stages.loss import pick_loss
-from nxdpp.pipeline.stages.split import plan_stages
+from nxdpp.pipeline.cost.layer_costs import StateBytes, activation_bytes, state_bytes
+from nxdpp.pipeline.partition.partition import even, make_partition
+from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.schedules.in_flight import microbatches_in_flight
-from nxdpp.tracing.input_specs import InputSpec
+from nxdpp.schedules.placement import Placement
 from nxdpp.tracing.layers import find_layer_classes, layer_names
-from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
 
 PARTITIONS = ("even", "balanced")
 
@@ -73,56 +68,39 @@ def summarise_stages(
     if memory_limit is not None and partition != "balanced":
         raise ValueError("a memory limit moves cuts only where they are balanced: add --partition balanced.")
     options = TracingOptions(find_layer_classes(model, None))
-    traced = trace(
-        model, {name: InputSpec(v.ndim, v.dtype) for name, v in inputs.items()}, {}, options, shapes_of(inputs)
-    )
-    layers = layers_in_order(traced, layer_names(model, options.layer_classes))
-    cuts = even_cuts(layers, stages * chunks)
-    in_flight = microbatches_in_flight(stages, microbatches, chunks)
+    traced = trace_for(model, inputs, options)
     costs = count_costs(traced, model, inputs)
-    if partition == "balanced":
-        memory = None
-        if memory_limit is not None:
-            shared = shared_bytes(traced, model, costs, layers)
-            memory = MemoryLimit(memory_limit, in_flight, shared)
-        cuts = balanced_cuts(layer_costs(traced, model, costs, layers), stages, chunks, memory)
-    return _summaries(traced, model, costs, stages_of_layers(cuts, layers), in_flight)
+    placement = Placement(stages, chunks)
+    in_flight = microbatches_in_flight(stages, microbatches, chunks)
+
+    def balanced(traced: TracedGraph, stages: int) -> list[str]:
+        return balance(traced, model, costs, placement, memory_limit, in_flight)
+
+    policy = balanced if partition == "balanced" else even
+    layers = layer_names(model, options.layer_classes)
+    cut = CutGraph(traced, make_partition(traced, model, layers, placement.stages, policy))
+    return _summaries(cut, costs, in_flight)
 
 
-def _summaries(
-    traced: TracedGraph,
-    model: nn.Module,
-    costs: Mapping[fx.Node, NodeCost],
-    layer_stages: Mapping[str, int],
-    in_flight: Sequence[int],
-) -> list[StageSummary]:
-    placed = place_nodes(traced, model, layer_stages, number=len(in_flight))
-    owners = parameter_owners(placed, model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    by_name = {node.name: node for node in traced.graph.nodes}
+def _summaries(cut: CutGraph, costs: Mapping[fx.Node, NodeCost], in_flight: Sequence[int]) -> list[StageSummary]:
+    parameters = dict(cut.partition.module.named_parameters(remove_duplicate=False))
+    by_name = {node.name: node for node in cut.traced.graph.nodes}
     found = []
-    for plan in plan_stages(traced, model, placed, [_loss(traced)], len(in_flight)):
-        nodes = [node for node, stage in placed.items() if stage == plan.stage]
-        sent = [costs[by_name[name]] for name, users in plan.sent.items() for _ in users]
+    for plan in cut.plans([cut.loss()]):
+        nodes = [node for node, stage in cut.assigned.items() if stage == plan.stage]
+        sent = [costs[by_name[name]] for name, stages in plan.sent.items() for _ in stages]
+        owned = cut.partition.parameters_of(plan.stage)
         found.append(
             StageSummary(
-                layers=[layer for layer, stage in layer_stages.items() if stage == plan.stage],
-                state=state_bytes(parameters[name] for name, stages in owners.items() if plan.stage in stages),
+                layers=cut.partition.layers_of([plan.stage]),
+                state=state_bytes(parameters[name] for name in owned if name in parameters),
                 forward=sum(costs[node].forward for node in nodes),
                 backward=sum(costs[node].backward for node in nodes),
                 work=sum(costs[node].work for node in nodes),
-                peak_activations=in_flight[plan.stage] * activation_bytes(nodes, costs, traced),
+                peak_activations=in_flight[plan.stage] * activation_bytes(nodes, costs, cut.traced),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
                 estimated=any(costs[node].estimated for node in nodes),
             )
         )
     return found
-
-
-def _loss(traced: TracedGraph) -> fx.Node:
-    values: Any = next(node.args[0] for node in traced.graph.nodes if node.op == "output")
-    loss = pick_loss(pytree.tree_unflatten(list(values), traced.output_spec), None)
-    if not isinstance(loss, fx.Node):
-        raise ValueError(f"the model's loss is the constant {loss!r}; there is nothing to train.")
-    return loss

@@ -1,7 +1,6 @@
 """Arguments of the constructor and of a step: honoured or refused, with the reason."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,19 +8,11 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline import arguments
-from nxdpp.tracing.input_specs import InputSpec
 from tests.support.traced_models import PlainModel, make_model
-
-TOKENS = InputSpec(2, torch.int64)
 
 
 class Tracer(fx.Tracer):
     """A user's own."""
-
-
-class TakesMore(PlainModel):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *rest: Any, mode: str = "a") -> torch.Tensor:
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("count", [0, -2, 1.0, "2", None, True])
@@ -85,26 +76,6 @@ def test_exact_names() -> None:
         arguments.check_exact_names(["input_ids"], expected)
     with pytest.raises(ValueError, match=r"missing: none, extra: \['position_ids'\]"):
         arguments.check_exact_names([*expected, "position_ids"], expected)
-
-
-@pytest.mark.parametrize(
-    ("make", "names", "specs"),
-    [
-        (lambda: make_model("llama", layers=2), None, {"input_ids": TOKENS, "labels": TOKENS}),
-        (
-            lambda: make_model("llama", layers=2),
-            ["inputs_embeds", "attention_mask"],
-            {"inputs_embeds": InputSpec(3, torch.float32), "attention_mask": TOKENS},
-        ),
-        (PlainModel, None, {"x": InputSpec(None, None)}),
-        (TakesMore, None, {"x": InputSpec(None, None)}),
-        (TakesMore, ["mask", "x"], {"mask": InputSpec(None, None), "x": InputSpec(None, None)}),
-    ],
-)
-def test_the_inputs_of_the_first_trace(
-    make: Callable[[], nn.Module], names: list[str] | None, specs: dict[str, InputSpec]
-) -> None:
-    assert dict(arguments.first_inputs(make(), names)) == specs
 
 
 def test_hooks_that_will_not_run_are_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,14 +1,18 @@
 """Shapes for the trace at construction are such as the model was made for."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification, WhisperConfig
 
-from nxdpp.pipeline.arguments import first_inputs
-from nxdpp.pipeline.example_inputs import example_shapes
+from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.input_specs import InputSpec
+from tests.support.traced_models import PlainModel, make_model
+
+TOKENS = InputSpec(2, torch.int64)
 
 
 def test_tokens_take_half_of_the_positions_that_the_model_has() -> None:
@@ -17,7 +21,7 @@ def test_tokens_take_half_of_the_positions_that_the_model_has() -> None:
         max_position_embeddings=32,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    assert example_shapes(model, first_inputs(model, None))["input_ids"] == ((2, 16), torch.int64)
+    assert example_shapes(model, example_specs(model, None))["input_ids"] == ((2, 16), torch.int64)
 
 
 def test_images_are_of_the_models_size() -> None:
@@ -26,7 +30,7 @@ def test_images_are_of_the_models_size() -> None:
         patch_size=16, num_channels=1,
     )  # fmt: skip
     model = ViTForImageClassification(config)
-    assert example_shapes(model, first_inputs(model, None))["pixel_values"] == ((2, 1, 32, 32), torch.float32)
+    assert example_shapes(model, example_specs(model, None))["pixel_values"] == ((2, 1, 32, 32), torch.float32)
 
 
 def test_sounds_are_as_long_as_the_encoder_takes() -> None:
@@ -42,9 +46,34 @@ def test_what_is_unknown_has_no_shape() -> None:
 
 def test_a_given_batch_has_the_shapes_and_the_names() -> None:
     batch = {"x": torch.empty(3, 7, device="meta"), "weights": torch.empty(3, dtype=torch.float64, device="meta")}
-    specs = first_inputs(nn.Linear(7, 7), None, batch)
+    specs = example_specs(nn.Linear(7, 7), None, batch)
     assert specs == {"x": InputSpec(2, torch.float32), "weights": InputSpec(1, torch.float64)}
     assert example_shapes(nn.Linear(7, 7), specs, batch) == {
         "x": ((3, 7), torch.float32),
         "weights": ((3,), torch.float64),
     }
+
+
+class TakesMore(PlainModel):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *rest: Any, mode: str = "a") -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "specs"),
+    [
+        (lambda: make_model("llama", layers=2), None, {"input_ids": TOKENS, "labels": TOKENS}),
+        (
+            lambda: make_model("llama", layers=2),
+            ["inputs_embeds", "attention_mask"],
+            {"inputs_embeds": InputSpec(3, torch.float32), "attention_mask": TOKENS},
+        ),
+        (PlainModel, None, {"x": InputSpec(None, None)}),
+        (TakesMore, None, {"x": InputSpec(None, None)}),
+        (TakesMore, ["mask", "x"], {"mask": InputSpec(None, None), "x": InputSpec(None, None)}),
+    ],
+)
+def test_the_inputs_of_the_first_trace(
+    make: Callable[[], nn.Module], names: list[str] | None, specs: dict[str, InputSpec]
+) -> None:
+    assert dict(example_specs(make(), names)) == specs

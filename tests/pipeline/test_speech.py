@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-from tests.support.in_process import LocalPipeline
+from tests.support.in_process import InProcessPipeline
 from tests.support.training_distance import distance
 
 
@@ -25,7 +25,7 @@ def whisper() -> WhisperForConditionalGeneration:
 def test_whisper_is_cut_and_exact(stages: int) -> None:
     model = whisper()
     whole = copy.deepcopy(model)
-    pipeline = LocalPipeline(model, stages)
+    pipeline = InProcessPipeline(model, stages)
     for length in (8, 5):
         batch = {"input_features": torch.randn(4, 16, 40), "labels": torch.randint(4, 64, (4, length))}
         # Used by every layer of the decoder, the encoder's output has its gradient summed stage by stage.

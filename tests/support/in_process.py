@@ -1,77 +1,125 @@
-"""All stages of a pipeline in one process, one microbatch after the other: slow, and exactly the same numbers."""
+"""All stages of a pipeline in one process: by hand, or through the engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
-from nxdpp.pipeline import arguments
-from nxdpp.pipeline.example_inputs import example_shapes
+from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.microbatch import split_inputs
-from nxdpp.pipeline.partition.assignment import layers_in_order
-from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
+from nxdpp.pipeline.p2p.layout import layout_of
+from nxdpp.pipeline.partition.partition import PartitionPolicy, make_partition
 from nxdpp.pipeline.runtime.engine import Engine
-from nxdpp.pipeline.stages.program import StageProgram
-from nxdpp.pipeline.stages.program_cache import ProgramCache, TracedVariant, Variant
-from nxdpp.pipeline.stages.split import StagePlan, build_stage
+from nxdpp.pipeline.runtime.stand_in import stand_in
+from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
+from nxdpp.pipeline.stages.program_cache import ProgramCache
+from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.placement import Placement
 from nxdpp.tracing.layers import find_layer_classes, layer_names
-from nxdpp.tracing.trace import TracingOptions
+from nxdpp.tracing.trace import TracingOptions, trace, trace_for
 
 _CPU = torch.device("cpu")
 
 
-class LocalPipeline:
-    """``module`` cut into ``stages``, all of them here; parameters that stages share stay one.
+class InProcessPipeline:
+    """``module`` cut into ``stages``, all of them in this process. Stages share tied parameters.
 
-    ``transformer_layer_cls`` and ``input_names`` are those of ``NxDPPModel``.
+    Args:
+        module: the model.
+        stages: number of stages.
+        inputs: of one microbatch, for the first trace; by default example inputs, as ``Pipeline`` chooses them.
+        options: for tracing; by default made of ``transformer_layer_cls``.
+        transformer_layer_cls, input_names: as those of ``NxDPPModel``.
+        policy: chooses the cuts; by default even ones.
+
+    Attributes:
+        partition: of the model.
+        cut: the first trace, cut.
+        plans, modules: of each stage of ``cut``, which end with all values of the output.
     """
 
     def __init__(
         self,
         module: nn.Module,
         stages: int,
+        inputs: Mapping[str, Any] | None = None,
+        options: TracingOptions | None = None,
         transformer_layer_cls: Any | None = None,
         input_names: Sequence[str] | None = None,
+        policy: PartitionPolicy | None = None,
     ) -> None:
-        self.stages = stages
         self._module = module
-        options = TracingOptions(find_layer_classes(module, transformer_layer_cls))
-        self._cache = ProgramCache(module, options, None, [], {})
-        specs = arguments.first_inputs(module, input_names)
-        first = self._cache.trace(
-            Variant(tuple(sorted(specs.items())), (), module.training), example_shapes(module, specs)
-        )
-        layers = layers_in_order(first, layer_names(module, options.layer_classes))
-        self._cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
+        options = options or TracingOptions(find_layer_classes(module, transformer_layer_cls))
+        if inputs is None:
+            specs = example_specs(module, input_names)
+            traced = trace(module, specs, {}, options, example_shapes(module, specs))
+        else:
+            traced = trace_for(module, inputs, options)
+        self.partition = make_partition(traced, module, layer_names(module, options.layer_classes), stages, policy)
+        self.programs = ProgramCache(self.partition, options, None, range(stages), {})
+        self.cut = CutGraph(traced, self.partition)
 
-    def plans(self, inputs: Mapping[str, Any]) -> tuple[TracedVariant, list[StagePlan]]:
-        """The graph for a microbatch like this, and the plan of each stage."""
-        variant = self._cache.for_inputs(inputs, self._module.training)
-        self._cache.loss_program(variant)
-        return variant, variant.plans["loss"]
+    @property
+    def plans(self) -> list[StagePlan]:
+        return self.cut.plans(self.cut.results())
+
+    @property
+    def modules(self) -> list[fx.GraphModule]:
+        return [self.cut.build(plan) for plan in self.plans]
+
+    @property
+    def boundary_tensors(self) -> list[tuple[str, int, int]]:
+        """Each value that is sent, with its source and its destination stage."""
+        return [
+            (value, plan.stage, destination)
+            for plan in self.plans
+            for value, destinations in plan.sent.items()
+            for destination in destinations
+        ]
+
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the stages by hand. Each gets copies of what it receives, and nothing else of another stage."""
+        made: list[dict[str, Any]] = []
+        for plan, module in zip(self.plans, self.modules, strict=True):
+            given, received, placeholders = stage_arguments(plan, inputs, made, torch.clone)
+            made.append(dict(zip(plan.made, module(*given, *received, *placeholders), strict=True)))
+        return fill_output(self.cut.output, made[-1])
 
     def train(self, inputs: Mapping[str, Any], microbatches: int, backward: bool = True) -> list[torch.Tensor]:
-        """Forward of all microbatches, and ``backward``; the losses. Gradients are added to ``.grad``."""
+        """Run forward, and ``backward``, of all microbatches by the engine; return the losses."""
         parts = split_inputs(inputs, microbatches)
-        variant, plans = self.plans(parts[0])
-        engine = self._engine(variant, plans, microbatches, backward)
-        return [result[0] for result in engine.run(parts)]
-
-    def _engine(self, variant: TracedVariant, plans: list[StagePlan], microbatches: int, backward: bool) -> Engine:
-        programs = {
-            plan.stage: StageProgram(plan, build_stage(plan, variant.traced, self._module, variant.placed))
-            for plan in plans
-        }
+        program = self.programs.program(self.programs.cut_graph(parts[0], self._module.training), "loss")
+        stages = self.partition.stages
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)[: 1 + backward]
-        order = {ActionKind.FORWARD: range(self.stages), ActionKind.BACKWARD: range(self.stages - 1, -1, -1)}
+        order = {ActionKind.FORWARD: range(stages), ActionKind.BACKWARD: range(stages - 1, -1, -1)}
         actions = [
             Action(stage, kind, microbatch)
             for microbatch in range(microbatches)
             for kind in kinds
             for stage in order[kind]
         ]
-        placement = Placement(1, self.stages)
-        return Engine(programs, placement, 0, None, microbatches, _CPU, backward, True, actions, [], None)
+        engine = Engine(
+            program.stages, Placement(1, stages), 0, None, microbatches, _CPU, backward, True, actions, [], None
+        )
+        return [result[0] for result in engine.run(parts)]
+
+    def loss_plans(self, inputs: Mapping[str, Any]) -> tuple[CutGraph, list[StagePlan]]:
+        """Return the graph for a microbatch like ``inputs``, and the plans of the stages that end with its loss."""
+        cut = self.programs.cut_graph(inputs, self._module.training)
+        return cut, [stage.plan for stage in self.programs.program(cut, "loss").stages.values()]
+
+
+def stage_arguments(
+    plan: StagePlan,
+    inputs: Mapping[str, Any],
+    made: Sequence[Mapping[str, Any]],
+    copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the inputs, received values and placeholders of one stage; ``made`` are the values of earlier stages."""
+    device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
+    received = [pytree.tree_map_only(torch.Tensor, copy, made[stage][name]) for name, stage in plan.received.items()]
+    placeholders = [stand_in(layout_of(made[stage][name]), device) for name, stage in plan.stand_ins.items()]
+    return [inputs[name] for name in plan.inputs], received, placeholders

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from nxdpp.pipeline.microbatch import split_inputs
-from tests.support.in_process import LocalPipeline
+from tests.support.in_process import InProcessPipeline
 
 TIED_ROUNDING = 1e-6
 
 
-def distance(pipeline: LocalPipeline, model: Any, whole: Any, batch: dict[str, torch.Tensor], parts: int) -> float:
+def distance(pipeline: InProcessPipeline, model: Any, whole: Any, batch: dict[str, torch.Tensor], parts: int) -> float:
     """0 where every number is equal, otherwise the greatest difference; infinite where one is not a number.
 
     ``pipeline`` runs the modules of ``model``; ``whole`` is its unwrapped copy. Both accumulate ``parts``

@@ -5,7 +5,7 @@ import torch
 
 from nxdpp.tracing.assertions import is_assertion
 from nxdpp.tracing.errors import TracingError
-from tests.support.chained_stages import ChainedStages
+from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import Asserts, PlainLayer, PlainModel, options_for, trace_with
 
 X = torch.ones(3, 4)
@@ -20,9 +20,9 @@ class Decides(PlainModel):
         return super().forward(x)
 
 
-def _chain(stages: int) -> tuple[Asserts, ChainedStages]:
+def _chain(stages: int) -> tuple[Asserts, InProcessPipeline]:
     model = Asserts()
-    return model, ChainedStages(model, {"x": X}, stages, options_for(model, PlainLayer))
+    return model, InProcessPipeline(model, stages, {"x": X}, options_for(model, PlainLayer))
 
 
 def test_an_assertion_is_a_node() -> None:
@@ -46,8 +46,8 @@ def test_anything_else_that_only_the_data_tells_is_refused() -> None:
 def test_an_assertion_that_holds_changes_nothing(stages: int) -> None:
     model, chain = _chain(stages)
 
-    assert torch.equal(chain.run({"x": X}), model(X))
-    assert len(chain.crossing) == stages - 1
+    assert torch.equal(chain.forward({"x": X}), model(X))
+    assert len(chain.boundary_tensors) == stages - 1
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -60,4 +60,4 @@ def test_an_assertion_that_does_not_hold_is_raised(stages: int, x: torch.Tensor,
     _, chain = _chain(stages)
 
     with pytest.raises(AssertionError, match=rf"does not hold\n  at .*traced_models\.py:\d+, in forward: {line}"):
-        chain.run({"x": x})
+        chain.forward({"x": x})

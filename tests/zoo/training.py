@@ -36,7 +36,7 @@ from rich.console import Console
 
 from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.tracing.errors import TracingError
-from tests.support.in_process import LocalPipeline
+from tests.support.in_process import InProcessPipeline
 from tests.support.training_distance import distance
 from tests.zoo import (
     ARGUMENTS,
@@ -93,11 +93,11 @@ def judge(task: str, model_type: str) -> Verdict:
     model = build(task, model_type)
     whole = _without_cache(copy.deepcopy(model))
     worst, crossing = 0.0, ""
-    given = ARGUMENTS.get(model_type, {})
+    given: dict[str, Any] = ARGUMENTS.get(model_type, {})
     for stages in (2, 4):
         try:
-            LocalPipeline(build(task, model_type, "meta"), stages, **given)
-            pipeline = LocalPipeline(model, stages, **given)
+            InProcessPipeline(build(task, model_type, "meta"), stages, **given)
+            pipeline = InProcessPipeline(model, stages, **given)
             for training in (True, False):
                 model.train(training)
                 whole.train(training)
@@ -116,8 +116,8 @@ def judge(task: str, model_type: str) -> Verdict:
     return Verdict("to rounding" if worst < ROUNDING else "WRONG", crossing, "; ".join([f"{worst:.1e}", *how]))
 
 
-def _crossing(pipeline: LocalPipeline, batch: dict[str, torch.Tensor]) -> str:
-    _, plans = pipeline.plans(split_inputs(batch, MICROBATCHES)[0])
+def _crossing(pipeline: InProcessPipeline, batch: dict[str, torch.Tensor]) -> str:
+    _, plans = pipeline.loss_plans(split_inputs(batch, MICROBATCHES)[0])
     return " ".join(str(len(plan.received)) for plan in plans[1:])
 
 

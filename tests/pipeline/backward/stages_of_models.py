@@ -8,9 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from nxdpp.pipeline.p2p.layout import layout_of
-from nxdpp.pipeline.runtime.stand_in import stand_in
-from tests.support.chained_stages import ChainedStages
+from tests.support.in_process import InProcessPipeline, stage_arguments
 
 
 @dataclass
@@ -30,19 +28,15 @@ class Stage:
 
 def stages_of(model: nn.Module, batches: Sequence[Mapping[str, Any]], count: int) -> Iterator[Stage]:
     """All stages; what is constant comes from the first batch, so all must share it."""
-    chain = ChainedStages(model, batches[0], count)
+    chain = InProcessPipeline(model, count, batches[0])
     made: list[list[dict[str, Any]]] = [[] for _ in batches]
     for plan, module in zip(chain.plans, chain.modules, strict=True):
         arrive, constants, structure = [], [], None
         for batch, values in zip(batches, made, strict=True):
-            received = [values[maker][name] for name, maker in plan.received.items()]
-            stand_ins = [
-                stand_in(layout_of(values[maker][name]), torch.device("cpu")) for name, maker in plan.stand_ins.items()
-            ]
-            inputs = [batch[name] for name in plan.inputs]
+            inputs, received, placeholders = stage_arguments(plan, batch, values)
             tensors, structure = pytree.tree_flatten(received)
             arrive.append([tensor.detach() for tensor in tensors])
-            constants.append((inputs, stand_ins))
+            constants.append((inputs, placeholders))
             with torch.no_grad():
-                values.append(dict(zip(plan.made, module(*inputs, *received, *stand_ins), strict=True)))
+                values.append(dict(zip(plan.made, module(*inputs, *received, *placeholders), strict=True)))
         yield Stage(module, arrive, constants, structure)

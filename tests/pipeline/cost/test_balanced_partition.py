@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.cost.balanced_partition import check_partition
+from nxdpp.pipeline.arguments import check_auto_partition, check_partition
 from tests.support.models import (
     gradient_differences,
     llama,
@@ -147,21 +147,26 @@ BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
     ],
 )
 def test_what_does_not_go_together(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
+    def check() -> None:
+        check_auto_partition(auto, cuts, partition)
+        check_partition(partition, batch, None, cuts)
+
     with pytest.raises(ValueError, match=message):
-        check_partition(partition, batch, None, cuts, auto)
+        check()
 
 
 def test_what_does() -> None:
-    check_partition("even", None, None, ["model.layers.0"], False)
-    check_partition("even", None, None, None, True)
-    check_partition("balanced", BATCH, None, None, False)
-    check_partition("profiled", BATCH, 10, None, False)
+    check_partition("even", None, None, ["model.layers.0"])
+    check_auto_partition(True, None, "even")
+    check_partition("balanced", BATCH, None, None)
+    check_partition("profiled", BATCH, 10, None)
+    check_partition(lambda traced, stages: traced.layers[:stages], None, None, None)
 
 
 @pytest.mark.parametrize(
     ("partition", "limit", "message"),
-    [("even", 10, "look at no memory"), ("balanced", 1.5, "whole number of bytes"), ("balanced", 0, "at least one")],
+    [("even", 10, "consider no memory"), ("balanced", 1.5, "whole number of bytes"), ("balanced", 0, "at least one")],
 )
 def test_limits_that_are_none(partition: str, limit: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_partition(partition, None if partition == "even" else BATCH, limit, None, False)
+        check_partition(partition, None if partition == "even" else BATCH, limit, None)

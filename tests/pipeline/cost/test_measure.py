@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.cost.measure import profile_nodes
-from nxdpp.pipeline.partition.assignment import place_nodes
+from nxdpp.pipeline.partition.assignment import assign_layers
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.trace import TracingOptions, trace
@@ -20,7 +20,7 @@ def _profile(model: nn.Module, inputs: dict[str, torch.Tensor], classes: Any = N
     specs = {name: InputSpec(value.ndim, value.dtype) for name, value in inputs.items()}
     traced = trace(model, specs, {}, options)
     layers = layer_names(model, options.layer_classes)
-    placed = place_nodes(traced, model, {layer: index for index, layer in enumerate(layers)})
+    placed = assign_layers(traced, model, layers)
     seconds = profile_nodes(traced, model, inputs, placed, torch.device("cpu"))
     assert seconds.keys() == placed.keys()
     return {node.name: taken for node, taken in seconds.items()}

@@ -9,13 +9,13 @@ from torch import nn
 from nxdpp.pipeline.local.replaced_modules import TwoPlaces
 from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, tied_names
 from nxdpp.pipeline.partition.assignment import Owners
-from tests.support.chained_stages import ChainedStages
+from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
 
 
 def _cut(model: nn.Module, architecture: str, stages: int) -> tuple[Owners, list[str]]:
-    chain = ChainedStages(model, make_inputs(architecture), stages)
-    return chain.owners, list(chain.layer_stages)
+    chain = InProcessPipeline(model, stages, make_inputs(architecture))
+    return chain.partition.owners, list(chain.partition.layer_stages)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "tied_llama"])
@@ -129,9 +129,9 @@ class WithState(PlainModel):
 def test_the_model_follows_a_moved_tree() -> None:
     model = WithState()
     x = {"x": torch.ones(3, 4)}
-    chain = ChainedStages(model, x, 2, options_for(model, PlainLayer))
-    local = local_names(chain.owners, 0)
-    tree = build_local_module(model, local, list(chain.layer_stages))
+    chain = InProcessPipeline(model, 2, x, options_for(model, PlainLayer))
+    local = local_names(chain.partition.owners, 0)
+    tree = build_local_module(model, local, list(chain.partition.layer_stages))
     assert "scale" in local
     assert "table" not in tree.state_dict()
 

@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.partition.assignment import check_layers_ran, parameter_owners, parameters_used, place_nodes
-from tests.support.chained_stages import ChainedStages
+from nxdpp.pipeline.partition.assignment import assign_nodes, check_layers_ran, parameter_owners, parameters_used
+from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
 
 X = {"x": torch.ones(3, 4)}
 
 
-def _stages(chain: ChainedStages) -> dict[str, int]:
-    return {node.name: stage for node, stage in chain.placed.items()}
+def _stages(chain: InProcessPipeline) -> dict[str, int]:
+    return {node.name: stage for node, stage in chain.cut.assigned.items()}
 
 
 def test_layers_and_what_stands_around_them() -> None:
-    chain = ChainedStages(make_model("llama"), make_inputs("llama"), 2)
+    chain = InProcessPipeline(make_model("llama"), 2, make_inputs("llama"))
 
     stages = _stages(chain)
 
@@ -32,7 +32,7 @@ def test_layers_and_what_stands_around_them() -> None:
 def test_every_parameter_has_an_owner(architecture: str) -> None:
     model = make_model(architecture)
 
-    owners = ChainedStages(model, make_inputs(architecture), 4).owners
+    owners = InProcessPipeline(model, 4, make_inputs(architecture)).partition.owners
 
     assert owners.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
     assert all(owners.values())
@@ -43,7 +43,7 @@ def test_every_parameter_has_an_owner(architecture: str) -> None:
 
 
 def test_a_tied_weight_has_both_stages() -> None:
-    owners = ChainedStages(make_model("tied_llama"), make_inputs("llama"), 3).owners
+    owners = InProcessPipeline(make_model("tied_llama"), 3, make_inputs("llama")).partition.owners
 
     assert owners["model.embed_tokens.weight"] == {0}
     assert owners["lm_head.weight"] == {2}
@@ -56,7 +56,7 @@ def test_an_unused_parameter_stays_beside_the_one_before() -> None:
             self.layers[2].spare = nn.Linear(4, 4)
             self.unused = nn.Linear(4, 4)
 
-    owners = ChainedStages(WithUnused(), X, 2, options_for(WithUnused(), PlainLayer)).owners
+    owners = InProcessPipeline(WithUnused(), 2, X, options_for(WithUnused(), PlainLayer)).partition.owners
 
     assert owners["layers.2.spare.weight"] == {1}
     assert owners["unused.weight"] == {1}
@@ -81,11 +81,11 @@ class SharedProjection(PlainModel):
 
 def test_a_module_used_on_two_stages_is_on_both() -> None:
     model = SharedProjection()
-    chain = ChainedStages(model, X, 3, options_for(model, PlainLayer))
+    chain = InProcessPipeline(model, 3, X, options_for(model, PlainLayer))
 
-    assert chain.owners["shared.weight"] == {0, 2}
-    assert chain.owners["scale"] == {2}
-    assert torch.equal(chain.run(X), model(X["x"]))
+    assert chain.partition.owners["shared.weight"] == {0, 2}
+    assert chain.partition.owners["scale"] == {2}
+    assert torch.equal(chain.forward(X), model(X["x"]))
 
 
 def test_later_traces_run_modules_where_their_parameters_are() -> None:
@@ -100,13 +100,13 @@ def test_later_traces_run_modules_where_their_parameters_are() -> None:
 
     model = Optional()
     options = options_for(model, PlainLayer)
-    chain = ChainedStages(model, X, 2, options)
+    chain = InProcessPipeline(model, 2, X, options)
     traced = trace_with(model, {**X, "early": True}, options)
 
-    placed = place_nodes(traced, model, chain.layer_stages, chain.owners)
+    placed = chain.partition.assign(traced)
 
     stages = {node.target: stage for node, stage in placed.items() if node.op == "call_module"}
-    assert chain.owners["head.weight"] == {1}
+    assert chain.partition.owners["head.weight"] == {1}
     assert stages["head"] == 1
     assert stages["embedding"] == 0
 
@@ -114,18 +114,18 @@ def test_later_traces_run_modules_where_their_parameters_are() -> None:
 def test_a_node_cannot_need_parameters_of_two_stages() -> None:
     model = SharedProjection()
     options = options_for(model, PlainLayer)
-    chain = ChainedStages(model, X, 2, options)
+    chain = InProcessPipeline(model, 2, X, options)
 
-    owners = {**chain.owners, "head.weight": {0}, "head.bias": {1}}
+    owners = {**chain.partition.owners, "head.weight": {0}, "head.bias": {1}}
 
     with pytest.raises(ValueError, match="head needs parameters that are on different stages"):
-        place_nodes(chain.traced, model, chain.layer_stages, owners)
+        assign_nodes(chain.cut.traced, model, chain.partition.layer_stages, 2, owners)
 
 
 def test_the_parameters_a_node_needs() -> None:
     model = SharedProjection()
-    chain = ChainedStages(model, X, 2, options_for(model, PlainLayer))
-    used = {node.name: parameters_used(node, model) for node in chain.traced.graph.nodes}
+    chain = InProcessPipeline(model, 2, X, options_for(model, PlainLayer))
+    used = {node.name: parameters_used(node, model) for node in chain.cut.traced.graph.nodes}
 
     assert used["model_embedding"] == ["embedding.weight", "embedding.bias"]
     assert used["mul"] == ["scale"]

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.arguments import first_inputs
-from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
+from nxdpp.pipeline.example_inputs import example_specs
+from nxdpp.pipeline.partition.partition import make_partition
 from nxdpp.pipeline.stages import program_cache as programs
-from nxdpp.pipeline.stages.program_cache import ProgramCache, Variant, fill_output
+from nxdpp.pipeline.stages.cut_graph import fill_output
+from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import trace
@@ -26,19 +27,17 @@ def _cache(
     batch: dict[str, torch.Tensor] | None = None,
 ) -> ProgramCache:
     options = options_for(model, layer_class)
-    layers = layer_names(model, options.layer_classes)
-    cache = ProgramCache(model, options, spec, [stage], {})
-    specs = first_inputs(model, None, batch)
-    first = cache.trace(Variant(tuple(sorted(specs.items())), (), model.training), shapes_of(batch or {}))
-    cache.place(first, stages_of_layers(even_cuts(layers, stages), layers))
-    return cache
+    specs = example_specs(model, None, batch)
+    first = trace(model, specs, {}, options, shapes_of(batch or {}))
+    partition = make_partition(first, model, layer_names(model, options.layer_classes), stages)
+    return ProgramCache(partition, options, spec, [stage], {})
 
 
 def _run(cache: ProgramCache, inputs: dict[str, Any], training: bool = False) -> Any:
-    variant = cache.for_inputs(inputs, training)
-    program = cache.output_program(variant)
+    cut = cache.cut_graph(inputs, training)
+    program = cache.program(cut, "output")
     values = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
-    return fill_output(variant.output, dict(zip(program.results, values, strict=True)))
+    return fill_output(cut.output, dict(zip(program.results, values, strict=True)))
 
 
 def test_a_set_of_inputs_is_traced_once() -> None:
@@ -49,18 +48,18 @@ def test_a_set_of_inputs_is_traced_once() -> None:
     fewer = {name: inputs[name] for name in ("labels", "input_ids")}
 
     with patch.object(programs, "trace", wraps=trace) as traces:
-        first = cache.for_inputs(inputs, True)
-        assert cache.for_inputs(longer, True) is first
-        assert cache.for_inputs(dict(reversed(inputs.items())), True) is first
+        first = cache.cut_graph(inputs, True)
+        assert cache.cut_graph(longer, True) is first
+        assert cache.cut_graph(dict(reversed(inputs.items())), True) is first
         assert traces.call_count == 1
-        assert cache.for_inputs(fewer, True) is not first
-        assert cache.for_inputs(inputs, False) is not first
-        assert cache.for_inputs({**inputs, "attention_mask": inputs["attention_mask"].bool()}, True) is not first
-        assert cache.for_inputs(inputs, True) is first
+        assert cache.cut_graph(fewer, True) is not first
+        assert cache.cut_graph(inputs, False) is not first
+        assert cache.cut_graph({**inputs, "attention_mask": inputs["attention_mask"].bool()}, True) is not first
+        assert cache.cut_graph(inputs, True) is first
         assert traces.call_count == 4
 
-    assert cache.loss_program(first) is cache.loss_program(first)
-    assert cache.output_program(first) is cache.output_program(first)
+    assert cache.program(first, "loss") is cache.program(first, "loss")
+    assert cache.program(first, "output") is cache.program(first, "output")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bert", "gpt2"])
@@ -126,7 +125,7 @@ def test_the_loss_program_ends_with_the_loss() -> None:
     inputs = make_inputs("llama")
     for spec in (None, {"loss": True}, (True, False)):
         cache = _cache(model, spec=spec)
-        program = cache.loss_program(cache.for_inputs(inputs, False))
+        program = cache.program(cache.cut_graph(inputs, False), "loss")
 
         (loss,) = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
 
@@ -136,11 +135,11 @@ def test_the_loss_program_ends_with_the_loss() -> None:
 
 def test_without_a_loss() -> None:
     cache = _cache(make_model("llama", layers=2))
-    variant = cache.for_inputs({"input_ids": make_inputs("llama")["input_ids"]}, False)
+    cut = cache.cut_graph({"input_ids": make_inputs("llama")["input_ids"]}, False)
 
-    assert not cache.has_named_loss(variant)
+    assert cache.evaluation_ends_with(cut) == "output"
     with pytest.raises(ValueError, match=r"no loss, only \['logits'\]"):
-        cache.loss_program(variant)
+        cache.program(cut, "loss")
 
 
 def test_a_loss_that_is_a_constant() -> None:
@@ -151,7 +150,7 @@ def test_a_loss_that_is_a_constant() -> None:
     cache = _cache(Constant(), PlainLayer)
 
     with pytest.raises(ValueError, match=r"the model's loss is the constant 3\.0"):
-        cache.loss_program(cache.for_inputs({"x": torch.ones(3, 4)}, True))
+        cache.program(cache.cut_graph({"x": torch.ones(3, 4)}, True), "loss")
 
 
 def test_a_loss_has_a_name_or_a_spec() -> None:
@@ -159,9 +158,9 @@ def test_a_loss_has_a_name_or_a_spec() -> None:
     named = _cache(make_model("gpt2", layers=2))
     lone, told = _cache(PlainModel(), PlainLayer), _cache(PlainModel(), PlainLayer, spec=True)
 
-    assert named.has_named_loss(named.for_inputs(make_inputs("gpt2"), True))
-    assert not lone.has_named_loss(lone.for_inputs(x, True))
-    assert told.has_named_loss(told.for_inputs(x, True))
+    assert named.evaluation_ends_with(named.cut_graph(make_inputs("gpt2"), True)) == "loss"
+    assert lone.evaluation_ends_with(lone.cut_graph(x, True)) == "output"
+    assert told.evaluation_ends_with(told.cut_graph(x, True)) == "loss"
 
 
 def test_parameters_stay_where_they_are_for_other_inputs() -> None:
@@ -175,18 +174,18 @@ def test_parameters_stay_where_they_are_for_other_inputs() -> None:
     x = torch.ones(3, 4)
     cache = _cache(model, PlainLayer, stages=2)
 
-    other = cache.for_inputs({"x": x, "early": True}, True)
+    other = cache.cut_graph({"x": x, "early": True}, True)
 
-    heads = {stage for node, stage in other.placed.items() if node.target == "head"}
+    heads = {stage for node, stage in other.assigned.items() if node.target == "head"}
     assert heads == {1}
     with pytest.raises(ValueError, match=r"stage 0 needs the value .* of the later stage 1"):
-        cache.output_program(other)
+        cache.program(other, "output")
 
 
 def test_the_edges_of_the_whole_pipeline_are_known_to_every_stage() -> None:
     for stage in range(4):
         cache = _cache(make_model("llama"), stages=4, stage=stage)
-        program = cache.loss_program(cache.for_inputs(make_inputs("llama"), True))
+        program = cache.program(cache.cut_graph(make_inputs("llama"), True), "loss")
 
         assert list(program.stages) == [stage]
         assert program.stages[stage].plan.stage == stage
@@ -195,18 +194,18 @@ def test_the_edges_of_the_whole_pipeline_are_known_to_every_stage() -> None:
 
 def test_what_can_be_forgotten() -> None:
     cache = _cache(make_model("llama", layers=2))
-    variant = cache.for_inputs(make_inputs("llama"), True)
-    program = cache.loss_program(variant)
+    cut = cache.cut_graph(make_inputs("llama"), True)
+    program = cache.program(cut, "loss")
     program.engines["signature"] = (None, 0)  # type: ignore[assignment]
 
     cache.forget_engines()
     assert program.engines == {}
-    assert cache.loss_program(variant) is program
+    assert cache.program(cut, "loss") is program
 
-    cache.forget_modules()
-    again = cache.for_inputs(make_inputs("llama"), True)
-    assert again is not variant
-    assert cache.loss_program(again) is not program
+    cache.forget()
+    again = cache.cut_graph(make_inputs("llama"), True)
+    assert again is not cut
+    assert cache.program(again, "loss") is not program
 
 
 class _Windowed(PlainModel):
@@ -231,7 +230,7 @@ def test_graphs_of_shapes_that_were_not_used_lately_are_forgotten() -> None:
 
     cache = _cache(Counting(), PlainLayer, batch={"x": torch.ones(2, 2, 4)})
     with patch.object(programs, "_KEPT_SHAPES", 2), patch.object(programs, "trace", wraps=trace) as traces:
-        graphs = [cache.for_inputs({"x": torch.ones(2, length, 4)}, True) for length in (1, 2, 1, 3, 1, 2)]
+        graphs = [cache.cut_graph({"x": torch.ones(2, length, 4)}, True) for length in (1, 2, 1, 3, 1, 2)]
         assert traces.call_count == 4
     assert graphs[0] is graphs[2] is graphs[4]
     assert graphs[1] is not graphs[5]

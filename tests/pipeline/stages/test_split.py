@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.stages.split import plan_stages
-from tests.support.chained_stages import ChainedStages
+from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
 
 
-def _chain(model: nn.Module, stages: int, x: torch.Tensor) -> ChainedStages:
-    return ChainedStages(model, {"x": x}, stages, options_for(model, PlainLayer))
+def _chain(model: nn.Module, stages: int, x: torch.Tensor) -> InProcessPipeline:
+    return InProcessPipeline(model, stages, {"x": x}, options_for(model, PlainLayer))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -21,12 +21,16 @@ def test_one_tensor_crosses_each_boundary(architecture: str, stages: int) -> Non
     model = make_model(architecture)
     inputs = make_inputs(architecture)
 
-    chain = ChainedStages(model, inputs, stages)
+    chain = InProcessPipeline(model, stages, inputs)
 
-    assert [(maker, user) for _, maker, user in chain.crossing] == [(stage, stage + 1) for stage in range(stages - 1)]
-    ends = {stage: layer for layer, stage in chain.layer_stages.items()}
-    by_name = {node.name: node for node in chain.traced.graph.nodes}
-    assert [by_name[value].target for value, _, _ in chain.crossing] == [ends[stage] for stage in range(stages - 1)]
+    assert [(maker, user) for _, maker, user in chain.boundary_tensors] == [
+        (stage, stage + 1) for stage in range(stages - 1)
+    ]
+    ends = {stage: layer for layer, stage in chain.partition.layer_stages.items()}
+    by_name = {node.name: node for node in chain.cut.traced.graph.nodes}
+    assert [by_name[value].target for value, _, _ in chain.boundary_tensors] == [
+        ends[stage] for stage in range(stages - 1)
+    ]
     assert chain.plans[0].makers == []
     assert chain.plans[-1].users == []
 
@@ -39,7 +43,7 @@ def test_the_stages_together_are_the_model(architecture: str, stages: int, train
     inputs = make_inputs(architecture)
 
     torch.manual_seed(5)
-    output = ChainedStages(model, inputs, stages).run(inputs)
+    output = InProcessPipeline(model, stages, inputs).forward(inputs)
     torch.manual_seed(5)
     expected = model(**inputs)
 
@@ -56,14 +60,14 @@ def test_other_inputs_cross_no_more(architecture: str, names: tuple[str, ...]) -
     inputs["inputs_embeds"] = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(2))
     inputs = {name: inputs[name] for name in names}
 
-    chain = ChainedStages(model, inputs, 3)
+    chain = InProcessPipeline(model, 3, inputs)
 
-    assert [(maker, user) for _, maker, user in chain.crossing] == [(0, 1), (1, 2)]
-    assert torch.equal(chain.run(inputs).logits, model(**inputs).logits)
+    assert [(maker, user) for _, maker, user in chain.boundary_tensors] == [(0, 1), (1, 2)]
+    assert torch.equal(chain.forward(inputs).logits, model(**inputs).logits)
 
 
 def test_masks_and_rotary_tables_are_recomputed() -> None:
-    chain = ChainedStages(make_model("llama"), make_inputs("llama"), 4)
+    chain = InProcessPipeline(make_model("llama"), 4, make_inputs("llama"))
 
     for plan, module in zip(chain.plans, chain.modules, strict=True):
         called = [node.target for node in module.graph.nodes if node.op == "call_module"]
@@ -78,7 +82,7 @@ def test_masks_and_rotary_tables_are_recomputed() -> None:
 
 
 def test_only_metadata_of_the_embeddings_is_asked_of_other_stages() -> None:
-    chain = ChainedStages(make_model("llama"), make_inputs("llama"), 3)
+    chain = InProcessPipeline(make_model("llama"), 3, make_inputs("llama"))
 
     assert [list(plan.stand_ins.values()) for plan in chain.plans] == [[], [0], [0]]
     (name,) = chain.plans[1].stand_ins
@@ -88,7 +92,7 @@ def test_only_metadata_of_the_embeddings_is_asked_of_other_stages() -> None:
 
 def test_a_stage_holds_the_models_own_modules() -> None:
     model = make_model("llama")
-    chain = ChainedStages(model, make_inputs("llama"), 2)
+    chain = InProcessPipeline(model, 2, make_inputs("llama"))
 
     parameters = dict(model.named_parameters())
     seen = [dict(module.named_parameters()) for module in chain.modules]
@@ -100,11 +104,11 @@ def test_a_stage_holds_the_models_own_modules() -> None:
 
 def test_what_no_result_needs_is_left_out() -> None:
     model = make_model("llama")
-    chain = ChainedStages(model, make_inputs("llama"), 2)
-    loss = next(node for node in chain.traced.graph.nodes if node.name == chain.plans[-1].results[0])
-    hidden = next(node for node in chain.traced.graph.nodes if node.target == "model.norm")
+    chain = InProcessPipeline(model, 2, make_inputs("llama"))
+    loss = next(node for node in chain.cut.traced.graph.nodes if node.name == chain.plans[-1].results[0])
+    hidden = next(node for node in chain.cut.traced.graph.nodes if node.target == "model.norm")
 
-    plans = plan_stages(chain.traced, model, chain.placed, [hidden], 2)
+    plans = chain.cut.plans([hidden])
 
     assert "labels" not in plans[-1].inputs
     assert plans[-1].made == [hidden.name]
@@ -129,7 +133,7 @@ def test_a_skip_connection_travels_from_its_maker_to_its_user() -> None:
 
     chain = _chain(model, 4, x)
 
-    assert sorted(chain.crossing) == sorted(
+    assert sorted(chain.boundary_tensors) == sorted(
         [
             ("model_embedding", 0, 3),
             ("model_layers_0", 0, 1),
@@ -139,7 +143,7 @@ def test_a_skip_connection_travels_from_its_maker_to_its_user() -> None:
         ]
     )
     assert [plan.users for plan in chain.plans] == [[1, 2, 3], [2], [3], []]
-    assert torch.equal(chain.run({"x": x}), model(x))
+    assert torch.equal(chain.forward({"x": x}), model(x))
 
 
 class TupleLayer(nn.Module):
@@ -172,11 +176,11 @@ def test_tuples_between_layers() -> None:
     model = TupleModel()
     x = torch.randn(3, 4)
 
-    chain = ChainedStages(model, {"x": x}, 4, options_for(model, TupleLayer))
-    output = chain.run({"x": x})
+    chain = InProcessPipeline(model, 4, {"x": x}, options_for(model, TupleLayer))
+    output = chain.forward({"x": x})
 
     assert all(torch.equal(output[name], value) for name, value in model(x).items())
-    assert all(user == maker + 1 for _, maker, user in chain.crossing)
+    assert all(user == maker + 1 for _, maker, user in chain.boundary_tensors)
 
 
 class ChangesInPlace(PlainModel):
@@ -200,8 +204,8 @@ def test_changes_in_place_survive_the_cut(stages: int) -> None:
 
     chain = _chain(model, stages, x)
 
-    assert torch.equal(chain.run({"x": x}), model(x))
-    assert len(chain.crossing) == stages - 1
+    assert torch.equal(chain.forward({"x": x}), model(x))
+    assert len(chain.boundary_tensors) == stages - 1
 
 
 class FromTheInputsAlone(PlainModel):
@@ -228,9 +232,9 @@ def test_what_follows_from_inputs_and_buffers_is_recomputed() -> None:
 
     chain = _chain(model, 4, x)
 
-    assert [(maker, user) for _, maker, user in chain.crossing] == [(0, 1), (1, 2), (2, 3)]
+    assert [(maker, user) for _, maker, user in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
     assert [plan.inputs for plan in chain.plans] == [["x"]] * 4
-    assert torch.equal(chain.run({"x": x}), model(x))
+    assert torch.equal(chain.forward({"x": x}), model(x))
 
 
 class DropsOutside(PlainModel):
@@ -251,11 +255,11 @@ def test_what_depends_on_chance_is_drawn_once() -> None:
 
     chain = _chain(model, 2, x)
     torch.manual_seed(1)
-    output = chain.run({"x": x})
+    output = chain.forward({"x": x})
     torch.manual_seed(1)
     expected = model(x)
 
-    assert ("dropout", 0, 1) in chain.crossing
+    assert ("dropout", 0, 1) in chain.boundary_tensors
     assert torch.equal(output, expected)
 
 
@@ -277,7 +281,7 @@ def test_noise_made_in_place_is_drawn_once() -> None:
 
     chain = _chain(model, 2, x)
     torch.manual_seed(1)
-    output = chain.run({"x": x})
+    output = chain.forward({"x": x})
     torch.manual_seed(1)
 
     assert torch.equal(output, model(x))
@@ -286,9 +290,9 @@ def test_noise_made_in_place_is_drawn_once() -> None:
 def test_a_value_of_a_later_stage_is_refused() -> None:
     model = PlainModel()
     chain = _chain(model, 2, torch.ones(3, 4))
-    backwards: dict[Any, int] = {node: 1 - stage for node, stage in chain.placed.items()}
-    (result,) = (node for node in chain.traced.graph.nodes if node.name == chain.plans[-1].results[0])
+    backwards: dict[Any, int] = {node: 1 - stage for node, stage in chain.cut.assigned.items()}
+    (result,) = (node for node in chain.cut.traced.graph.nodes if node.name == chain.plans[-1].results[0])
     backwards[result] = 0
 
     with pytest.raises(ValueError, match=r"stage 0 needs the value .* of the later stage 1.*pipeline_cuts"):
-        plan_stages(chain.traced, model, backwards, [result], 2)
+        plan_stages(chain.cut.traced, model, backwards, [result], 2)

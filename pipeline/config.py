@@ -1,0 +1,111 @@
+"""Configuration of a pipeline, verified before anything is changed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nxdpp.initialization.initialisers import check_param_init_fn
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.pipeline import arguments
+from nxdpp.pipeline.cost.balanced_partition import CostPolicy
+from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
+from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
+from nxdpp.pipeline.timeline.chrome_trace import check_path
+from nxdpp.schedules.chosen import ChosenSchedule, Written
+from nxdpp.tracing.layers import find_layer_classes, resolve_classes
+from nxdpp.tracing.trace import TracingOptions
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Settings of a ``Pipeline``, equal on all ranks.
+
+    Attributes:
+        num_microbatches: number of microbatches of a step.
+        virtual_pipeline_size: stages of each rank. 1 leaves the number to the schedule.
+        schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``, and
+            ``"interleaved"`` for several stages a rank.
+        transformer_layer_cls: class, or name of a class, of the layers. By default the classes that a Hugging Face
+            model declares.
+        pipeline_cuts: names of the layers after which to cut.
+        partition: ``"even"``, ``"balanced"``, ``"profiled"``, or a ``PartitionPolicy``: a function of the traced graph
+            and the number of stages that returns ``pipeline_cuts``.
+        partition_batch: inputs of one microbatch with labels, for the first trace and for costs. Meta tensors are
+            allowed.
+        partition_memory_limit: bytes of one rank for its weights, gradients, AdamW's state and the activations that the
+            schedule keeps, for ``"balanced"`` and ``"profiled"``.
+        input_names: names of the inputs of every step. By default any.
+        output_loss_value_spec: position of the loss in the output.
+        leaf_module_cls, autowrap_functions, autowrap_modules, tracer_cls: modules and functions that are not traced
+            through, and the tracer.
+        param_init_fn: for a model on the meta device, a function of a module, or of a module and a device, that
+            initialises the parameters and buffers of this module itself. Random numbers of torch's default generator do
+            not depend on the partition; those of another generator may. By default ``_init_weights`` of transformers'
+            models, or ``reset_parameters``.
+        trace_file_path: file for the timeline of each step, a Chrome trace. Replicas other than the first write beside
+            it (``trace.pipeline1.json``). An existing file is replaced. Ranks then end a step together.
+        deallocate_pipeline_outputs: free an activation after it is sent. Its place in the autograd graph is kept.
+    """
+
+    num_microbatches: int = 1
+    virtual_pipeline_size: int = 1
+    schedule: Written | None = None
+    transformer_layer_cls: Any | None = None
+    pipeline_cuts: Sequence[str] | None = None
+    partition: str | PartitionPolicy = "even"
+    partition_batch: Mapping[str, torch.Tensor] | None = None
+    partition_memory_limit: int | None = None
+    input_names: Sequence[str] | None = None
+    output_loss_value_spec: LossSpec = None
+    leaf_module_cls: Sequence[Any] | None = None
+    autowrap_functions: Sequence[Callable[..., Any]] | None = None
+    autowrap_modules: Sequence[ModuleType] | None = None
+    tracer_cls: str | type[fx.Tracer] | None = None
+    param_init_fn: Any | None = None
+    trace_file_path: str | None = None
+    deallocate_pipeline_outputs: bool = False
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` or ``TypeError`` for a setting that ``module`` cannot honour."""
+        arguments.check_kinds(module, self.pipeline_cuts, self.input_names, self.leaf_module_cls)
+        check_param_init_fn(self.param_init_fn, module)
+        if self.trace_file_path is not None:
+            check_path(self.trace_file_path)
+            parallel_state.refuse_in_debug("trace_file_path")
+        arguments.check_number_of_microbatches(self.num_microbatches)
+        arguments.check_tracer(self.tracer_cls)
+        arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
+        check_loss_spec(self.output_loss_value_spec)
+        if self.input_names is not None:
+            arguments.check_names(module, self.input_names, "input_names")
+        arguments.check_partition(self.partition, self.partition_batch, self.partition_memory_limit, self.pipeline_cuts)
+        if self.partition_batch is not None:
+            arguments.check_names(module, list(self.partition_batch), "partition_batch")
+
+    def choose_schedule(self, ranks: int) -> ChosenSchedule:
+        """Return the schedule for ``ranks``. Raises ``ValueError`` for one that cannot run."""
+        return ChosenSchedule(self.schedule, ranks, self.num_microbatches, self.virtual_pipeline_size)
+
+    def tracing_options(self, module: nn.Module) -> TracingOptions:
+        """Return the options for tracing ``module``. Raises ``ValueError`` for a class that it does not have."""
+        return TracingOptions(
+            layer_classes=find_layer_classes(module, self.transformer_layer_cls),
+            leaf_classes=resolve_classes(module, self.leaf_module_cls or (), "leaf_module_cls"),
+            autowrap_functions=tuple(self.autowrap_functions or ()),
+            autowrap_modules=tuple(self.autowrap_modules or ()),
+            tracer_cls=self.tracer_cls,
+        )
+
+    def partition_policy(self, module: nn.Module, schedule: ChosenSchedule) -> PartitionPolicy:
+        """Return the policy that chooses the cuts of ``module``."""
+        if self.pipeline_cuts is not None:
+            return GivenCuts(self.pipeline_cuts)
+        if not isinstance(self.partition, str):
+            return self.partition
+        if self.partition == "even" or self.partition_batch is None:
+            return even
+        return CostPolicy(module, self.partition_batch, self.partition, schedule, self.partition_memory_limit)

@@ -1,0 +1,276 @@
+"""Pipeline: a module cut into stages, of which this rank holds and runs its own.
+
+::
+
+    module ─ trace ─▶ graph ─ make_partition ─▶ Partition ─┬─▶ ProgramCache   a program for each kind of inputs
+                                                           ├─▶ LocalPart      this rank's parameters; others are freed
+                                                           └─▶ StepRunner     engine, channels, timeline
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.parallel_layers import move_model_to_device, parallel_state
+from nxdpp.parallel_layers.gradient_average import average_gradients
+from nxdpp.pipeline import arguments
+from nxdpp.pipeline.agreement.fingerprint import parameter_lines
+from nxdpp.pipeline.agreement.same_step import check_replicas
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.example_inputs import example_shapes, example_specs
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.tied_weights import TiedWeights
+from nxdpp.pipeline.local.upkeep import LocalUpkeep
+from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
+from nxdpp.pipeline.partition.partition import Partition, make_partition
+from nxdpp.pipeline.runtime.mean_loss import mean_everywhere
+from nxdpp.pipeline.runtime.step_runner import Steps
+from nxdpp.pipeline.stages.cut_graph import fill_output
+from nxdpp.pipeline.stages.program_cache import ProgramCache
+from nxdpp.pipeline.timeline.chrome_trace import check_path
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.tracing.huggingface import refuse_packed_positions
+from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.trace import TracingOptions, trace
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of ``eval_step`` on this rank.
+
+    ``losses`` holds the loss of each microbatch where the model's output names a loss, and is ``None`` otherwise.
+    ``output`` is then the model's output, with the microbatches concatenated along dimension 0. Both are empty on
+    ranks without the last stage.
+    """
+
+    losses: list[torch.Tensor] | None
+    output: Any = None
+
+
+class Pipeline:
+    """A module cut into stages, of which this rank holds and runs its own.
+
+    Every rank constructs it with the same module and configuration, after
+    ``parallel_state.initialize_model_parallel``. Construction is collective only for ``partition="profiled"``. It frees
+    the parameters of other stages in ``module`` itself.
+
+    Args:
+        module: the model, with the same weights on every rank.
+        config: settings, equal on every rank.
+        agreed: other settings that must be equal on every rank, by name. A step verifies them.
+
+    Attributes:
+        partition: the stage of each layer and parameter.
+        schedule: the schedule with its placement of stages on ranks.
+        rank: this rank of the pipeline.
+        part: the parameters, buffers and modules that this rank holds.
+
+    Raises:
+        ValueError, TypeError: for a setting that cannot be honoured, before anything is changed.
+        TracingError: for a model that cannot be traced.
+        RuntimeError: before ``initialize_model_parallel``.
+    """
+
+    def __init__(self, module: nn.Module, config: PipelineConfig, agreed: Mapping[str, Any] | None = None) -> None:
+        self.rank = parallel_state.get_pipeline_model_parallel_rank()
+        config.check(module)
+        self.module = module
+        self.config = config
+        self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
+        options = config.tracing_options(module)
+        self.partition = _partition(module, config, options, self.schedule)
+        arguments.warn_of_lost_hooks(module, self.partition.layers)
+        trace_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
+        settings = {
+            "schedule": self.schedule.name,
+            "stages": self.partition.stages,
+            "num_microbatches": config.num_microbatches,
+            **(agreed or {}),
+            "trace": trace_path is not None,
+        }
+        self._programs = ProgramCache(
+            self.partition, options, config.output_loss_value_spec, self.local_stages, settings
+        )
+        self._steps = Steps(self.schedule, self.rank, not config.deallocate_pipeline_outputs, trace_path)
+        self._replicas_verified = False
+        # From here on the parameters of other stages are freed.
+        self.part = LocalPart(
+            module,
+            self.partition.owners_by_rank(self.schedule.placement.rank_of),
+            self.rank,
+            self.partition.layers,
+            torch.initial_seed(),
+            config.param_init_fn,
+        )
+        self._tied = TiedWeights(self.part.module, self.part.tied, self.rank)
+        self._upkeep = LocalUpkeep(self.part, module, self._tied, self._programs.replace)
+        if self.part.is_made_at_once:
+            self.materialise()
+
+    @property
+    def local_stages(self) -> list[int]:
+        """This rank's stages, in the order of the model."""
+        return self.schedule.placement.stages_of(self.rank)
+
+    @property
+    def holds_last_stage(self) -> bool:
+        """Whether this rank holds the last stage, and so the loss."""
+        return self.partition.stages - 1 in self.local_stages
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's stages."""
+        parameter = next(self.part.module.parameters(), None)
+        return parallel_state.local_device() if parameter is None else parameter.device
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the last step, between 0 and 1, in which this rank computed."""
+        return self._steps.busy_share
+
+    def train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Run forward and backward of all microbatches; collective over the pipeline.
+
+        Gradients of the mean loss are added to ``.grad``; those of data-parallel replicas are not averaged.
+
+        Args:
+            inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
+                dimension 0. Tensors of first dimension 1 beside larger ones and other values go whole to each
+                microbatch.
+
+        Returns:
+            The detached loss of each microbatch on the rank of the last stage, an empty list on others.
+
+        Raises:
+            ValueError, TypeError: for inputs that cannot be used, before anything is sent.
+            TracingError: for inputs with which the model cannot be traced.
+            RuntimeError: without gradients (``torch.no_grad()``), and for a step that fails. A failure ends all ranks.
+        """
+        parallel_state.refuse_in_debug("run_train")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("run_train needs gradients, and they are off (torch.no_grad()): use run_eval there.")
+        microbatches = self._microbatches(inputs)
+        cut = self._programs.cut_graph(microbatches[0], self.module.training)
+        program = self._programs.program(cut, "loss")
+        self._tied.set_aside()
+        results = self._steps.run(program, microbatches, self.device, train=True)
+        self._tied.add_up(self._steps.transport(self.device))
+        return [result[0] for result in results if result]
+
+    def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
+        """Run the forward of all microbatches without gradients; collective over the pipeline.
+
+        Takes and refuses ``inputs`` as ``train_step`` does.
+        """
+        parallel_state.refuse_in_debug("run_eval")
+        microbatches = self._microbatches(inputs)
+        cut = self._programs.cut_graph(microbatches[0], self.module.training)
+        ends_with = self._programs.evaluation_ends_with(cut)
+        program = self._programs.program(cut, ends_with)
+        with torch.no_grad():
+            results = self._steps.run(program, microbatches, self.device, train=False)
+        if ends_with == "loss":
+            return Evaluation([result[0] for result in results if result])
+        if not self.holds_last_stage:
+            return Evaluation(None)
+        named = [dict(zip(program.results, values, strict=True)) for values in results]
+        return Evaluation(None, join_outputs([fill_output(cut.output, values) for values in named]))
+
+    def mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the mean loss of all microbatches and replicas, float32, on every rank; collective over all ranks.
+
+        ``losses`` are the result of a step on this rank.
+        """
+        last = self.schedule.placement.rank_of(self.partition.stages - 1)
+        return mean_everywhere(losses, last, self.device)
+
+    def average_gradients(self) -> None:
+        """Average ``.grad`` over the data-parallel replicas; collective over them.
+
+        Raises ``RuntimeError`` for replicas with other parameters than the first.
+        """
+        group = parallel_state.get_data_parallel_group()
+        if not self._replicas_verified:
+            origin = [] if self.part.origin is None else [self.part.origin]
+            check_replicas([*origin, *parameter_lines(self.part.module.named_parameters())], group)
+            self._replicas_verified = True
+        average_gradients(self.part.module.parameters(), group)
+
+    def materialise(self) -> None:
+        """Give initial weights to this rank's tensors on the meta device; not collective.
+
+        Raises ``RuntimeError`` for a tensor that nothing initialises, before anything is changed.
+        """
+        if self.part.materialise():
+            self._steps.origin = self.part.origin
+            self.follow()
+
+    def move_to(self, device: torch.device | str | int | None) -> None:
+        """Materialise this rank's part and move it to ``device``, by default the rank's own; collective over all ranks.
+
+        Copies of a tied weight get the values of its first owner. Raises as ``NxDPPModel.move_model_to_device`` does.
+        """
+        target = self._upkeep.check_device(device)
+        self.materialise()
+        move_model_to_device(self.part.module, target)
+        self.follow()
+        self._upkeep.make_equal(self._steps.transport, self.device)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+        """Load this rank's part of a state dict; not collective."""
+        result = self._upkeep.load(state_dict, strict, assign)
+        self.follow()
+        return result
+
+    def replace_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Replace the first parameter or buffer of each pair by the second; not collective."""
+        if replaced:
+            self._upkeep.replace(replaced)
+            self.follow()
+
+    def refresh(self) -> None:
+        """Exchange metadata anew in the next step; every rank calls it after ``requires_grad`` or modules changed."""
+        self._upkeep.follow()
+        self._programs.forget_engines()
+        self._replicas_verified = False
+
+    def follow(self) -> None:
+        """Follow tensors and modules that were moved, loaded or replaced."""
+        self._upkeep.follow()
+        self._programs.forget()
+        self._steps.forget_device()
+
+    def check_materialised(self) -> None:
+        """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
+        without = self.part.without_values()
+        if without:
+            raise RuntimeError(
+                f"{len(without)} parameters or buffers of rank {self.rank} are on the meta device and have no values "
+                f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
+                f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
+            )
+
+    def _microbatches(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if self.config.input_names is not None:
+            arguments.check_exact_names(list(inputs), self.config.input_names)
+        else:
+            arguments.check_names(self.module, list(inputs), "inputs")
+        self.check_materialised()
+        refuse_packed_positions(self.module, inputs)
+        check_inputs(inputs, self.config.num_microbatches, self.device)
+        return split_inputs(inputs, self.config.num_microbatches)
+
+
+def _partition(
+    module: nn.Module, config: PipelineConfig, options: TracingOptions, schedule: ChosenSchedule
+) -> Partition:
+    """Trace ``module`` for example inputs, and cut it."""
+    specs = example_specs(module, config.input_names, config.partition_batch)
+    shapes = example_shapes(module, specs, config.partition_batch)
+    traced = trace(module, specs, {}, options, shapes)
+    layers = layer_names(module, options.layer_classes)
+    policy = config.partition_policy(module, schedule)
+    return make_partition(traced, module, layers, schedule.placement.stages, policy)

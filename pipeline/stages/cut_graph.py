@@ -1,0 +1,73 @@
+"""Traced graph with the stage of each node, ready to be split into stage modules."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
+from nxdpp.pipeline.stages.program import RankProgram
+from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
+from nxdpp.tracing.containers import is_dataclass_instance, leaves_of, map_leaves
+from nxdpp.tracing.trace import TracedGraph
+
+EndsWith = Literal["loss", "output"]
+
+
+class CutGraph:
+    """One traced graph, cut by a partition.
+
+    Attributes:
+        traced: the graph.
+        partition: of the model.
+        training: whether the model was in training mode.
+        programs: of this rank, by their end; ``ProgramCache`` keeps them here.
+        assigned: the stage of each node that has one.
+        output: the model's output, with a node in the place of each value.
+
+    Raises ``ValueError`` for a graph that does not run the layers of the partition in order.
+    """
+
+    def __init__(self, traced: TracedGraph, partition: Partition, training: bool = False) -> None:
+        self.traced = traced
+        self.partition = partition
+        self.training = training
+        self.programs: dict[EndsWith, RankProgram] = {}
+        self.assigned = partition.assign(traced)
+        (values,) = next(node.args for node in traced.graph.nodes if node.op == "output")
+        self.output: Any = pytree.tree_unflatten(list(values), traced.output_spec)
+
+    def loss(self, spec: LossSpec = None) -> fx.Node:
+        """Return the node of the loss. Raises ``ValueError`` for an output without one."""
+        loss = pick_loss(self.output, spec)
+        if not isinstance(loss, fx.Node):
+            raise ValueError(f"the model's loss is the constant {loss!r}; there is nothing to train.")
+        return loss
+
+    def has_named_loss(self, spec: LossSpec = None) -> bool:
+        """Return whether the output names a loss. Only its shape tells whether a lone value is one."""
+        if spec is None and not (isinstance(self.output, Mapping) or is_dataclass_instance(self.output)):
+            return False
+        try:
+            return isinstance(pick_loss(self.output, spec), fx.Node)
+        except ValueError:
+            return False
+
+    def results(self) -> list[fx.Node]:
+        """Return the nodes of all values of the output, each once."""
+        return list(dict.fromkeys(leaf for leaf in leaves_of(self.output) if isinstance(leaf, fx.Node)))
+
+    def plans(self, results: Sequence[fx.Node]) -> list[StagePlan]:
+        """Return the plan of each stage, such that the last stage ends with ``results``."""
+        return plan_stages(self.traced, self.partition.module, self.assigned, results, self.partition.stages)
+
+    def build(self, plan: StagePlan) -> fx.GraphModule:
+        """Return the module of one stage. It shares the parameters of the model."""
+        return build_stage(plan, self.traced, self.partition.module, self.assigned)
+
+
+def fill_output(output: Any, values: Mapping[str, Any]) -> Any:
+    """Return ``output`` of a ``CutGraph`` with each node replaced by the value of its name."""
+    return map_leaves(lambda leaf: values[leaf.name] if isinstance(leaf, fx.Node) else leaf, output)
