@@ -1,25 +1,33 @@
-"""Activation checkpointing of layers after the model has been cut (the pipeline guide's ``apply_checkpoint``)."""
+"""Activation checkpointing of layers after the model is cut (``apply_checkpoint`` of NeuronX Distributed's guide)."""
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-if TYPE_CHECKING:
-    from nxdpp.pipeline.model import NxDPPModel
-
 _logger = logging.getLogger(__name__)
 
 
-def apply_checkpoint(model: "NxDPPModel", layers_to_checkpoint: Sequence[str] | None = None) -> None:
+class PipelinedModel(Protocol):
+    """The attributes of a wrapped model that checkpointing needs."""
+
+    rank: int
+    layers: list[str]
+    stage_layers: list[str]
+    original_module: nn.Module
+
+    def local_named_modules(self, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Return this rank's modules under their original names."""
+
+
+def apply_checkpoint(model: PipelinedModel, layers_to_checkpoint: Sequence[str] | None = None) -> None:
     """Recompute the forward of layers during their backward instead of keeping their activations.
 
-    Parameter names do not change, and dropout is the same in the recomputation. Not collective: each rank
-    treats its own layers, and a name of a layer of another stage is that stage's business. A layer that is
-    already checkpointed stays as it is.
+    Parameter names do not change, and dropout repeats in the recomputation. The call is not collective: each rank
+    checkpoints its own layers and skips names of other stages. A checkpointed layer stays as it is.
 
     Args:
         model: the wrapped model.
@@ -29,7 +37,7 @@ def apply_checkpoint(model: "NxDPPModel", layers_to_checkpoint: Sequence[str] | 
         RuntimeError: for an empty ``layers_to_checkpoint``.
         ValueError: for a module that holds layers.
 
-    Warns, through the log, of names that do not exist in the model, and where there is no layer to treat.
+    Logs a warning for names that the model does not have, and for a rank without layers.
     """
     if layers_to_checkpoint is None:
         _checkpoint_all(model)
@@ -50,8 +58,8 @@ def apply_checkpoint(model: "NxDPPModel", layers_to_checkpoint: Sequence[str] | 
     above = [name for name in layers_to_checkpoint if any(layer.startswith(f"{name}.") for layer in model.layers)]
     if above:
         raise ValueError(
-            f"layers_to_checkpoint names {above}, which stand above transformer layers and do not run as one module in "
-            f"a pipeline. Name the layers themselves, {', '.join(model.layers)}."
+            f"layers_to_checkpoint names {above}, which hold transformer layers and do not run as one module in a "
+            f"pipeline. Name the layers themselves, {', '.join(model.layers)}."
         )
     local = dict(model.local_named_modules())
     for name in layers_to_checkpoint:
@@ -59,7 +67,7 @@ def apply_checkpoint(model: "NxDPPModel", layers_to_checkpoint: Sequence[str] | 
             _checkpoint(local[name])
 
 
-def _checkpoint_all(model: "NxDPPModel") -> None:
+def _checkpoint_all(model: PipelinedModel) -> None:
     local = dict(model.local_named_modules())
     layers = [local[name] for name in model.stage_layers]
     if not layers:

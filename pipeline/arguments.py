@@ -1,4 +1,4 @@
-"""Checking the constructor's arguments before anything is done with them."""
+"""Checks of arguments and inputs, before anything is changed."""
 
 import inspect
 import logging
@@ -15,7 +15,7 @@ _PARTITIONS = ("even", "balanced", "profiled")
 
 
 def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:
-    """Raise ``TypeError`` for a model that is none, and for a text where a list is meant."""
+    """Raise ``TypeError`` unless ``module`` is an ``nn.Module`` and the others are lists or ``None``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"NxDPPModel wraps a torch.nn.Module, not {module!r:.80}.")
     lists = {"pipeline_cuts": pipeline_cuts, "input_names": input_names, "leaf_module_cls": leaf_module_cls}
@@ -25,37 +25,37 @@ def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_c
 
 
 def warn_of_lost_hooks(module: nn.Module, layers: Sequence[str]) -> None:
-    """Say through the log which hooks will not run: those of modules that stand above layers."""
+    """Log a warning for hooks that will not run: those of modules that hold transformer layers."""
     lost = []
     for name, child in module.named_modules():
-        stands_above = not name or any(layer.startswith(f"{name}.") for layer in layers)
-        if stands_above and (child._forward_hooks or child._forward_pre_hooks or child._backward_hooks):
+        holds_layers = not name or any(layer.startswith(f"{name}.") for layer in layers)
+        if holds_layers and (child._forward_hooks or child._forward_pre_hooks or child._backward_hooks):
             lost.append(name or type(module).__name__)
     if lost:
         _logger.warning(
-            "hooks of %s will not run: these modules stand above transformer layers and do not run as a whole on any "
-            "stage; hooks of layers and of the modules in them do run",
+            "hooks of %s will not run: these modules hold transformer layers, and no stage runs them as a whole; hooks "
+            "of layers and of the modules in them do run",
             ", ".join(lost),
         )
 
 
 def check_not_positional(values: Sequence[Any]) -> None:
-    """Raise ``TypeError`` for inputs without a name."""
+    """Raise ``TypeError`` for positional inputs."""
     if values:
         raise TypeError(
-            f"run_train and run_eval take the model's inputs by name, and were given {len(values)} without one. "
+            f"run_train and run_eval take the model's inputs by name, and were given {len(values)} positional ones. "
             f"Write run_train(input_ids=..., labels=...)."
         )
 
 
 def check_number_of_microbatches(microbatches: Any) -> None:
-    """Raise ``ValueError`` unless it is a positive whole number."""
+    """Raise ``ValueError`` unless ``microbatches`` is a positive whole number."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"num_microbatches={microbatches!r} must be a whole number of at least 1.")
 
 
 def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool) -> None:
-    """Raise ``ValueError`` where both ways to return the loss are asked for."""
+    """Raise ``ValueError`` for both kinds of returned loss at once."""
     if return_mb_loss and broadcast_and_average_loss:
         raise ValueError(
             "return_mb_loss=True and broadcast_and_average_loss=True exclude each other: the losses of the "
@@ -75,14 +75,14 @@ def check_auto_partition(auto_partition: bool | None, pipeline_cuts: Sequence[st
 
 
 def check_tracer(tracer_cls: Any) -> None:
-    """Raise ``ValueError`` unless it is the name of a tracer, a tracer class or ``None``."""
+    """Raise ``ValueError`` unless ``tracer_cls`` is the name of a tracer, a tracer class or ``None``."""
     is_class = isinstance(tracer_cls, type) and issubclass(tracer_cls, fx.Tracer)
     if tracer_cls is not None and tracer_cls not in _TRACERS and not is_class:
         raise ValueError(f"tracer_cls={tracer_cls!r} must be 'hf', 'torch', or a subclass of torch.fx.Tracer.")
 
 
 def check_wraps(functions: Sequence[Any], modules: Sequence[Any]) -> None:
-    """Raise ``TypeError`` unless they are plain Python functions and Python modules."""
+    """Raise ``TypeError`` unless ``functions`` are Python functions and ``modules`` Python modules."""
     for function in functions:
         if not callable(function) or isinstance(function, type | nn.Module):
             raise TypeError(f"autowrap_functions takes Python functions, not {function!r}.")
@@ -92,7 +92,7 @@ def check_wraps(functions: Sequence[Any], modules: Sequence[Any]) -> None:
 
 
 def check_names(module: nn.Module, names: Sequence[str], argument: str) -> None:
-    """Raise ``ValueError`` where ``module.forward`` takes no input of one of these names."""
+    """Raise ``ValueError`` for names that ``module.forward`` does not take."""
     parameters = inspect.signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -104,7 +104,7 @@ def check_names(module: nn.Module, names: Sequence[str], argument: str) -> None:
 
 
 def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless ``given`` are just the ``input_names`` of the constructor."""
+    """Raise ``ValueError`` unless ``given`` are exactly the ``input_names`` of the constructor."""
     missing = sorted(set(expected) - set(given))
     extra = sorted(set(given) - set(expected))
     if missing or extra:
@@ -139,10 +139,10 @@ def check_partition(partition: Any, batch: Any, memory_limit: Any, pipeline_cuts
 def _check_batch(partition: str, batch: Any) -> None:
     if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise ValueError(
-            f"partition={partition!r} needs partition_batch to be the inputs of one microbatch with labels, whose "
-            f"shapes decide. Meta tensors will do: dict(input_ids=torch.empty(1, 2048, dtype=torch.int64, "
+            f"partition={partition!r} needs partition_batch: the inputs of one microbatch with labels. Their shapes "
+            f"decide. Meta tensors are allowed: dict(input_ids=torch.empty(1, 2048, dtype=torch.int64, "
             f"device='meta'), labels=...)."
         )
     others = [name for name, value in batch.items() if not isinstance(value, torch.Tensor)]
     if others:
-        raise ValueError(f"partition_batch takes tensors only; these are none: {others}.")
+        raise ValueError(f"partition_batch takes tensors only; other values: {others}.")

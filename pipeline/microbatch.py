@@ -1,4 +1,4 @@
-"""Splitting the inputs of a step into microbatches, and putting outputs together again."""
+"""Split of a step's inputs into microbatches, and concatenation of their outputs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,10 @@ _ACCEPTED = (torch.Tensor, int, float, str, type(None))
 
 
 def check_inputs(inputs: Mapping[str, Any], microbatches: int, device: torch.device) -> None:
-    """Raise ``ValueError`` (``TypeError`` for a value of another kind) unless the inputs can be split.
+    """Raise ``ValueError`` or ``TypeError`` unless the inputs can be split.
 
-    Tensors must be on ``device`` and agree on dimension 0, which ``microbatches`` must divide. A first dimension
-    of 1 beside a larger one is shared by all microbatches, like anything that is no tensor.
+    Tensors ``(B, ...)`` must be on ``device`` and agree on ``B``, a multiple of ``microbatches``. All microbatches
+    share tensors of first dimension 1 beside larger ones, and values of other types.
     """
     for name, value in inputs.items():
         if not isinstance(value, _ACCEPTED):
@@ -44,7 +44,7 @@ def check_inputs(inputs: Mapping[str, Any], microbatches: int, device: torch.dev
 
 
 def split_inputs(inputs: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
-    """The inputs of each microbatch: equal slices along dimension 0, everything shared passed whole."""
+    """Return the inputs of each microbatch: ``(B / microbatches, ...)`` of each tensor ``(B, ...)``; others whole."""
     batch = max((v.size(0) for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim), default=1)
 
     def parts(value: Any) -> list[Any]:
@@ -56,9 +56,9 @@ def split_inputs(inputs: Mapping[str, Any], microbatches: int) -> list[dict[str,
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """Concatenate the outputs of the microbatches along dimension 0; scalars are stacked.
+    """Concatenate the outputs of the microbatches along dimension 0, and stack scalars.
 
-    What is no tensor is taken from the first microbatch.
+    Values other than tensors are those of the first microbatch.
     """
     columns = zip(*(leaves_of(output) for output in outputs), strict=True)
     leaves = [_join(list(column)) for column in columns]

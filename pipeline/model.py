@@ -112,7 +112,7 @@ class NxDPPModel(LocalView):
         self.__dict__["original_module"] = module
         self.local_module = self._pipeline.part.module
         self.train(module.training)
-        call_hooks(hooks, self)
+        call_hooks(hooks, self, self.rank)
         self._pipeline.follow()
 
     @property

@@ -1,17 +1,15 @@
-"""What a user does to the wrapped model once it is cut: freezing, LoRA, casting, activation checkpointing."""
+"""Functions that change the wrapped model after it is cut: freezing, LoRA, casting, activation checkpointing."""
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nxdpp.pipeline.model import NxDPPModel
-
-PostPartitionHook = Callable[["NxDPPModel"], None]
+PostPartitionHook = Callable[[Any], None]
+"""A function of the wrapped model."""
 
 
 def checked_hooks(hooks: Any) -> tuple[PostPartitionHook, ...]:
-    """``post_partition_hooks`` as a tuple. Raises ``TypeError`` unless they are functions in a list."""
+    """Return ``post_partition_hooks`` as a tuple. Raises ``TypeError`` unless they are a list of functions."""
     if hooks is None:
         return ()
     if not isinstance(hooks, Iterable):
@@ -20,19 +18,19 @@ def checked_hooks(hooks: Any) -> tuple[PostPartitionHook, ...]:
     for number, hook in enumerate(found):
         if not callable(hook):
             raise TypeError(
-                f"post_partition_hooks[{number}] is {hook!r}, which cannot be called. Each is given the wrapped model, "
-                f"as in post_partition_hooks=[apply_checkpoint]."
+                f"post_partition_hooks[{number}] is {hook!r}, which cannot be called. Give functions of the wrapped "
+                f"model, as in post_partition_hooks=[apply_checkpoint]."
             )
     return found
 
 
-def call_hooks(hooks: Iterable[PostPartitionHook], model: "NxDPPModel") -> None:
-    """Call ``hooks`` in order; what one of them raises has a note that names it."""
+def call_hooks(hooks: Iterable[PostPartitionHook], model: Any, rank: int) -> None:
+    """Call ``hooks`` in order. An error gets a note with the hook and the pipeline ``rank``."""
     for number, hook in enumerate(hooks):
         try:
             hook(model)
         except Exception as error:
-            error.add_note(f"raised by post_partition_hooks[{number}], {_name(hook)}, on pipeline rank {model.rank}")
+            error.add_note(f"raised by post_partition_hooks[{number}], {_name(hook)}, on pipeline rank {rank}")
             raise
 
 

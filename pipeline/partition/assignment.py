@@ -1,13 +1,7 @@
-"""On which stage each node of a traced graph runs.
+"""Assignment of graph nodes, parameters and buffers to stages.
 
-::
-
-    embed   layers.0   layers.1 | layers.2   layers.3   norm   lm_head   loss       cut after layers.1
-    └──────── stage 0 ─────────┘ └──────────────── stage 1 ─────────────────┘
-    mask, positions, rotary_emb, shapes: on every stage that needs them
-
-A node that depends on parameters or on chance runs on one stage, given by its place in the order of
-execution. Every other one follows from the inputs alone, which all ranks are given: it belongs to no stage.
+A node that depends on parameters or random numbers runs on one stage, decided by the order of execution. Every other
+node follows from the inputs, which all ranks have: each stage that needs it computes it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,26 +18,26 @@ from nxdpp.tracing.uses import (
     metadata_arguments,
 )
 
-# For each name of a parameter, or of a buffer that changes, the stages that hold it.
+# Name of a parameter, or of a changing buffer -> the stages (or ranks) that hold it.
 Owners = dict[str, set[int]]
-# For each of those names, and each module that has some below it, the stages of each.
+# Name of a parameter or of a module above it -> the stages of each parameter.
 _Owned = dict[str, list[set[int]]]
 
 
 def layers_in_order(traced: TracedGraph, known: Sequence[str]) -> list[str]:
-    """The transformer layers that the graph runs, in the order in which it does.
+    """Return the transformer layers that the graph runs, in the order of execution.
 
-    Of the layers that are ``known`` it may leave some out: a vision tower, where the inputs are text. Raises
-    ``ValueError`` where it runs none, or one of them twice.
+    The graph may leave out some of the ``known`` layers, such as a vision tower for text inputs. Raises ``ValueError``
+    for a graph without layers, and for a repeated layer.
     """
     if traced.layers and len(set(traced.layers)) == len(traced.layers):
         return list(traced.layers)
     check_layers_ran(traced, known)
-    raise AssertionError("layers that ran as they stand in the model ran once")
+    raise AssertionError("layers that ran in the order of the model ran once")
 
 
 def check_layers_ran(traced: TracedGraph, layers: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless the graph runs each of ``layers`` once, in this order."""
+    """Raise ``ValueError`` unless the graph runs each of ``layers`` once, in the given order."""
     if traced.layers == tuple(layers):
         return
     missing = [layer for layer in layers if layer not in traced.layers]
@@ -124,14 +118,14 @@ def parameter_owners(assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners
     return owners
 
 
-def buffer_owners(traced: TracedGraph, nodes: Mapping[fx.Node, int], root: nn.Module) -> Owners:
-    """For each buffer that a module's forward may change (``tracing/uses.py``), the stages that run the module.
+def buffer_owners(traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners:
+    """Return the stages of each buffer that its module's forward may change (``tracing/uses.py``).
 
-    Others, a rotary table say, are constants, and every rank keeps them. Raises ``ValueError`` where two stages
-    would each change a copy of their own, or where a changing buffer is also read outside its module.
+    Other buffers, such as a rotary table, are constants that every rank keeps. Raises ``ValueError`` where two stages
+    would each change a copy, and where code outside the module reads a changing buffer.
     """
     stages: dict[int, set[int]] = {}
-    for node, stage in nodes.items():
+    for node, stage in assigned.items():
         if node.op == "call_module":
             for child in root.get_submodule(str(node.target)).modules():
                 stages.setdefault(id(child), set()).add(stage)
@@ -142,21 +136,21 @@ def buffer_owners(traced: TracedGraph, nodes: Mapping[fx.Node, int], root: nn.Mo
         held = stages[id(module)]
         if len(held) > 1 and is_from_torch(module):
             raise ValueError(
-                f"{path}, a {type(module).__name__}, keeps statistics of what it is given and runs on the stages "
-                f"{sorted(held)}; it has to run on one. Use a module for each place, or cut elsewhere (pipeline_cuts)."
+                f"{path}, a {type(module).__name__}, keeps statistics of its inputs and runs on the stages "
+                f"{sorted(held)}; it must run on one. Use one module for each place, or cut elsewhere (pipeline_cuts)."
             )
         owners |= {f"{path}.{name}": set(held) for name, buffer in module._buffers.items() if buffer is not None}
     for node in traced.graph.nodes:
         if node.op == "get_attr" and node.target in owners and node.users:
             raise ValueError(
-                f"forward reads the buffer {node.target}, which its module changes when it runs, outside that module "
-                f"at {model_line(node.stack_trace)}. Have the module give it as a result."
+                f"forward reads the buffer {node.target} outside the module that changes it "
+                f"at {model_line(node.stack_trace)}. Return the buffer from that module."
             )
     return owners
 
 
 def check_last_stage(owners: Owners, stages: int, layer: str) -> None:
-    """Raise ``ValueError`` where the last of ``stages`` holds no parameter: nothing follows the last ``layer``."""
+    """Raise ``ValueError`` where the last stage holds no parameter, because none follows the last ``layer``."""
     if not any(stages - 1 in held for held in owners.values()):
         raise ValueError(
             f"the last of {stages} pipeline stages would have no parameters: no module with any runs after {layer}, "
@@ -165,7 +159,7 @@ def check_last_stage(owners: Owners, stages: int, layer: str) -> None:
 
 
 def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
-    """Names of the parameters that running ``node`` needs: its module's, and those it takes as arguments."""
+    """Return the names of the parameters that ``node`` needs: those of its module, and those among its arguments."""
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
@@ -174,7 +168,7 @@ def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
 
 
 def is_parameter(node: fx.Node, root: nn.Module) -> bool:
-    """Whether ``node`` reads a parameter of ``root``."""
+    """Return whether ``node`` reads a parameter of ``root``."""
     if node.op != "get_attr":
         return False
     owner, _, name = str(node.target).rpartition(".")
@@ -196,7 +190,7 @@ def _stage_of(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int], cur
         return stages[argument]
     if owned is None:
         return current
-    # What the module had when the model was cut: a rank may have put others into it, and the rest does not know.
+    # Names as they were when the model was cut: this rank may have replaced parameters, unknown to other ranks.
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
     if node.op == "call_module":
         names.append(str(node.target))
@@ -218,7 +212,7 @@ def _by_module(owners: Owners) -> _Owned:
 
 
 def _reads_a_result(node: fx.Node) -> bool:
-    """Whether it does no more than pick from what the node before it made, and so stays on its stage."""
+    """Return whether ``node`` only picks an item of another node's value, and so stays on its stage."""
     return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 
 

@@ -1,4 +1,4 @@
-"""Which of a model's outputs is the loss (the guide's ``output_loss_value_spec``)."""
+"""Choice of the loss among a model's outputs (``output_loss_value_spec`` of NeuronX Distributed's guide)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ LossSpec = Mapping[str, Any] | tuple[Any, ...] | list[Any] | bool | None
 
 
 def check_loss_spec(spec: LossSpec) -> None:
-    """Raise ``ValueError`` unless ``spec`` marks exactly one value, ``TypeError`` where it is no spec."""
+    """Raise ``ValueError`` unless ``spec`` marks exactly one value, ``TypeError`` for values other than booleans."""
     if spec is None:
         return
     marked = _count(spec)
@@ -20,13 +20,11 @@ def check_loss_spec(spec: LossSpec) -> None:
 
 
 def pick_loss(output: Any, spec: LossSpec) -> Any:
-    """The loss in ``output``.
+    """Return the loss in ``output``.
 
-    Without a spec it is the ``loss`` of a dict or ``ModelOutput``, or a lone value. A dict spec looks values up
-    by name, a tuple spec by position (in a ``ModelOutput``: by the position in its ``to_tuple()``), a bool
-    stands for the output itself.
-
-    Raises ``ValueError`` where the output has no such value.
+    Without a spec it is the ``loss`` of a dict or ``ModelOutput``, or a lone value. A dict spec finds a value by name.
+    A tuple spec finds it by position, in a ``ModelOutput`` by the position in its ``to_tuple()``. A bool marks the
+    output itself. Raises ``ValueError`` for an output without such a value.
     """
     output = _named(output)
     if spec is not None:
@@ -36,13 +34,13 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
             return output["loss"]
         raise ValueError(
             f"the model's output has no loss, only {sorted(output)}. Pass the inputs from which the model computes "
-            f"one (labels=...), or say which output it is with output_loss_value_spec."
+            f"one (labels=...), or name the output with output_loss_value_spec."
         )
     if isinstance(output, tuple | list):
         if len(output) == 1:
             return output[0]
         raise ValueError(
-            f"the model returns {len(output)} values; which one is the loss? Say so with output_loss_value_spec, "
+            f"the model returns {len(output)} values. Mark the loss with output_loss_value_spec, "
             f"{(True, *[False] * (len(output) - 1))} for the first."
         )
     return output
@@ -71,7 +69,7 @@ def _follow(output: Any, spec: Any, whole: Any) -> Any:
         key = next(key for key, part in spec.items() if _count(part))
         if not isinstance(output, Mapping) or output.get(key) is None:
             has = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
-            raise ValueError(f"output_loss_value_spec={whole!r} asks for {key!r}; the model's output has: {has}.")
+            raise ValueError(f"output_loss_value_spec={whole!r} marks {key!r}; the model's output has: {has}.")
         return _follow(output[key], spec[key], whole)
     position = next(i for i, part in enumerate(spec) if _count(part))
     values = list(output.values()) if isinstance(output, Mapping) else output

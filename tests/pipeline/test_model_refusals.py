@@ -125,7 +125,7 @@ def misuse(rank: int) -> None:
         NxDPPModel(make("llama"), pipeline_cuts="model.layers.1")
     with pytest.raises(TypeError, match=r"torch.nn.Module"):
         NxDPPModel("llama")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"\['model.layers'\], which stand above"):
+    with pytest.raises(ValueError, match=r"\['model.layers'\], which hold transformer layers"):
         apply_checkpoint(wrapped, ["model.layers"])
     output = wrapped.run_eval(input_ids=batch["input_ids"])
     assert (output is None) == (rank == 0)

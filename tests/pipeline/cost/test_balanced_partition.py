@@ -140,7 +140,7 @@ BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
         ("best", None, None, False, "'even', 'balanced'"),
         ("balanced", None, None, False, "needs partition_batch"),
         ("balanced", {}, None, False, "needs partition_batch"),
-        ("balanced", {**BATCH, "use_cache": False}, None, False, r"these are none: \['use_cache'\]"),
+        ("balanced", {**BATCH, "use_cache": False}, None, False, r"other values: \['use_cache'\]"),
         ("balanced", BATCH, ["model.layers.0"], False, "pipeline_cuts exclude each other"),
         ("balanced", BATCH, None, True, "auto_partition=True, .* exclude each other"),
         ("even", {}, None, False, "to be the inputs of one microbatch"),

@@ -52,9 +52,9 @@ def test_the_loss_is_found(output: Any, spec: Any) -> None:
         ((OTHER,), (False, True), ["is for 2 values", "returns 1 values", "labels=..."]),
         (OTHER, (True, False), ["is for 2 values", "one str"]),
         (CausalLMOutput(logits=OTHER), (False, True), ["is for 2 values", "returns 1 values"]),
-        ({"logits": OTHER}, {"loss": True}, ["asks for 'loss'", "['logits']"]),
-        (CausalLMOutput(logits=OTHER), {"loss": True, "logits": False}, ["asks for 'loss'", "['logits']"]),
-        ((OTHER, OTHER), {"loss": True}, ["asks for 'loss'", "a tuple"]),
+        ({"logits": OTHER}, {"loss": True}, ["marks 'loss'", "['logits']"]),
+        (CausalLMOutput(logits=OTHER), {"loss": True, "logits": False}, ["marks 'loss'", "['logits']"]),
+        ((OTHER, OTHER), {"loss": True}, ["marks 'loss'", "a tuple"]),
     ],
 )
 def test_an_output_without_the_loss(output: Any, spec: Any, words: list[str]) -> None:
