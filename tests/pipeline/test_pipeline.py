@@ -1,0 +1,65 @@
+"""Pipeline: construction from a configuration, and steps without NxD's names."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.tracing.trace import TracedGraph
+from tests.support.models import make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+
+def two_layers_on_the_last(traced: TracedGraph, stages: int) -> Sequence[str]:
+    return traced.layers[-stages - 1 : -2]
+
+
+def train(rank: int) -> tuple[list[torch.Tensor], bool, list[str]]:
+    """Train one step of a pipeline whose cuts a function chooses; the losses, whether gradients are exact, the cuts."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama")
+    whole = reference(model)
+    pipeline = Pipeline(model, PipelineConfig(num_microbatches=2, partition=two_layers_on_the_last))
+    batch = padded_batch(4)
+    losses = pipeline.train_step(batch)
+    evaluation = pipeline.eval_step(batch)
+    assert evaluation.losses is not None
+    assert len(evaluation.losses) == len(losses)
+    train_in_one_process(whole, batch, 2)
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    exact = all(_equal(p.grad, expected[name]) for name, p in pipeline.part.module.named_parameters())
+    return losses, exact, pipeline.partition.cuts
+
+
+def _equal(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    return ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+def test_cuts_chosen_by_a_function_train_as_one_process() -> None:
+    (none, first_exact, cuts), (losses, last_exact, same_cuts) = run_ranks(2, train)
+
+    assert none == []
+    assert len(losses) == 2
+    assert first_exact
+    assert last_exact
+    assert cuts == same_cuts == ["model.layers.1"]
+
+
+def test_a_wrapped_model_takes_the_function_too() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_size=2)
+    try:
+        wrapped = NxDPPModel(make("llama"), partition=lambda traced, stages: [traced.layers[0]])
+    finally:
+        parallel_state.destroy_model_parallel()
+
+    assert wrapped.pipeline_cuts == ["model.layers.0"]
+
+
+def test_a_function_and_cuts_exclude_each_other() -> None:
+    config = PipelineConfig(partition=two_layers_on_the_last, pipeline_cuts=["model.layers.0"])
+
+    with pytest.raises(ValueError, match=r"partition=.* and pipeline_cuts exclude each other"):
+        config.check(make("llama"))
