@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from nxdpp.initialization.recorder import Recorder, check_device
+from nxdpp.initialization.recorder import ConstructorRecorder, check_device
 
 Tensor = torch.Tensor
 _getters: Any = Tensor  # its attributes are descriptors, which typing takes for what they give
@@ -22,7 +22,7 @@ _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 class AsIfOnCpu(TorchFunctionMode):
     """What Python code asks a recorder's tensors about their device and memory."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ConstructorRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._special: dict[Any, Callable[..., Any]] = {

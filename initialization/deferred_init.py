@@ -8,10 +8,9 @@ from torch import nn
 
 from nxdpp.initialization.as_if_on_cpu import AsIfOnCpu
 from nxdpp.initialization.init_on_device import is_on_meta
-from nxdpp.initialization.plain_attributes import give_values
-from nxdpp.initialization.recorder import Recorder
-from nxdpp.initialization.recording import Recording, remember
-from nxdpp.initialization.recording_now import is_recording, marked_as_recording
+from nxdpp.initialization.plain_attributes import materialise_plain_attributes
+from nxdpp.initialization.record import ConstructorRecord, remember
+from nxdpp.initialization.recorder import ConstructorRecorder, is_recording
 from nxdpp.initialization.tape import Tape
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,14 +65,14 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
     _check_surroundings()
     seed, state = torch.initial_seed(), torch.get_rng_state()
     tape = Tape()
-    recorder = Recorder(tape)
-    with marked_as_recording(), recorder, AsIfOnCpu(recorder):
+    recorder = ConstructorRecorder(tape)
+    with recorder, AsIfOnCpu(recorder):
         module = constructor(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise TypeError(f"{constructor!r} returned a {type(module).__name__}, not a torch.nn.Module")
-    give_values(module, recorder)
+    materialise_plain_attributes(module, recorder)
     tape.forget_the_dead()
-    remember(Recording(tape, seed, state), module)
+    remember(ConstructorRecord(tape, seed, state), module)
     return module
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nxdpp.initialization.recording_now import is_recording
+from nxdpp.initialization.recorder import is_recording
 
 # What transformers sets on modules and tensors that have their values, and need not be initialised again.
 _INITIALISED = "_is_hf_initialized"

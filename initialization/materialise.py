@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.initialization.allocation import MarkedMemory, allocate, count_unwritten, replacement, with_type_of
 from nxdpp.initialization.initialisers import (
     HuggingFaceInitialiser,
     ParameterInitialiser,
@@ -21,16 +22,14 @@ from nxdpp.initialization.initialisers import (
     has_own_tensors,
     reset_parameters,
 )
-from nxdpp.initialization.marked_memory import MarkedMemory
 from nxdpp.initialization.named_streams import NamedStreams
-from nxdpp.initialization.recording import Recording
-from nxdpp.initialization.values import allocate, count_unwritten, dress, take_the_place_of
+from nxdpp.initialization.record import ConstructorRecord
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class MetaTensor:
     """A tensor without values, and where it is initialised: ``name`` is that of the model's first name for it."""
 
     name: str
@@ -47,18 +46,18 @@ class Place:
         return self.name.rpartition(".")[2]
 
 
-def initial_values(
+def initial_weights(
     root: nn.Module,
-    places: Sequence[Place],
+    places: Sequence[MetaTensor],
     seed: int,
     param_init_fn: ParameterInitialiser | None,
-    recording: Recording | None = None,
+    record: ConstructorRecord | None = None,
 ) -> tuple[list[torch.Tensor], bool]:
     """Values for ``places``, on the CPU, in their order, and whether random numbers went into them; not collective.
 
     ``root`` is the whole model; when this returns or raises it is as it was. Each module that has one of the places is
     given to ``param_init_fn``. Without one, models of transformers use their ``_init_weights``, other modules their
-    ``reset_parameters``; with one, buffers that it left alone are made as in the ``recording`` of the constructor, or
+    ``reset_parameters``; with one, buffers that it left alone are made as in the ``record`` of the constructor, or
     these are asked for them.
 
     Raises:
@@ -72,10 +71,10 @@ def initial_values(
             allocated = [allocate(place.meta) for place in places]
             for place, tensor in zip(places, allocated, strict=True):
                 _put(root, place, tensor)
-            initialiser = _Initialisation(root, places, seed, param_init_fn, recording)
+            initialiser = _Initialisation(root, places, seed, param_init_fn, record)
             initialiser.run()
             made = zip(_tensors_at(root, places), allocated, strict=True)
-            values = [value if value is own else take_the_place_of(own, value) for value, own in made]
+            values = [value if value is own else replacement(own, value) for value, own in made]
             return values, initialiser.has_drawn
     finally:
         for place, tensor in zip(places, before, strict=True):
@@ -86,13 +85,13 @@ class _Initialisation:
     def __init__(
         self,
         root: nn.Module,
-        places: Sequence[Place],
+        places: Sequence[MetaTensor],
         seed: int,
         param_init_fn: ParameterInitialiser | None,
-        recording: Recording | None,
+        record: ConstructorRecord | None,
     ) -> None:
         self._root = root
-        self._recording = recording
+        self._record = record
         self._places = places
         self._function = param_init_fn
         self._huggingface = HuggingFaceInitialiser(root)
@@ -127,8 +126,8 @@ class _Initialisation:
 
     def _take_what_is_recorded(self) -> None:
         for place in self._left():
-            if self._recording is not None and self._recording.is_written(place.meta):
-                _put(self._root, place, dress(self._recording.materialise(place.meta), place.meta))
+            if self._record is not None and self._record.is_written(place.meta):
+                _put(self._root, place, with_type_of(self._record.materialise(place.meta), place.meta))
 
     def _guard_what_is_written(self) -> None:
         left = {place.name for place in self._left()}
@@ -168,10 +167,10 @@ class _Initialisation:
         if self._huggingface.knows(name):
             self._huggingface.run_one(name, self._done)
 
-    def _current(self) -> list[tuple[Place, torch.Tensor]]:
+    def _current(self) -> list[tuple[MetaTensor, torch.Tensor]]:
         return list(zip(self._places, _tensors_at(self._root, self._places), strict=True))
 
-    def _left(self) -> list[Place]:
+    def _left(self) -> list[MetaTensor]:
         """Those of the places that are not wholly written."""
         return [place for place, tensor in self._current() if not self._is_written(tensor)]
 
@@ -182,12 +181,12 @@ class _Initialisation:
             return count_unwritten(tensor) == 0
         return self._streams.wrote(tensor) or tensor.numel() == 0
 
-    def _modules(self, places: Sequence[Place]) -> list[str]:
+    def _modules(self, places: Sequence[MetaTensor]) -> list[str]:
         """The modules that have these, in the model's order."""
         having = {place.module for place in places}
         return [name for name, _ in self._root.named_modules(remove_duplicate=False) if name in having]
 
-    def _refuse(self, left: Sequence[Place]) -> None:
+    def _refuse(self, left: Sequence[MetaTensor]) -> None:
         if not left:
             return
         lines = []
@@ -230,11 +229,11 @@ class _Initialisation:
         return "_init_weights and reset_parameters"
 
 
-def _tensors_at(root: nn.Module, places: Sequence[Place]) -> list[torch.Tensor]:
+def _tensors_at(root: nn.Module, places: Sequence[MetaTensor]) -> list[torch.Tensor]:
     return [getattr(root.get_submodule(place.module), place.key) for place in places]
 
 
-def _put(root: nn.Module, place: Place, tensor: torch.Tensor) -> None:
+def _put(root: nn.Module, place: MetaTensor, tensor: torch.Tensor) -> None:
     """In the module's place for it, without the checks of assignment."""
     module = root.get_submodule(place.module)
     registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))

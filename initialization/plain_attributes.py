@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nxdpp.initialization.recorder import Recorder
+from nxdpp.initialization.recorder import ConstructorRecorder
 
 
-def give_values(root: nn.Module, recorder: Recorder) -> None:
+def materialise_plain_attributes(root: nn.Module, recorder: ConstructorRecorder) -> None:
     """Make the plain tensor attributes of ``root`` and its parts that ``recorder`` deferred.
 
     Those that lie in a parameter's or buffer's storage are left, and those that require a gradient: they are

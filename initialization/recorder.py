@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from nxdpp.initialization import random_draws, replay
@@ -32,7 +32,7 @@ _OVERWRITING = {
 _REBINDING = {aten.set_}
 
 
-class Recorder(TorchDispatchMode):
+class ConstructorRecorder(TorchDispatchMode):
     """While it is entered, CPU tensors that are made have no memory: they are plain tensors on the meta device."""
 
     def __init__(self, tape: Tape) -> None:
@@ -185,6 +185,11 @@ class Recorder(TorchDispatchMode):
         reads_itself = any(self.tape.number_of(tensor) == view.storage for tensor in read)
         overlaps = torch._debug_has_internal_overlap(changed) == 1
         return frozenset([view.storage]) if covers and not reads_itself and not overlaps else frozenset()
+
+
+def is_recording() -> bool:
+    """Whether this thread is inside a constructor that ``deferred_init`` records."""
+    return any(isinstance(mode, ConstructorRecorder) for mode in _get_current_dispatch_mode_stack())
 
 
 def _gives_no_tensors(function: Any) -> bool:

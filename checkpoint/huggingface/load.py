@@ -12,7 +12,7 @@ from nxdpp.checkpoint.files.stored_tensor import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
 from nxdpp.checkpoint.huggingface.names import check_wrapped, tensors_of
-from nxdpp.initialization.values import dress
+from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.model import NxDPPModel
 
 
@@ -134,4 +134,4 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor
     with torch.inference_mode(False):
-        return dress(torch.empty_like(tensor, device="cpu", requires_grad=False), tensor)
+        return with_type_of(torch.empty_like(tensor, device="cpu", requires_grad=False), tensor)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
-from nxdpp.initialization.materialise import Place, initial_values
-from nxdpp.initialization.recording import recording_of
-from nxdpp.initialization.values import dress
+from nxdpp.initialization.materialise import MetaTensor, initial_weights
+from nxdpp.initialization.record import record_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.local.tied_weights import TiedWeight
 from nxdpp.pipeline.local.tree import (
@@ -34,7 +34,7 @@ class LocalPart:
         rank: this rank of the pipeline.
         layers: names of the transformer layers.
         seed: which random numbers parameters on the meta device get.
-        param_init_fn: initialises a module; see ``initial_values``.
+        param_init_fn: initialises a module; see ``initial_weights``.
 
     Attributes:
         module: the tree of local modules, under their original names.
@@ -68,7 +68,7 @@ class LocalPart:
         self._root = root
         self._seed = seed
         self._param_init_fn = param_init_fn
-        self._recording = recording_of(root)
+        self._record = record_of(root)
         # Now, while the model is whole: what is freed is no longer the same object.
         first_names = _first_names(root)
         self.aliases = shared_names(root)
@@ -84,7 +84,7 @@ class LocalPart:
     @property
     def is_made_at_once(self) -> bool:
         """Whether values are made when the model is wrapped: by a function, or as a constructor would."""
-        return self._param_init_fn is not None or self._recording is not None
+        return self._param_init_fn is not None or self._record is not None
 
     def without_values(self) -> list[str]:
         """Names of what is still on the meta device."""
@@ -112,30 +112,30 @@ class LocalPart:
         watch_replaced(replaced)
         return True
 
-    def _values(self, places: Sequence[Place]) -> tuple[list[torch.Tensor], str | None]:
+    def _values(self, places: Sequence[MetaTensor]) -> tuple[list[torch.Tensor], str | None]:
         """Values for ``places``, and what random numbers they are from."""
         recorded = [place for place in places if self._is_recorded(place.meta)]
         others = [place for place in places if place not in recorded]
-        made, drawn = initial_values(self._root, others, self._seed, self._param_init_fn, self._recording)
-        if self._recording is None or self._param_init_fn is not None:
+        made, drawn = initial_weights(self._root, others, self._seed, self._param_init_fn, self._record)
+        if self._record is None or self._param_init_fn is not None:
             return made, f"torch.initial_seed() {self._seed}" if drawn else None
         values = dict(zip(others, made, strict=True))
-        values |= {place: dress(self._recording.materialise(place.meta), place.meta) for place in recorded}
-        return [values[place] for place in places], self._recording.origin
+        values |= {place: with_type_of(self._record.materialise(place.meta), place.meta) for place in recorded}
+        return [values[place] for place in places], self._record.origin
 
     def _is_recorded(self, tensor: torch.Tensor) -> bool:
         # A function of the user's is asked in place of the constructor.
-        if self._recording is None or self._param_init_fn is not None or not self._recording.knows(tensor):
+        if self._record is None or self._param_init_fn is not None or not self._record.knows(tensor):
             return False
         # A parameter from torch.empty has no values; a buffer from there may be one that forward fills.
-        return self._recording.is_written(tensor) or not isinstance(tensor, nn.Parameter)
+        return self._record.is_written(tensor) or not isinstance(tensor, nn.Parameter)
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[MetaTensor]:
         """One for each tensor without values, whatever names it has."""
-        places: dict[int, Place] = {}
+        places: dict[int, MetaTensor] = {}
         for name, tensor in _named_tensors(self.module):
             if tensor.is_meta:
-                places.setdefault(id(tensor), Place(self._first_names.get(name, name), tensor))
+                places.setdefault(id(tensor), MetaTensor(self._first_names.get(name, name), tensor))
         return list(places.values())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.initialization.values import allocate
+from nxdpp.initialization.allocation import allocate
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.move_model_to_device import checked_device, keep_attributes
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced

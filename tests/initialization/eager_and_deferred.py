@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp import deferred_init
-from nxdpp.initialization.recording import recording_of
+from nxdpp.initialization.record import record_of
 
 
 def check(make: Callable[[], nn.Module], seed: int = 0) -> None:
@@ -21,15 +21,15 @@ def check(make: Callable[[], nn.Module], seed: int = 0) -> None:
     expected, found = _named(eager), _named(deferred)
     assert list(expected) == list(found)
     assert _ties(expected) == _ties(found)
-    recording = recording_of(deferred)
-    assert recording is not None
+    record = record_of(deferred)
+    assert record is not None
     names = list(expected)
     random.Random(seed).shuffle(names)
     for name in names:
         want, have = expected[name], found[name]
         assert have.is_meta, name
         assert (type(have), have.requires_grad, vars(have)) == (type(want), want.requires_grad, vars(want)), name
-        value = recording.materialise(have)
+        value = record.materialise(have)
         assert (value.dtype, value.shape, value.stride()) == (want.dtype, want.shape, want.stride()), name
         assert torch.equal(_bits(value), _bits(want)), name
     assert torch.equal(torch.get_rng_state(), state), "making tensors moved the generator"

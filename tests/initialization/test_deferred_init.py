@@ -13,7 +13,7 @@ from torch.nn import functional, init
 from torch.nn.utils import parametrizations
 
 from nxdpp import deferred_init
-from nxdpp.initialization.recording import recording_of
+from nxdpp.initialization.record import record_of
 from tests.initialization.eager_and_deferred import check
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 
@@ -229,9 +229,9 @@ def test_a_given_tensor_is_taken_as_it_was() -> None:
 
     module = deferred_init(make)
     given.zero_()
-    recording = recording_of(module)
-    assert recording is not None
-    assert torch.equal(recording.materialise(module.get_parameter("weight")), before)
+    record = record_of(module)
+    assert record is not None
+    assert torch.equal(record.materialise(module.get_parameter("weight")), before)
 
 
 def test_a_given_tensor_changed_by_the_constructor_changes() -> None:
@@ -281,12 +281,12 @@ def test_unwritten_elements_are_zero_and_known() -> None:
             self.partly.data[:500].normal_()
 
     module: Unwritten = deferred_init(Unwritten)
-    recording = recording_of(module)
-    assert recording is not None
-    assert not recording.is_written(module.never)
-    assert recording.is_written(module.partly)
-    assert not recording.materialise(module.never).any()
-    half = recording.materialise(module.partly)
+    record = record_of(module)
+    assert record is not None
+    assert not record.is_written(module.never)
+    assert record.is_written(module.partly)
+    assert not record.materialise(module.never).any()
+    half = record.materialise(module.partly)
     assert half[:500].all()
     assert not half[500:].any()
 
@@ -299,21 +299,21 @@ def test_meta_tensors_of_the_constructor_stay_what_they_are() -> None:
             self.nowhere = nn.Parameter(torch.ones(3, device="meta") * 2)
 
     module = deferred_init(OnMeta)
-    recording = recording_of(module)
-    assert recording is not None
-    assert recording.knows(module.here)
-    assert not recording.knows(module.nowhere)
+    record = record_of(module)
+    assert record is not None
+    assert record.knows(module.here)
+    assert not record.knows(module.nowhere)
     with pytest.raises(ValueError, match="was not made by the constructor"):
-        recording.materialise(module.nowhere)
+        record.materialise(module.nowhere)
 
 
 def test_a_recording_is_found_from_a_wrapper_and_goes_with_the_module() -> None:
-    assert recording_of(nn.Linear(2, 2)) is None
+    assert record_of(nn.Linear(2, 2)) is None
     module = deferred_init(nn.Linear, 3, 4, bias=False)
     assert module.bias is None
-    assert recording_of(nn.Sequential(module)) is recording_of(module) is not None
+    assert record_of(nn.Sequential(module)) is record_of(module) is not None
     with pytest.raises(ValueError, match="several calls of deferred_init"):
-        recording_of(nn.Sequential(module, deferred_init(nn.Linear, 3, 4)))
+        record_of(nn.Sequential(module, deferred_init(nn.Linear, 3, 4)))
 
 
 AFTERWARDS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
@@ -329,7 +329,7 @@ def test_what_is_done_afterwards_is_not_lost_unnoticed(name: str) -> None:
     module = deferred_init(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     change(module)
     with pytest.raises(RuntimeError, match=message):
-        recording_of(module)
+        record_of(module)
 
 
 def test_what_may_be_done_afterwards() -> None:
@@ -339,16 +339,16 @@ def test_what_may_be_done_afterwards() -> None:
     module[0].register_parameter("bias", None)
     module.append(nn.Linear(3, 3, device="meta"))
     module.requires_grad_(False).eval()
-    assert recording_of(module) is not None
+    assert record_of(module) is not None
 
 
 def test_neither_recording_nor_making_holds_more_than_it_makes() -> None:
     reset_peak()
     before = resident_bytes()
     module = deferred_init(lambda: nn.Sequential(*(nn.Linear(4000, 4000) for _ in range(20))))
-    recording = recording_of(module)
-    assert recording is not None
-    made = [recording.materialise(part.get_parameter("weight")) for part in module[3:5].children()]
+    record = record_of(module)
+    assert record is not None
+    made = [record.materialise(part.get_parameter("weight")) for part in module[3:5].children()]
     bytes_made = sum(tensor.nbytes for tensor in made)
     assert bytes_made == 2 * 4000 * 4000 * 4
     assert peak_bytes() - before < bytes_made + 30 * 2**20
@@ -362,10 +362,10 @@ def test_within_a_constructor_it_just_calls() -> None:
     eager = make(lambda kind, *sizes: kind(*sizes))
     torch.manual_seed(0)
     deferred = deferred_init(make, deferred_init)
-    recording = recording_of(deferred)
-    assert recording is not None
+    record = record_of(deferred)
+    assert record is not None
     for name, parameter in deferred.named_parameters():
-        assert torch.equal(recording.materialise(parameter), eager.get_parameter(name))
+        assert torch.equal(record.materialise(parameter), eager.get_parameter(name))
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {

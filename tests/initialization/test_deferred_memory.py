@@ -1,4 +1,4 @@
-"""Recording a constructor takes little memory, and leaves none in pieces that nobody can use."""
+"""ConstructorRecord a constructor takes little memory, and leaves none in pieces that nobody can use."""
 
 from torch import nn
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxdpp.initialization.materialise import Place, initial_values
+from nxdpp.initialization.materialise import MetaTensor, initial_weights
 
 
 class Scale(nn.Module):
@@ -55,15 +55,15 @@ def on_meta(make: Any, *arguments: Any) -> Any:
         return make(*arguments)
 
 
-def places(root: nn.Module) -> list[Place]:
+def places(root: nn.Module) -> list[MetaTensor]:
     tensors = [*root.named_parameters(), *root.named_buffers()]
-    return [Place(name, tensor) for name, tensor in tensors if tensor.is_meta]
+    return [MetaTensor(name, tensor) for name, tensor in tensors if tensor.is_meta]
 
 
 def fill(root: nn.Module, function: Any = None, seed: int = 0, part: str = "") -> dict[str, torch.Tensor]:
     wanted = [place for place in places(root) if place.name.startswith(part)]
     before = {place.name: place.meta for place in places(root)}
-    values, _ = initial_values(root, wanted, seed, function)
+    values, _ = initial_weights(root, wanted, seed, function)
     assert {place.name: place.meta for place in places(root)} == before
     return dict(zip([place.name for place in wanted], values, strict=True))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.initialization.values import allocate, count_unwritten
+from nxdpp.initialization.allocation import allocate, count_unwritten
 
 FLOATING = [
     torch.float32,

@@ -1,11 +1,17 @@
 """Memory for tensors of the meta device, marked so that what nobody has written is found again."""
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
 
 # Repeated, -1.7e38 or a NaN that no conversion yields; in one byte the only NaN of some types.
 _UNWRITTEN, _UNWRITTEN_SINGLE = 0xFE, 0xFF
-_CHUNK_BYTES = 2**22
+_PIECE_BYTES = 2**22
+_MAKE_UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -16,7 +22,7 @@ def allocate(meta: torch.Tensor) -> torch.Tensor:
     """
     real = torch.empty_like(meta, device="cpu", requires_grad=False)
     mark(real)
-    return dress(real, meta)
+    return with_type_of(real, meta)
 
 
 def mark(tensor: torch.Tensor) -> None:
@@ -24,7 +30,20 @@ def mark(tensor: torch.Tensor) -> None:
     _bytes(tensor).fill_(_mark(tensor))
 
 
-def dress(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+class MarkedMemory(TorchDispatchMode):
+    """While entered, tensors of ``torch.empty`` and the like (``Module.to_empty``) are unwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _MAKE_UNWRITTEN and not result.is_meta:
+            mark(result)
+        return result
+
+
+def with_type_of(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """``real`` as what ``meta`` is: a parameter of its class or a plain tensor, with its attributes."""
     if isinstance(meta, nn.Parameter):
         real = torch.Tensor._make_subclass(type(meta), real.detach(), meta.requires_grad)
@@ -32,9 +51,9 @@ def dress(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     return real
 
 
-def take_the_place_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def replacement(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """``new`` with the class and the attributes of ``old`` that it lacks, and frozen where either is."""
-    dressed = dress(new, old)
+    dressed = with_type_of(new, old)
     vars(dressed).update(vars(new))
     return dressed.requires_grad_(new.requires_grad and old.requires_grad)
 
@@ -52,8 +71,8 @@ def count_unwritten(tensor: torch.Tensor) -> int:
     integers = _bytes(tensor.detach()).view(_INTEGERS[size])
     if tensor.element_size() == 2 * size:
         integers = integers.view(-1, 2)
-    chunks = integers.split(_CHUNK_BYTES // tensor.element_size())
-    return sum(int(torch.count_nonzero(_equal(chunk, marked))) for chunk in chunks)
+    pieces = integers.split(_PIECE_BYTES // tensor.element_size())
+    return sum(int(torch.count_nonzero(_equal(piece, marked))) for piece in pieces)
 
 
 def _equal(integers: torch.Tensor, marked: int) -> torch.Tensor:

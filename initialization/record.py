@@ -12,7 +12,7 @@ from nxdpp.initialization import replay
 from nxdpp.initialization.tape import Tape
 
 
-class Recording:
+class ConstructorRecord:
     """How to make each tensor that a constructor made, in any order, with the values that it would have.
 
     Attributes:
@@ -39,7 +39,7 @@ class Recording:
         Meanwhile there is memory for it, and for what it was computed from. Elements that the constructor left
         undefined are zero. The state of torch's generators stays as it is. Not collective.
 
-        Raises ValueError for a tensor that the recording does not know.
+        Raises ValueError for a tensor that the record does not know.
         """
         if not self.knows(tensor):
             raise ValueError(
@@ -53,33 +53,33 @@ class Recording:
 class _Part:
     """A recorded module, and which object each of its tensors was, in which version, when the constructor ended."""
 
-    recording: Recording
+    record: ConstructorRecord
     tensors: dict[str, tuple[int, int]]
 
 
 _parts: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary()
 
 
-def recording_of(module: nn.Module) -> Recording | None:
-    """The recording that came with ``module``, or with a part of it, from ``deferred_init``; None without one.
+def record_of(module: nn.Module) -> ConstructorRecord | None:
+    """The record that came with ``module``, or with a part of it, from ``deferred_init``; None without one.
 
     Raises:
         ValueError: where parts of it come from different calls.
         RuntimeError: where a tensor that has no values yet was replaced (``model.half()``) or written to since.
     """
     found = {name: part for name, each in module.named_modules() if (part := _parts.get(each)) is not None}
-    if len({id(part.recording) for part in found.values()}) > 1:
+    if len({id(part.record) for part in found.values()}) > 1:
         raise ValueError("parts of the module come from several calls of deferred_init: build the whole in one call")
     for name, part in found.items():
         _check_unchanged(part, module.get_submodule(name), name)
-    return next((part.recording for part in found.values()), None)
+    return next((part.record for part in found.values()), None)
 
 
-def remember(recording: Recording, module: nn.Module) -> None:
-    """Make ``recording`` what ``recording_of`` finds for ``module`` and for its parts, while those live."""
+def remember(record: ConstructorRecord, module: nn.Module) -> None:
+    """Make ``record`` what ``record_of`` finds for ``module`` and for its parts, while those live."""
     for part in module.modules():
-        tensors = {key: (id(tensor), tensor._version) for key, tensor in _own(part) if recording.knows(tensor)}
-        _parts[part] = _Part(recording, tensors)
+        tensors = {key: (id(tensor), tensor._version) for key, tensor in _own(part) if record.knows(tensor)}
+        _parts[part] = _Part(record, tensors)
 
 
 def _check_unchanged(part: _Part, module: nn.Module, name: str) -> None:
@@ -88,7 +88,7 @@ def _check_unchanged(part: _Part, module: nn.Module, name: str) -> None:
             continue
         identity, version = part.tensors[key]
         written = id(tensor) == identity and tensor._version != version
-        if written or not part.recording.knows(tensor):
+        if written or not part.record.knows(tensor):
             raise RuntimeError(
                 f"{f'{name}.{key}' if name else key} was {'written to' if written else 'replaced'} after "
                 f"deferred_init, which has recorded the constructor only: do it there, in a function that is given in "
