@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.files.directory import stored_tensors
-from nxdpp.checkpoint.files.stored_tensor import StoredTensor
+from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
-from nxdpp.checkpoint.huggingface.names import check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.model_tensors import check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.pipeline.model import NxDPPModel
 

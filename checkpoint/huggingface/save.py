@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nxdpp.checkpoint.files.shard_writer import check_dtypes
-from nxdpp.checkpoint.huggingface.agreement import from_all_ranks, together
-from nxdpp.checkpoint.huggingface.names import check_wrapped, tensors_of
+from nxdpp.checkpoint.files.safetensors_writer import check_dtypes
+from nxdpp.checkpoint.huggingface.model_tensors import check_wrapped, tensors_of
 from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, plan_shards
-from nxdpp.checkpoint.huggingface.saved_directory import SavedDirectory
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
 from nxdpp.pipeline.model import NxDPPModel
 
 

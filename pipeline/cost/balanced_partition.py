@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.first_rank import from_first_rank
+from nxdpp.parallel_layers.all_ranks import from_first_rank
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.pipeline.cost.layer_costs import layer_costs, shared_bytes
 from nxdpp.pipeline.cost.measure import profile_nodes

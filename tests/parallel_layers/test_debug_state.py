@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.first_rank import from_first_rank
+from nxdpp.parallel_layers.all_ranks import from_first_rank
 from tests.support.run_ranks import run_ranks
 
 SIZES = ("get_tensor_model_parallel_size", "get_data_parallel_size", "get_pipeline_model_parallel_size")

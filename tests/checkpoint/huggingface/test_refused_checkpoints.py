@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state
-from nxdpp.checkpoint.files.stored_tensor import Mapping, read_header
+from nxdpp.checkpoint.files.safetensors_reader import Mapping, read_header
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers
 
 RANKS = 2

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state
-from nxdpp.checkpoint.files.stored_tensor import Mapping, StoredTensor
+from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, wrap
 from tests.support.models import llama
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nxdpp.checkpoint.files.stored_tensor import Mapping, StoredTensor, read_header
+from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

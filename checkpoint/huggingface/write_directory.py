@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.files.directory import INDEX_FILE, SINGLE_FILE
-from nxdpp.checkpoint.files.shard_writer import write_shard
+from nxdpp.checkpoint.files.safetensors_writer import write_shard
+from nxdpp.checkpoint.huggingface.read_directory import INDEX_FILE, SINGLE_FILE
 from nxdpp.checkpoint.huggingface.save_plan import Shard
 
 _UNFINISHED = ".unfinished"

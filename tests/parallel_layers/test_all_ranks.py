@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxdpp.parallel_layers.first_rank import from_first_rank
+from nxdpp.parallel_layers.all_ranks import from_first_rank
 from nxdpp.parallel_layers.parallel_state import initialize_model_parallel
 from tests.support.run_ranks import run_ranks
 
