@@ -1,4 +1,4 @@
-"""Process groups, and what runs over them besides the pipeline."""
+"""Process groups, the failure watch, and collective operations outside the pipeline."""
 
 from nxdpp.parallel_layers.move_model_to_device import move_model_to_device
 

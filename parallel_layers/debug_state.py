@@ -1,4 +1,4 @@
-"""One rank's place in a job that does not run: the numbers that ``parallel_state.initialize_debug`` was given."""
+"""State of the debug mode: rank and size in each dimension of a job that does not run."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ import torch
 
 @dataclass(frozen=True)
 class DebugState:
-    """Ranks and sizes by dimension (``"pipeline"``, ``"data"``, ``"tensor"``); no processes, no groups.
+    """Ranks and sizes by dimension (``"pipeline"``, ``"data"``, ``"tensor"``, in this order), without process groups.
 
-    Raises ``ValueError`` for numbers that no rank of a job has.
+    Raises ``ValueError`` for a size below 1 or a rank that is not below its size.
     """
 
     ranks: dict[str, int]
@@ -27,27 +27,27 @@ class DebugState:
                 )
 
     def size(self, dimension: str) -> int:
-        """How many ranks there would be along ``dimension``."""
+        """Number of ranks along ``dimension``."""
         return self.sizes[dimension]
 
     def rank(self, dimension: str) -> int:
-        """This one's place among them."""
+        """This rank's index along ``dimension``."""
         return self.ranks[dimension]
 
     @property
     def mesh_of_ranks(self) -> torch.Tensor:
-        """The global ranks that the job would have, int64 of shape (pipeline, data, tensor)."""
+        """The global ranks of the job, int64 of shape (pipeline, data, tensor)."""
         sizes = tuple(self.sizes.values())
-        # On the CPU inside of torch.device("meta"), too.
+        # On the CPU even inside torch.device("meta").
         return torch.arange(torch.Size(sizes).numel(), device="cpu").view(sizes)
 
     def refusal(self, what: str) -> RuntimeError:
-        """The error for ``what``, which needs processes that are not there."""
+        """The error for ``what``, which needs the processes of a running job."""
         place = f"pipeline rank {self.rank('pipeline')} of {self.size('pipeline')}"
         return RuntimeError(
-            f"{what} needs the processes of a running job, and this is the debug mode of parallel_state "
-            f"(initialize_debug, {place}), in which there are none. Start the ranks with torchrun and call "
-            f"parallel_state.initialize_model_parallel on each; in this process, after destroy_model_parallel()."
+            f"{what} needs the processes of a running job, but this process is in the debug mode of parallel_state "
+            f"(initialize_debug, {place}). Start the ranks with torchrun and call "
+            f"parallel_state.initialize_model_parallel on each rank, in this process after destroy_model_parallel()."
         )
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""The average of the gradients over the ranks that train on different data.
+"""Average of the gradients over the data-parallel ranks.
 
-Gradients are packed into flat buckets, one all-reduce each, as in "PyTorch Distributed: Experiences on
-Accelerating Data Parallel Training" (Li et al., 2020), here all after the last microbatch.
+Gradients are packed into flat buckets with one all-reduce each, after the last microbatch. The method is that of
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (Li et al., 2020).
 """
 
 from collections import deque
@@ -15,20 +15,20 @@ from torch.distributed import ProcessGroup
 
 BUCKET_BYTES = 25 * 2**20
 
-_BUCKETS_UNDER_WAY = 2
-"""One on the wire while the next is packed; more would only take memory."""
+# One bucket is sent while the next one is packed; more would only take memory.
+_BUCKETS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A bucket under way."""
+    """A bucket whose all-reduce is in flight."""
 
     gradients: list[torch.Tensor]
     flat: torch.Tensor
     work: dist.Work
 
     def finish(self, size: int) -> None:
-        """Waits for the sum and puts its share of one rank back into the gradients."""
+        """Wait for the sum and copy the mean over ``size`` ranks back into the gradients."""
         self.work.wait()
         self.flat.div_(size)
         if self.flat.data_ptr() == self.gradients[0].data_ptr():
@@ -41,12 +41,12 @@ class _Reduction:
 def average_gradients(
     parameters: Iterable[nn.Parameter], group: ProcessGroup, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Replaces each parameter's ``.grad`` by its mean over ``group``; collective over ``group``.
+    """Replace each parameter's ``.grad`` by its mean over ``group``; collective over ``group``.
 
-    All ranks give the same parameters in the same order; those without ``requires_grad`` are passed over.
-    A gradient that is ``None`` on this rank and not on another counts as zeros and becomes the mean; one
-    that is ``None`` on all stays so. A bucket holds gradients of one dtype and device, up to
-    ``bucket_bytes``, or a single larger one; sums are made in the gradients' dtype.
+    All ranks must give the same parameters in the same order. Parameters without ``requires_grad`` are skipped. A
+    gradient that is ``None`` on some ranks counts as zeros there; one that is ``None`` on all ranks stays ``None``.
+    A bucket holds gradients of one dtype and device, up to ``bucket_bytes``, or a single larger gradient. Sums are in
+    the gradients' dtype.
 
     Raises ``ValueError`` for a ``bucket_bytes`` below 1 and for sparse gradients.
     """
@@ -57,18 +57,18 @@ def average_gradients(
     if size == 1 or not trained:
         return
     gradients = _gradients_of_any_rank(trained, group)
-    under_way: deque[_Reduction] = deque()
+    in_flight: deque[_Reduction] = deque()
     with torch.no_grad():
         for bucket in _buckets(gradients, bucket_bytes):
-            if len(under_way) == _BUCKETS_UNDER_WAY:
-                under_way.popleft().finish(size)
-            under_way.append(_start(bucket, group))
-        while under_way:
-            under_way.popleft().finish(size)
+            if len(in_flight) == _BUCKETS_IN_FLIGHT:
+                in_flight.popleft().finish(size)
+            in_flight.append(_start(bucket, group))
+        while in_flight:
+            in_flight.popleft().finish(size)
 
 
 def _gradients_of_any_rank(trained: list[nn.Parameter], group: ProcessGroup) -> list[torch.Tensor]:
-    """The gradients that some rank has, the same ones on all ranks, with zeros where this one has none."""
+    """Gradients that any rank has, the same list on all ranks; missing ones become zeros on this rank."""
     present = [parameter.grad is not None for parameter in trained]
     flags = torch.tensor(present, dtype=torch.int32, device=trained[0].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
@@ -88,11 +88,11 @@ def _gradients_of_any_rank(trained: list[nn.Parameter], group: ProcessGroup) -> 
 
 
 def _buckets(gradients: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one dtype and device in runs of at most ``bucket_bytes``, the same on all ranks."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    """Buckets of one dtype and device with at most ``bucket_bytes``, the same on all ranks."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for gradient in gradients:
-        kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for alike in kinds.values():
+        groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for alike in groups.values():
         bucket: list[torch.Tensor] = []
         filled = 0
         for gradient in alike:
@@ -106,7 +106,7 @@ def _buckets(gradients: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[
 
 def _start(bucket: list[torch.Tensor], group: ProcessGroup) -> _Reduction:
     alone = len(bucket) == 1 and bucket[0].is_contiguous()
-    # A gradient with a bucket to itself is summed where it lies.
+    # The only gradient of a bucket is summed in place.
     flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
     work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None

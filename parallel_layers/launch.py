@@ -1,4 +1,4 @@
-"""How this process was started, and starting ``torch.distributed`` by that."""
+"""Start of ``torch.distributed`` from the variables of the launcher, or as a world of one process."""
 
 import os
 from itertools import count
@@ -14,14 +14,14 @@ from torch.distributed.rendezvous import rendezvous
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+# Number of worlds that this process has started, equal on all ranks.
 _worlds = count()
-"""How many worlds this process has started, the same number on all ranks."""
 
 
 def world_size() -> int:
-    """How many processes the launcher started: its WORLD_SIZE, or 1 for a plain ``python script.py``.
+    """Number of processes: the launcher's WORLD_SIZE, or 1 for a plain ``python script.py``.
 
-    Raises ``RuntimeError`` if the launcher's variables are there only in part.
+    Raises ``RuntimeError`` if some of the launcher's variables are missing.
     """
     if _is_alone():
         return 1
@@ -35,19 +35,19 @@ def world_size() -> int:
 
 
 def start_world() -> None:
-    """Starts ``torch.distributed``, collective over all ranks: NCCL with a device a local rank, else gloo."""
+    """Start ``torch.distributed`` on NCCL if each local rank has a device, else on gloo; collective over all ranks."""
     size = world_size()
     backend = "nccl" if _has_device_for_each_local_rank(size) else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(_local_rank())
     store, rank, size = _rendezvous()
-    # torchrun's store outlives a world, and gloo would find the last one's addresses in it.
+    # torchrun's store outlives a world: without a prefix gloo would find the addresses of the previous world.
     store = PrefixStore(f"nxdpp_world_{next(_worlds)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def local_device() -> torch.device:
-    """The device of the running world's backend for this rank: ``cuda:LOCAL_RANK`` on NCCL, else the CPU."""
+    """Device of this rank for the backend of the running world: ``cuda:LOCAL_RANK`` on NCCL, else the CPU."""
     if "nccl" not in dist.get_backend_config() or not torch.cuda.is_available():
         return torch.device("cpu")
     if "LOCAL_RANK" in os.environ:
@@ -56,9 +56,9 @@ def local_device() -> torch.device:
 
 
 def _rendezvous() -> tuple[Store, int, int]:
-    """A store that all ranks share, this rank and the size of the world."""
+    """A store shared by all ranks, this rank, and the world size."""
     if _is_alone():
-        # A store in memory: a world of one needs no port, so it cannot find one taken.
+        # A store in memory needs no port, so no other process can occupy it.
         return HashStore(), 0, 1
     store, rank, size = next(rendezvous("env://"))
     return store, rank, size

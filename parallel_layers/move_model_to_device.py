@@ -1,4 +1,4 @@
-"""Moving a model and keeping what was noted on its parameters."""
+"""Move of a model to a device that keeps the classes, attributes and ties of its parameters."""
 
 import torch
 from torch import nn
@@ -9,15 +9,15 @@ _REMEDY = "Make the optimizer after move_model_to_device(), from the parameters 
 
 
 def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> None:
-    """Moves all parameters and buffers of ``model`` to ``device`` in place; not collective.
+    """Move all parameters, their gradients and all buffers of ``model`` to ``device``; not collective.
 
-    Where torch has to make a new ``Parameter`` (between device types that cannot share one), it gets the
-    old one's own attributes, such as ``parameter.tensor_model_parallel``, its class, and its place wherever the old
-    one was shared. Gradients move along. What is on ``device`` already stays as it is, the same object.
+    Between some device types torch must make a new ``Parameter``. It gets the class and the attributes of the old
+    one, such as ``parameter.tensor_model_parallel``, and replaces it in all modules that share it. A parameter that is
+    already on ``device`` stays the same object.
 
-    Raises, before anything is changed, ``ValueError`` for a device that is none or not there and for parameters or
-    buffers without values, on the meta device; ``RuntimeError`` for an optimizer that holds parameters of which torch
-    has to make new ones.
+    Raises:
+        ValueError: for a device that does not exist here, and for parameters or buffers on the meta device.
+        RuntimeError: for an optimizer that holds parameters which torch must replace. Nothing is changed then.
     """
     target = checked_device(device)
     if all(tensor.device == target for tensor in (*model.parameters(), *model.buffers())):
@@ -42,22 +42,22 @@ def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> 
 
 
 def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Give ``new``, which takes the place of ``old``, its class and its own attributes."""
+    """Give ``new``, which replaces ``old``, the class and the attributes of ``old``."""
     if type(new) is not type(old):
         new.__class__ = type(old)
     vars(new).update(vars(old))
 
 
 def checked_device(device: torch.device | str | int) -> torch.device:
-    """``device`` with its index, as tensors there have it. Raises ``ValueError`` where there is none such here."""
+    """``device`` with its index, as its tensors have it. Raises ``ValueError`` if it does not exist here."""
     try:
         return torch.empty(0, device=torch.device(device)).device
-    # torch without CUDA answers with an AssertionError.
+    # torch without CUDA raises an AssertionError.
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"there is no device {str(device)!r} here: {reason} Give one of this machine, such as "
-            f"{_example_device()!r}, or none for the rank's own."
+            f"{_example_device()!r}, or leave it out for the device of this rank."
         ) from error
 
 
@@ -66,7 +66,7 @@ def _example_device() -> str:
 
 
 def _is_replaced(parameter: nn.Parameter, target: torch.device) -> bool:
-    """Whether ``Module.to`` makes a new object; it asks torch the same question."""
+    """Whether ``Module.to`` makes a new object, by the same check as in torch."""
     if torch.__future__.get_swap_module_params_on_conversion():
         return False
     empty = torch.empty(0, dtype=parameter.dtype, device=target)
@@ -80,6 +80,6 @@ def _check_have_values(model: nn.Module, target: torch.device) -> None:
     if without and target.type != "meta":
         raise ValueError(
             f"{len(without)} of the model's {len(tensors)} parameters and buffers are on the meta device and "
-            f"have no values to move to {target}, the first of them {without[0]}: give them values first, "
+            f"have no values to move to {target}, the first of them {without[0]}: materialise them first, "
             f"with model.to_empty(device={str(target)!r}) and an initialization or a checkpoint"
         )

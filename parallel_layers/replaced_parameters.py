@@ -1,8 +1,8 @@
-"""Optimizers that hold parameters which are about to be replaced, or have been, or are of other stages.
+"""Errors for optimizers that hold replaced parameters, or parameters of other stages.
 
-Such an optimizer goes on changing parameters that nobody trains: no error, no learning. It is seen at the replacement
-where it is there by then; one that is made later, of parameters listed before, at its first step. So is one of the
-whole model from before it was wrapped, which keeps in memory what other stages hold.
+Without the error such an optimizer would silently update parameters that are no longer trained. An existing optimizer
+is found when a parameter is replaced. An optimizer made later, from an old list of parameters, is found at its first
+step. An optimizer made before wrapping is found too; it would also keep the parameters of other stages in memory.
 """
 
 import gc
@@ -15,35 +15,35 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+# Names of the replaced parameters that are still referenced.
 _replaced = WeakIdKeyDictionary()
-"""Parameters that were replaced and that somebody still holds, with their names."""
 
 _step_hook: RemovableHandle | None = None
 
 
 def check_no_optimizer_holds(parameters: Mapping[str, nn.Parameter], remedy: str) -> None:
-    """Raise ``RuntimeError`` where a live optimizer holds one of ``parameters``, which are about to be replaced.
+    """Raise ``RuntimeError`` if a live optimizer holds one of ``parameters``, which are about to be replaced.
 
-    It names the optimizer's class and the first parameter, and ends with ``remedy``, what to do instead.
+    The message names the optimizer's class and the first parameter, and ends with ``remedy``.
     """
     if not parameters or not _holders(parameters):
         return
-    # An optimizer that nobody can reach any more may wait for the collector.
+    # An unreachable optimizer may still wait for the garbage collector.
     gc.collect()
     holders = _holders(parameters)
     if holders:
         optimizer, names = max(holders, key=lambda holder: len(holder[1]))
         raise RuntimeError(
             f"an optimizer, {type(optimizer).__name__}, holds {len(names)} of the {len(parameters)} parameters that "
-            f"are about to be replaced by new ones ({names[0]} is the first) and would go on with the old ones, which "
-            f"are not trained. {remedy}"
+            f"are about to be replaced ({names[0]} is the first) and would continue to update the old ones, which are "
+            f"not trained. {remedy}"
         )
 
 
 def watch_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Have an optimizer that steps with one of ``parameters``, which were replaced, raise ``RuntimeError``.
+    """Make every optimizer that steps with one of ``parameters``, which were replaced, raise ``RuntimeError``.
 
-    Costs nothing once they are gone, which is at once where nobody kept them.
+    The check of the steps is removed once all replaced parameters are freed.
     """
     global _step_hook
     for name, parameter in parameters.items():
@@ -63,20 +63,20 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
     if names:
         raise RuntimeError(
             f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
-            f"({names[0]} is the first): they were replaced, or are of other stages and kept in memory by it. "
-            f"Make it of local_parameters(), after wrapping, loading and move_model_to_device()."
+            f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
+            f"local_parameters(), after wrapping, loading and move_model_to_device()."
         )
 
 
 def _holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, list[str]]]:
     names = {id(parameter): name for name, parameter in parameters.items()}
-    # By type: the __class__ of a stranger's proxy may do anything.
+    # By type: the __class__ of a proxy object may run any code.
     optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
     held = [(o, [names[id(p)] for p in _parameters_of(o) if id(p) in names]) for o in optimizers]
     return [(optimizer, found) for optimizer, found in held if found]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Any]:
-    # One whose constructor failed has no groups.
+    # An optimizer whose constructor failed has no groups.
     groups = getattr(optimizer, "param_groups", [])
     return [parameter for group in groups for parameter in group["params"]]

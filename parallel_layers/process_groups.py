@@ -1,0 +1,87 @@
+"""Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from nxdpp.parallel_layers import launch
+
+DIMENSIONS = ("pipeline", "data", "tensor")
+
+# Activations and gradients, each to lower and to higher ranks.
+_TRANSFERS = 4
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The groups of a running job.
+
+    Attributes:
+        mesh: device mesh of shape (pipeline, data, tensor).
+        control_group: gloo group over this rank's pipeline group.
+        transfer_groups: groups over this rank's pipeline group, one for each kind of transfer.
+        world: the default process group at the time of construction.
+        started_world: whether nxdpp started ``torch.distributed``.
+    """
+
+    mesh: DeviceMesh
+    control_group: ProcessGroup
+    transfer_groups: tuple[ProcessGroup, ...]
+    world: ProcessGroup
+    started_world: bool
+
+    def size(self, dimension: str) -> int:
+        """Number of ranks along ``dimension``."""
+        return self.mesh.size(DIMENSIONS.index(dimension))
+
+    def rank(self, dimension: str) -> int:
+        """This rank's index along ``dimension``."""
+        return self.mesh.get_local_rank(dimension)
+
+    @property
+    def mesh_of_ranks(self) -> torch.Tensor:
+        """The global ranks, int64 of shape (pipeline, data, tensor)."""
+        return self.mesh.mesh
+
+    def destroy(self) -> None:
+        """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
+        if self.started_world:
+            dist.destroy_process_group()
+            return
+        groups = [*self.mesh.get_all_groups(), self.control_group, *self.transfer_groups]
+        for group in dict.fromkeys(groups):
+            if group is not self.world:
+                dist.destroy_process_group(group)
+
+
+def build_groups(tensor: int, pipeline: int, world_size: int, started_world: bool) -> ProcessGroups:
+    """Create the groups, on all ranks the same ones in the same order; collective over all ranks."""
+    device = launch.local_device()
+    ranks = torch.arange(world_size).view(pipeline, world_size // (tensor * pipeline), tensor)
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=DIMENSIONS)
+    control_group = mesh.get_group("pipeline")
+    transfer_groups = (control_group,) * _TRANSFERS
+    if device.type == "cuda":
+        pipelines = ranks_along(ranks, "pipeline")
+        control_group = _own_group(pipelines, "gloo")
+        transfer_groups = tuple(_own_group(pipelines, "nccl") for _ in range(_TRANSFERS))
+    world = dist.group.WORLD
+    assert world is not None
+    return ProcessGroups(mesh, control_group, transfer_groups, world, started_world)
+
+
+def ranks_along(mesh_of_ranks: torch.Tensor, dimension: str) -> list[list[int]]:
+    """Global ranks of every group along ``dimension`` of a mesh of shape (pipeline, data, tensor)."""
+    index = DIMENSIONS.index(dimension)
+    groups: list[list[int]] = mesh_of_ranks.movedim(index, -1).reshape(-1, mesh_of_ranks.shape[index]).tolist()
+    return groups
+
+
+def _own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:
+    """Create a group for each list, and return this rank's one."""
+    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)
+    assert isinstance(group, ProcessGroup)
+    return group
