@@ -1,1 +1,1 @@
-"""A model without memory, and how what is local of it gets its values."""
+"""Construction of models without memory, and the initial weights of the parameters that a rank holds."""

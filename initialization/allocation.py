@@ -1,4 +1,4 @@
-"""Memory for tensors of the meta device, marked so that what nobody has written is found again."""
+"""CPU memory for meta tensors, filled with a mark by which unwritten elements are found later."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Repeated, -1.7e38 or a NaN that no conversion yields; in one byte the only NaN of some types.
+# Repeated, the byte gives -1.7e38 or a NaN that no conversion yields; 0xFF is the only NaN of some 8-bit types.
 _UNWRITTEN, _UNWRITTEN_SINGLE = 0xFE, 0xFF
 _PIECE_BYTES = 2**22
 _MAKE_UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -16,22 +16,19 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def allocate(meta: torch.Tensor) -> torch.Tensor:
-    """An unwritten CPU tensor of the same shape, strides, dtype, class, ``requires_grad`` and own attributes.
-
-    A parameter stays one, of its class.
-    """
+    """Return an unwritten CPU tensor of the same shape, strides, dtype, class, ``requires_grad`` and attributes."""
     real = torch.empty_like(meta, device="cpu", requires_grad=False)
     mark(real)
     return with_type_of(real, meta)
 
 
 def mark(tensor: torch.Tensor) -> None:
-    """Make all of ``tensor``'s memory unwritten."""
+    """Mark all memory of ``tensor`` as unwritten."""
     _bytes(tensor).fill_(_mark(tensor))
 
 
 class MarkedMemory(TorchDispatchMode):
-    """While entered, tensors of ``torch.empty`` and the like (``Module.to_empty``) are unwritten."""
+    """Dispatch mode that marks new memory (``torch.empty``, ``Module.to_empty``) as unwritten."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,7 +41,7 @@ class MarkedMemory(TorchDispatchMode):
 
 
 def with_type_of(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """``real`` as what ``meta`` is: a parameter of its class or a plain tensor, with its attributes."""
+    """Return ``real`` with the parameter class and the attributes of ``meta``."""
     if isinstance(meta, nn.Parameter):
         real = torch.Tensor._make_subclass(type(meta), real.detach(), meta.requires_grad)
     vars(real).update({key: value for key, value in vars(meta).items() if key != "_is_hf_initialized"})
@@ -52,20 +49,17 @@ def with_type_of(real: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def replacement(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """``new`` with the class and the attributes of ``old`` that it lacks, and frozen where either is."""
-    dressed = with_type_of(new, old)
-    vars(dressed).update(vars(new))
-    return dressed.requires_grad_(new.requires_grad and old.requires_grad)
+    """Return ``new`` with the class of ``old`` and its missing attributes; it is frozen if one of them is frozen."""
+    result = with_type_of(new, old)
+    vars(result).update(vars(new))
+    return result.requires_grad_(new.requires_grad and old.requires_grad)
 
 
 def count_unwritten(tensor: torch.Tensor) -> int:
-    """How many elements nobody has written since ``allocate``.
-
-    Of floating-point tensors alone: in others any bits may be meant.
-    """
+    """Number of elements not written since ``allocate``; 0 for integers, whose values may be any bits."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
-    # Compared as integers, many times faster than as bytes; the only larger elements are pairs of 8 bytes.
+    # A comparison of integers is much faster than one of bytes. Elements of 16 bytes are pairs of integers.
     size = min(tensor.element_size(), 8)
     marked = int.from_bytes(bytes([_mark(tensor)]) * size, "little", signed=True)
     integers = _bytes(tensor.detach()).view(_INTEGERS[size])

@@ -1,4 +1,4 @@
-"""Lets a constructor see its tensors without memory as the CPU tensors that they stand for."""
+"""Torch function mode in which a constructor sees its meta tensors as CPU tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_map
 from nxdpp.initialization.recorder import ConstructorRecorder, check_device
 
 Tensor = torch.Tensor
-_getters: Any = Tensor  # its attributes are descriptors, which typing takes for what they give
+_getters: Any = Tensor  # Any: typing takes its descriptors for their values
 
-# Their C++ code looks at memory without an operation that could be recorded.
+# The C++ code of these methods reads memory without an operation that could be recorded.
 _ASK_FOR_VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 _ASK_FOR_MEMORY = {Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.__reduce__, Tensor.share_memory_, Tensor.pin_memory}
 _MOVES = {Tensor.to, Tensor.cpu}
@@ -20,7 +20,7 @@ _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class AsIfOnCpu(TorchFunctionMode):
-    """What Python code asks a recorder's tensors about their device and memory."""
+    """Answers Python code that asks about the device, the values or the memory of a recorder's tensors."""
 
     def __init__(self, recorder: ConstructorRecorder) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class AsIfOnCpu(TorchFunctionMode):
             return self._from_values(function, first, arguments[1:], keywords)
         if function in _ASK_FOR_MEMORY:
             raise RuntimeError(
-                f"deferred_init: the constructor calls {function.__name__} of a tensor of shape {tuple(first.shape)}, "
+                f"deferred_init: the constructor calls {function.__name__} on a tensor of shape {tuple(first.shape)}, "
                 f"which has no memory yet: build this model without deferred_init"
             )
         if function in _MOVES:
@@ -60,7 +60,7 @@ class AsIfOnCpu(TorchFunctionMode):
             return self._recorder.knows(tensor)
 
     def _call_with_own_devices(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Call ``function``; where the constructor itself says "meta", that is what it gets."""
+        """Call ``function``, which makes real meta tensors if the constructor itself asks for the meta device."""
         device = keywords.get("device")
         if device is None or torch.device(device).type != "meta":
             check_device(device, function)
@@ -76,11 +76,11 @@ class AsIfOnCpu(TorchFunctionMode):
             value = self._recorder.value(tensor).requires_grad_(tensor.requires_grad)
             result = function(value, *arguments, **keywords)
         if function is not Tensor.tolist:
-            result.flags.writeable = False  # what is written to it would be lost
+            result.flags.writeable = False  # writes to the copy would be lost
         return result
 
     def _with_values(self, data: Any) -> Any:
-        """Nested lists of numbers, some of which may be tensors."""
+        """Nested lists of numbers and tensors, with values in place of deferred tensors."""
         with torch._C.DisableTorchFunction():
             return tree_map(
                 lambda one: self._recorder.value(one) if isinstance(one, Tensor) and self._knows(one) else one, data
@@ -90,9 +90,9 @@ class AsIfOnCpu(TorchFunctionMode):
         return torch.tensor(self._with_values(data), dtype=dtype or own.dtype, **keywords)
 
     def _move(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """``tensor.to(...)``: to the CPU is to where it stands for being."""
+        """Run ``tensor.to(...)`` or ``tensor.cpu()``: a move to the CPU changes nothing."""
 
-        def here(value: Any) -> Any:
+        def with_meta_device(value: Any) -> Any:
             is_device = isinstance(value, torch.device | str)
             return torch.device("meta") if is_device and torch.device(value).type == "cpu" else value
 
@@ -106,9 +106,11 @@ class AsIfOnCpu(TorchFunctionMode):
         if to_meta:
             with torch.utils._python_dispatch._disable_current_modes():
                 return torch.empty_like(own, device="meta")
-        return function(own, *map(here, others), **{key: here(value) for key, value in keywords.items()})
+        return function(
+            own, *map(with_meta_device, others), **{key: with_meta_device(value) for key, value in keywords.items()}
+        )
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """``tensor.data = value``: tensors with and without memory cannot take each other's place."""
+        """Run ``tensor.data = value``, which torch allows only between tensors of one device."""
         with torch._C.DisableTorchFunction():
             tensor.data = value if self._knows(value) else self._recorder.deferred(value)

@@ -1,14 +1,25 @@
-"""Builds a module without memory for its parameters and buffers, and knows how to make each of them later."""
+"""Construction of a module without memory, from which each tensor can be materialised later.
+
+``deferred_init`` runs the constructor on meta tensors and records its tensor operations on a tape. A tensor is
+materialised by a replay of the operations that it depends on, from the generator state of that time::
+
+    constructor       weight.normal_()                       bias.zero_()
+    tape              0: normal_(weight), generator state    1: zero_(bias)
+    materialise       weight: replay 0                       bias: replay 1
+
+The generator advances as if the numbers were drawn. So the result is bit for bit that of the eager constructor, on
+whichever rank and in whatever order tensors are materialised.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nxdpp.initialization.as_if_on_cpu import AsIfOnCpu
 from nxdpp.initialization.init_on_device import is_on_meta
-from nxdpp.initialization.plain_attributes import materialise_plain_attributes
 from nxdpp.initialization.record import ConstructorRecord, remember
 from nxdpp.initialization.recorder import ConstructorRecorder, is_recording
 from nxdpp.initialization.tape import Tape
@@ -17,43 +28,40 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M:
-    """``constructor(*args, **kwargs)`` without memory: parameters and buffers are plain ones on the meta device.
+    """Call ``constructor(*args, **kwargs)`` without memory for its parameters and buffers; not collective.
 
-    How each is made is recorded, so that ``NxDPPModel`` makes the local ones, and only those. They are bit for bit
-    what the constructor itself would have made at this place under the same state of torch's generator, whichever
-    of them are made and in whatever order, and the generator is left as the constructor leaves it. Ties, classes and
-    attributes of parameters are kept.
+    Parameters and buffers are on the meta device, with the constructor's classes, attributes and ties. ``NxDPPModel``
+    materialises those of its rank, bit for bit as the eager constructor makes them. torch's generator is left in the
+    same state as after the eager constructor.
 
-    The constructor sees CPU tensors. Where it asks for a value (``.item()``, ``.tolist()``, ``.numpy()``, ``if``, an
-    index by a mask), that one is computed then. A tensor that is an attribute of a module, also within lists, tuples
-    and dictionaries, and neither a parameter nor a buffer nor a part of one, nor requires a gradient, has its values
-    when this returns. So has a parameter that is itself a tensor from outside; tensors from outside that others are
-    computed from are copied.
+    The constructor sees CPU tensors. A value that it asks for (``.item()``, ``.tolist()``, ``.numpy()``, ``if``, an
+    index by a mask) is computed at once. Tensors in plain attributes of a module, also in lists, tuples and
+    dictionaries, are materialised before the function returns. Excepted are parts of parameters or buffers, and
+    tensors that require a gradient. Tensors from outside that an operation reads are copied.
 
-    Time: the generator is moved over the constructor's uniform and normal numbers without drawing them, in some 3 ms
-    for a large tensor; other random numbers (exponential, permutations) are drawn, one tensor at a time in memory.
-    Memory: 5 kB for each random operation that counts, and what was given by value.
+    Time: a large uniform or normal tensor takes about 3 ms, because the generator jumps over its numbers. Other random
+    numbers (exponential, permutations) are drawn, one tensor at a time. Memory: 5 kB for each recorded random
+    operation, and the copies of tensors from outside.
 
-    What differs from the eager constructor:
+    Differences from the eager constructor:
 
     - Elements that it leaves undefined (``torch.empty``) are zero.
-    - ``.numpy()`` is a read-only copy.
-    - Parameters that are views of one storage, and not the same object, no longer share memory once made.
-    - A matrix product or decomposition rounds as with the number of threads set when the tensor is made.
-    - ``type()`` of a tensor, ``isinstance(x, torch.FloatTensor)`` and ``torch.nn.init``'s own code see meta tensors.
-    - What is done to the module afterwards is not recorded: ``.half()`` or ``nn.init.zeros_(parameter)`` belong into
-      the constructor, and are an error when values are asked for. Not noticed is what is written through ``.data``.
-      A copy of the module (``copy.deepcopy``) is a plain model on the meta device.
-    - Tensors that only a closure or an object of another kind holds stay on the meta device.
+    - ``.numpy()`` returns a read-only copy.
+    - Different parameters that are views of one storage no longer share memory once materialised.
+    - A matrix product or decomposition is computed with the number of threads at the time of the replay.
+    - ``type()`` of a tensor, ``isinstance(x, torch.FloatTensor)`` and the code of ``torch.nn.init`` see meta tensors.
+    - Later changes of the module (``.half()``, ``nn.init.zeros_(parameter)``) are not recorded. They are an error when
+      the module is materialised, except writes through ``.data``, which are not noticed: make them in the constructor.
+    - A copy of the module (``copy.deepcopy``) is a plain model on the meta device.
+    - Tensors that only a closure or an object of another kind refers to stay on the meta device.
 
-    Not collective. Inside a constructor that is being recorded it just calls ``constructor``.
+    Inside a constructor that is already recorded it only calls ``constructor``.
 
     Raises:
-        TypeError: where ``constructor`` is not callable, or returns no module.
-        ValueError: inside ``init_on_device``, ``torch.device`` contexts and with another default device than the CPU.
-        RuntimeError: where the constructor makes tensors on another device than the CPU (those on the meta device
-            stay what they are), sparse ones, or uses ``data_ptr()``, ``pin_memory()``, ``share_memory_()`` or
-            pickling on a tensor that has no memory.
+        TypeError: if ``constructor`` is not callable or does not return a module.
+        ValueError: inside ``init_on_device`` or a ``torch.device`` context, or with a default device other than CPU.
+        RuntimeError: if the constructor makes tensors that are sparse or on a device other than CPU and meta, or calls
+            ``data_ptr()``, ``pin_memory()``, ``share_memory_()`` or pickles a tensor that has no memory.
     """
     if not callable(constructor):
         raise TypeError(
@@ -62,7 +70,11 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
         )
     if is_recording():
         return constructor(*args, **kwargs)
-    _check_surroundings()
+    if is_on_meta() or torch.get_default_device().type != "cpu":
+        raise ValueError(
+            "deferred_init must be called outside of init_on_device and torch.device contexts, with the CPU as the "
+            "default device: it allocates no memory by itself"
+        )
     seed, state = torch.initial_seed(), torch.get_rng_state()
     tape = Tape()
     recorder = ConstructorRecorder(tape)
@@ -70,15 +82,38 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
         module = constructor(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise TypeError(f"{constructor!r} returned a {type(module).__name__}, not a torch.nn.Module")
-    materialise_plain_attributes(module, recorder)
-    tape.forget_the_dead()
+    _materialise_plain_attributes(module, recorder)
+    tape.drop_unreachable()
     remember(ConstructorRecord(tape, seed, state), module)
     return module
 
 
-def _check_surroundings() -> None:
-    if is_on_meta() or torch.get_default_device().type != "cpu":
-        raise ValueError(
-            "deferred_init must be called outside of init_on_device and torch.device contexts, with the CPU as the "
-            "default device: it allocates nothing by itself"
+def _materialise_plain_attributes(root: nn.Module, recorder: ConstructorRecorder) -> None:
+    """Materialise the deferred tensors in plain attributes of the modules: no later step would do it.
+
+    Excepted are tensors in the storage of a parameter or buffer, and tensors that require a gradient, which each
+    forward computes.
+    """
+    registered = [*root.parameters(), *root.buffers()]
+    shared = {recorder.tape.number_of(tensor) for tensor in registered if recorder.knows(tensor)}
+    made: dict[int, torch.Tensor] = {}
+
+    def is_plain(leaf: Any) -> bool:
+        return (
+            isinstance(leaf, torch.Tensor)
+            and recorder.knows(leaf)
+            and not leaf.requires_grad
+            and recorder.tape.number_of(leaf) not in shared
         )
+
+    def with_value(leaf: Any) -> Any:
+        if not is_plain(leaf):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = recorder.value(leaf)
+        return made[id(leaf)]
+
+    for module in root.modules():
+        for name, attribute in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules") and any(map(is_plain, tree_leaves(attribute))):
+                vars(module)[name] = tree_map(with_value, attribute)

@@ -1,4 +1,7 @@
-"""A context in which modules are built with their parameters on a device, above all the meta device."""
+"""Context in which modules are built with their parameters on a device, mostly the meta device.
+
+A hook moves each parameter to the meta device when its module registers it. Buffers are computed as usual.
+"""
 
 import threading
 import weakref
@@ -17,12 +20,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.initialization.recorder import is_recording
 
-# What transformers sets on modules and tensors that have their values, and need not be initialised again.
+# transformers sets this attribute on modules and tensors that are already initialised.
 _INITIALISED = "_is_hf_initialized"
 
 
 class _Contexts(threading.local):
-    """This thread's contexts, the innermost last; None for one of another device than meta."""
+    """This thread's contexts, the innermost last; None for a device other than meta."""
 
     def __init__(self) -> None:
         self.stack: list[_MetaContext | None] = []
@@ -33,36 +36,33 @@ _contexts = _Contexts()
 
 @contextmanager
 def init_on_device(device: torch.device | str | int) -> Iterator[None]:
-    """Modules built in this context have their parameters on ``device``.
+    """Build modules with their parameters on ``device``; not collective.
 
-    On the meta device a parameter gives its memory back as soon as a module registers it: what is held is at most
-    the one that is being made. It stays the same object, with its class, ``requires_grad``, attributes and
-    sharing. Buffers are made as always, with values on the CPU, those that no checkpoint has (rotary ``inv_freq``,
-    causal masks) among them; only one computed from a parameter is on the meta device, too. What the constructor
-    draws for parameters is not drawn; what it draws for buffers is. transformers' marks of what is initialised are
-    taken off the modules and parameters made here, so that a later ``initialize_weights()`` reaches them.
+    On the meta device the memory of a parameter is freed when a module registers it, so at most one parameter is in
+    memory. It stays the same object, with its class, ``requires_grad``, attributes and ties. Buffers are computed on
+    the CPU, as those that no checkpoint has (rotary ``inv_freq``, causal masks) must be. Only a buffer that is
+    computed from a registered parameter is on the meta device. transformers' marks of initialised modules and
+    parameters are removed, so that a later ``initialize_weights()`` initialises them.
 
-    Parameters get their values later, from ``load_pretrained``, a ``param_init_fn``, ``_init_weights`` of transformers'
-    models or ``reset_parameters``: what else a constructor does to them (``self.apply(self._init)``) is lost, and what
-    ``deferred_init`` is for.
+    The initial weights come later: from ``load_pretrained``, a ``param_init_fn``, ``_init_weights`` of transformers'
+    models or ``reset_parameters``. Other initialisation in a constructor (``self.apply(self._init)``) is lost: use
+    ``deferred_init`` for it.
 
-    On any other device it does what ``with torch.device(device)`` does. Contexts nest: the innermost one counts.
-    Only modules built in the same thread are concerned. Not collective.
-
-    Source: the pipeline guide of NeuronX Distributed, "Using meta device for initialization".
+    Any other device works as in ``with torch.device(device)``. Of nested contexts the innermost one counts. The
+    context applies only to the current thread. The name is that of the pipeline guide of NeuronX Distributed.
 
     Raises:
-        TypeError, ValueError: for what is no device.
-        ValueError: while building, for a parameter that cannot go to the meta device: a lazy one, which has no
-            shape yet, a tensor subclass that wraps others, or one of which there are views already.
+        TypeError, ValueError: for an invalid device.
+        ValueError: while building, for a parameter that cannot be on the meta device: a lazy one, which has no shape
+            yet, a tensor subclass that wraps others, or one that has views already.
         RuntimeError: inside a constructor that ``deferred_init`` runs; while building, for a parameter that
             transformers' ``from_pretrained`` has loaded.
     """
     target = _as_device(device)
     if is_recording():
         raise RuntimeError(
-            "init_on_device inside a constructor that deferred_init runs: deferred_init allocates nothing anyway, "
-            "so leave the inner context out"
+            "init_on_device is called in a constructor that deferred_init runs: deferred_init allocates no memory "
+            "itself, so remove the inner context"
         )
     with ExitStack() as exits:
         context = _MetaContext() if target.type == "meta" else None
@@ -78,12 +78,12 @@ def init_on_device(device: torch.device | str | int) -> Iterator[None]:
 
 
 def is_on_meta() -> bool:
-    """Whether ``init_on_device`` of the meta device is this thread's innermost context."""
+    """Whether this thread's innermost context is ``init_on_device`` of the meta device."""
     return bool(_contexts.stack) and _contexts.stack[-1] is not None
 
 
 class _MetaContext:
-    """What one context on the meta device does to modules that are built in it."""
+    """One context on the meta device, and the modules and parameters that were built in it."""
 
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -98,9 +98,9 @@ class _MetaContext:
 
     def forget_initialised(self) -> None:
         for module in self._modules:
-            # Modules that register nothing (activations) are not in the set, and no hook tells of them.
-            for one in (module, *filter(_has_nothing, module.children())):
-                vars(one).pop(_INITIALISED, None)
+            # No hook sees modules that register no tensor (activations), so they are reached from their parents.
+            for marked in (module, *filter(_has_no_tensors, module.children())):
+                vars(marked).pop(_INITIALISED, None)
         for parameter in self._parameters:
             vars(parameter).pop(_INITIALISED, None)
 
@@ -119,28 +119,28 @@ class _MetaContext:
             if getattr(parameter, _INITIALISED, False):
                 raise RuntimeError(
                     f"parameter {name} of {type(module).__name__} has the values of a checkpoint (from_pretrained?), "
-                    f"and init_on_device(torch.device('meta')) would throw them away. Build the model by its "
-                    f"constructor, CLASS(config), wrap it, and call nxdpp.load_pretrained(model, DIRECTORY)."
+                    f"which init_on_device(torch.device('meta')) would discard. Build the model by its constructor, "
+                    f"CLASS(config), wrap it, and call nxdpp.load_pretrained(model, DIRECTORY)."
                 )
             _to_meta(parameter, f"{name} of {type(module).__name__}")
             self._parameters.append(parameter)
 
 
-def _has_nothing(module: nn.Module) -> bool:
+def _has_no_tensors(module: nn.Module) -> bool:
     return not any(True for _ in module.parameters()) and not any(True for _ in module.buffers())
 
 
 def _to_meta(parameter: nn.Parameter, place: str) -> None:
-    """Put ``parameter`` on the meta device, the object staying what it is."""
+    """Move ``parameter`` to the meta device; it stays the same object."""
     if is_lazy(parameter):
-        raise ValueError(f"parameter {place} is lazy, it has no shape yet: build the module with its sizes given")
+        raise ValueError(f"parameter {place} is lazy and has no shape yet: build the module with explicit sizes")
     if is_traceable_wrapper_subclass(parameter):
         raise ValueError(
             f"parameter {place} is a {type(parameter).__name__}, which wraps other tensors: build this module "
             f"outside init_on_device(torch.device('meta'))"
         )
     kind, attributes = type(parameter), vars(parameter)
-    # Plain tensors and parameters differ in what swapping checks, so both sides are of the same class.
+    # swap_tensors needs two tensors of the same class.
     meta = torch.Tensor._make_subclass(kind, torch.empty_like(parameter.detach(), device="meta"))
     meta.requires_grad_(parameter.requires_grad)
     vars(meta).update(attributes)
@@ -148,7 +148,7 @@ def _to_meta(parameter: nn.Parameter, place: str) -> None:
         torch.utils.swap_tensors(parameter, meta)
     except RuntimeError as error:
         raise ValueError(
-            f"parameter {place} cannot go to the meta device, because there are views or weak references of it: "
+            f"parameter {place} cannot move to the meta device, because it has views or weak references: "
             f"register it before they are made"
         ) from error
 
@@ -159,4 +159,4 @@ def _as_device(device: torch.device | str | int) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"torch does not know the device {device!r}: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""Who gives a module's parameters their values: the user's function, transformers, or the module itself."""
+"""Sources of a module's initial weights: the user's function, transformers' ``_init_weights``, ``reset_parameters``."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,14 +12,14 @@ from transformers.initialization import guard_torch_init_functions
 
 ParameterInitialiser = Callable[..., Any]
 
-# What transformers notes on modules and tensors that it need not initialise any more.
+# transformers sets this attribute on tensors that are already initialised.
 _DONE = "_is_hf_initialized"
 
 
 def check_param_init_fn(function: Any, module: nn.Module) -> None:
-    """Raise ``TypeError`` unless it can be called with a module or with a module and a device.
+    """Raise ``TypeError`` unless ``function`` can be called with a module, or with a module and a device.
 
-    Raises ``ValueError`` where ``module`` has nothing on the meta device, which is what it is for.
+    Raises ``ValueError`` if ``module`` has no tensor on the meta device.
     """
     if function is None:
         return
@@ -32,13 +32,13 @@ def check_param_init_fn(function: Any, module: nn.Module) -> None:
         )
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise ValueError(
-            "param_init_fn initialises a model that was built on the meta device, and this one has values already. "
+            "param_init_fn initialises a model on the meta device, but this one has values already. "
             "Build it under nxdpp.init_on_device(torch.device('meta')), or leave param_init_fn out."
         )
 
 
 def call_param_init_fn(function: ParameterInitialiser, module: nn.Module) -> None:
-    """Call it in the form that it has; a module is initialised on the CPU."""
+    """Call ``function`` with ``module``, and with the CPU device if it takes a second argument."""
     if _takes(function, 1):
         function(module)
     else:
@@ -46,7 +46,7 @@ def call_param_init_fn(function: ParameterInitialiser, module: nn.Module) -> Non
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Call the module's own ``reset_parameters``, or torch's ``_reset_parameters``, if it has one."""
+    """Call the module's ``reset_parameters``, or torch's ``_reset_parameters``, if it has one."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
@@ -55,38 +55,38 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def has_own_tensors(module: nn.Module) -> bool:
-    """Whether ``module`` has parameters or buffers that are not those of modules in it."""
+    """Whether ``module`` itself, without its children, has parameters or buffers."""
     return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
 class HuggingFaceInitialiser:
-    """The ``_init_weights`` of the models of transformers in ``root``, each for the modules that are its own.
+    """Calls ``_init_weights`` of the transformers models in ``root``.
 
-    As in ``PreTrainedModel.initialize_weights``: children come before parents, and the innermost model is asked.
+    As in ``PreTrainedModel.initialize_weights``, children come before parents, and the innermost model initialises.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._turns = {name: (owner, module) for name, module, owner in _turns(root, "", None)}
 
     def knows(self, name: str) -> bool:
-        """Whether the module of this name is part of such a model."""
+        """Whether the module of this name is part of a transformers model."""
         return name in self._turns
 
     def run(self, wanted: Collection[str], done: Sequence[torch.Tensor], begin: Callable[[str], None]) -> None:
-        """Initialise the modules ``wanted`` and those that they are in, but no tensor that is ``done``.
+        """Initialise the modules ``wanted`` and their ancestors, except the tensors ``done``.
 
-        ``begin`` hears the name of each module first.
+        ``begin`` is called first with the name of each module.
         """
-        with _left_alone(done):
+        with _skipped(done):
             for name, (owner, module) in self._turns.items():
                 if name in wanted or not name or any(inner.startswith(f"{name}.") for inner in wanted):
                     begin(name)
                     owner._init_weights(module)
 
     def run_one(self, name: str, done: Sequence[torch.Tensor]) -> None:
-        """The same for one module alone."""
+        """Initialise one module, except the tensors ``done``."""
         owner, module = self._turns[name]
-        with _left_alone(done):
+        with _skipped(done):
             owner._init_weights(module)
 
 
@@ -102,8 +102,8 @@ def _turns(
 
 
 @contextmanager
-def _left_alone(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Have the functions of ``transformers.initialization`` and ``torch.nn.init`` pass these tensors over."""
+def _skipped(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Make the functions of ``transformers.initialization`` and ``torch.nn.init`` skip these tensors."""
     marked = [tensor for tensor in tensors if not getattr(tensor, _DONE, False)]
     for tensor in marked:
         setattr(tensor, _DONE, True)
@@ -121,6 +121,6 @@ def _takes(function: ParameterInitialiser, count: int) -> bool:
     except TypeError:
         return False
     except ValueError:
-        # A builtin without a signature.
+        # A builtin function without a signature.
         return count == 1
     return True

@@ -1,9 +1,9 @@
-"""Moves torch's CPU generator on by many draws at once.
+"""Jump of torch's CPU generator over many draws at once.
 
-The generator is a Mersenne Twister: its words are a linear recurrence over the two-element field, so a word far ahead
-is a sum of some of the next 19937, given by the remainder of a power of x by the recurrence's characteristic
-polynomial (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer: Efficient Jump Ahead for F2-Linear Random Number
-Generators, 2008). Polynomials are numbers whose bits are the coefficients, the constant one the lowest.
+The generator is a Mersenne Twister: its words are a linear recurrence over the field of two elements. So a word far
+ahead is a sum (XOR) of some of the next 19937 words. The remainder of a power of x by the characteristic polynomial
+of the recurrence tells which ones (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer: Efficient Jump Ahead for
+F2-Linear Random Number Generators, 2008). A polynomial is an int: bit i is the coefficient of x ** i.
 """
 
 from functools import cache, lru_cache
@@ -21,14 +21,14 @@ _TWIST = 0x9908B0DF
 _DEGREE = 19937
 _AT_A_TIME = 1024
 
-# Where the parts stand in the bytes of a generator's state.
+# Positions in the bytes of a generator's state.
 _LEFT = slice(8, 12)
 _NEXT = slice(16, 24)
 _STATE = slice(24, 24 + 8 * _WORDS)
 
 
 def jump(generator: torch.Generator, draws: int) -> None:
-    """Leave ``generator``, a CPU one, as ``draws`` draws of 32 bits do: in 3 ms, the first time for a number in 35."""
+    """Advance the CPU ``generator`` by ``draws`` draws of 32 bits: in 3 ms, or 35 ms for a new number of draws."""
     if draws == 0:
         return
     state = generator.get_state()
@@ -43,9 +43,9 @@ def jump(generator: torch.Generator, draws: int) -> None:
 
 
 def _words_after(words: Words, blocks: int) -> Words:
-    """The block of words that is ``blocks`` after ``words``."""
+    """The block of words ``blocks`` blocks after ``words``."""
     windows = sliding_window_view(_continued(words, _WORDS + _DEGREE + 1), _WORDS)
-    # Of a window's first word the recurrence needs one bit only, so the sum is made one word further on.
+    # The recurrence uses one bit only of the first word of a window, so the sum starts one word later.
     summands = _power_of_x(_WORDS * blocks - 1) + 1
     result = np.zeros(_WORDS, np.uint32)
     for start in range(0, len(summands), _AT_A_TIME):
@@ -54,10 +54,10 @@ def _words_after(words: Words, blocks: int) -> Words:
 
 
 def _continued(words: Words, length: int) -> Words:
-    """``words`` and those that follow, ``length`` in all."""
+    """``words`` and the words that follow them, ``length`` in total."""
     result = np.empty(length, np.uint32)
     result[:_WORDS] = words
-    step = _WORDS - _MIDDLE  # so many do not depend on each other
+    step = _WORDS - _MIDDLE  # this many words do not depend on each other
     for start in range(_WORDS, length, step):
         end = min(start + step, length)
         first = slice(start - _WORDS, end - _WORDS)
@@ -69,7 +69,7 @@ def _continued(words: Words, length: int) -> Words:
 
 @lru_cache(maxsize=256)
 def _power_of_x(exponent: int) -> NDArray[np.int64]:
-    """Exponents of the remainder of ``x ** exponent`` by the characteristic polynomial."""
+    """Exponents in the remainder of ``x ** exponent`` by the characteristic polynomial."""
     squarings = max(0, exponent.bit_length() - _DEGREE.bit_length() + 1)
     power = 1 << (exponent >> squarings)
     for place in reversed(range(squarings)):
@@ -78,7 +78,7 @@ def _power_of_x(exponent: int) -> NDArray[np.int64]:
 
 
 def _square(polynomial: int) -> int:
-    """The coefficients apart, with zeros in between."""
+    """Square a polynomial: a zero goes between each two coefficients."""
     octets = np.frombuffer(polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little"), np.uint8)
     return int.from_bytes(_spread_octets()[octets].tobytes(), "little")
 
@@ -99,7 +99,7 @@ def _remainder(polynomial: int) -> int:
 
 @cache
 def _characteristic() -> tuple[int, ...]:
-    """Exponents of the characteristic polynomial, in order (Matsumoto, Nishimura: Mersenne Twister, 1998)."""
+    """Exponents of the characteristic polynomial, ascending (Matsumoto, Nishimura: Mersenne Twister, 1998)."""
     polynomial = 1
     for place in range(31):
         polynomial = (polynomial << _WORDS - 1) ^ (polynomial << _MIDDLE - 1) ^ (_TWIST >> place & 1)

@@ -1,7 +1,7 @@
-"""Random numbers of a parameter that follow from the seed and its name, whatever else is initialised, and where.
+"""A random stream for each parameter, whose seed is a hash of the model's seed and the parameter's name.
 
-With one stream for the whole model, what a parameter is drawn from depends on how much was drawn before it, and so on
-which parameters a rank holds. Here each has its own::
+With one stream for the whole model, the numbers of a parameter would depend on all earlier draws, so on the parameters
+that the rank holds. With its own stream a parameter gets the same numbers under any partition::
 
     seed, "layers.3.mlp.weight"  ─▶ stream ─▶ normal_(weight)  ─▶ uniform_(weight)
     seed, "layers.3.mlp.bias"    ─▶ stream ─▶ uniform_(bias)
@@ -18,18 +18,17 @@ from nxdpp.initialization.written_tensors import written_tensors
 
 
 class NamedStreams(TorchDispatchMode):
-    """While entered, random numbers on the CPU come from a stream of the tensor that they are written to.
+    """Dispatch mode that draws random numbers on the CPU from the stream of the tensor that they are written to.
 
-    What is drawn into a tensor without a name (``torch.randn(...)`` that is copied later) comes from a stream of the
-    module that is being initialised. When another module's turn begins, the streams of tensors begin anew: a tensor
-    that several modules write has what the last of them draws, whether the others were asked on this rank or not. An
-    explicit ``generator`` is left alone, and so are Python's and NumPy's random numbers. On exit the default generator
-    is as it was.
+    Numbers for a tensor without a name (``torch.randn(...)``, copied later) come from a stream of the current module.
+    Each module restarts the streams of the tensors that it writes. So a tensor written by several modules has the
+    numbers of the last one, even if a rank skips the others. An explicit ``generator`` and the random numbers of Python
+    and NumPy are not changed. The state of the default generator stays as it is.
 
     Args:
-        seed: as ``torch.initial_seed()`` gives it.
+        seed: the model's seed, from ``torch.initial_seed()``.
         names: the named tensors, by name.
-        guarded: tensors that nobody may change meanwhile; what is written to them is dropped.
+        guarded: tensors that must not change; writes to them are dropped.
     """
 
     def __init__(self, seed: int, names: Mapping[str, torch.Tensor], guarded: list[torch.Tensor]) -> None:
@@ -43,12 +42,12 @@ class NamedStreams(TorchDispatchMode):
         self._has_drawn = False
 
     def begin(self, module: str) -> None:
-        """From now on the module of this name is being initialised."""
+        """Make ``module`` the name of the current module, which is initialised from now on."""
         self._module = module
         self._states = {stream: state for stream, state in self._states.items() if stream[0] == "module"}
 
     def guard(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From now on nobody may change ``tensors``, either."""
+        """Drop writes to ``tensors`` from now on."""
         self._guarded.update(map(_key, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,12 +62,12 @@ class NamedStreams(TorchDispatchMode):
         return self._draw(self._stream(written), func, args, kwargs)
 
     def wrote(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was written to ``tensor``'s memory."""
+        """Whether an operation has written to the memory of ``tensor``."""
         return _key(tensor) in self._written
 
     @property
     def has_drawn(self) -> bool:
-        """Whether any stream was used."""
+        """Whether any random number was drawn from a stream."""
         return self._has_drawn
 
     def _stream(self, written: list[torch.Tensor]) -> tuple[str, str]:
@@ -96,6 +95,6 @@ def _stream_seed(seed: int, kind: str, name: str) -> int:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """The same for all views of a tensor."""
+    """Identify a tensor's storage, the same for all its views."""
     key: int = tensor.untyped_storage()._cdata
     return key

@@ -1,4 +1,4 @@
-"""What drawing random numbers does to a generator, without the memory for the numbers."""
+"""Advance of a generator by the random numbers of an operation, without memory for the numbers."""
 
 from functools import cache
 from typing import Any
@@ -10,11 +10,11 @@ from nxdpp.initialization import mersenne_twister
 
 aten = torch.ops.aten
 _SCRATCH = 1 << 18  # elements drawn at a time
-_WORTH_A_JUMP = 1 << 22  # numbers whose drawing takes longer than to jump over them
+_WORTH_A_JUMP = 1 << 22  # more numbers than this take longer to draw than to jump over
 
 _NORMAL = {aten.normal_, aten.randn, aten.randn_like, aten.normal_functional}
 _UNIFORM = {aten.uniform_, aten.rand, aten.rand_like}
-_BLOCK = 16  # normal numbers that torch makes at a time, of as many uniform ones
+_BLOCK = 16  # torch makes normal numbers in blocks, from as many uniform ones
 
 
 def is_random(function: Any) -> bool:
@@ -23,21 +23,21 @@ def is_random(function: Any) -> bool:
 
 
 def can_skip(function: Any, result: torch.Tensor) -> bool:
-    """Whether what ``function`` draws for ``result`` follows from the latter's shape, strides and dtype."""
+    """Whether the draws of ``function`` depend only on shape, strides and dtype of ``result``."""
     return function.overloadpacket in _NORMAL | _UNIFORM and result.dtype.is_floating_point
 
 
 def skip(function: Any, result: torch.Tensor, generator: torch.Generator) -> None:
-    """Leave ``generator`` as ``function`` does that fills ``result``, which may be on the meta device.
+    """Advance ``generator`` as ``function`` does when it fills ``result``, which may be on the meta device.
 
-    Uniform numbers are drawn one after the other, whatever the strides. Normal ones are made in blocks of 16 uniform
-    ones where there are at least 16 that lie contiguously, else in pairs one after the other.
+    torch draws uniform numbers one by one. It makes normal numbers in blocks of 16 uniform ones if at least 16 are
+    contiguous, else in pairs.
     """
     count = result.numel()
     if function.overloadpacket in _UNIFORM:
         _draw_uniform(count, result.dtype, generator)
     elif count >= _BLOCK and result.is_contiguous():
-        # How an incomplete last block is made up differs by dtype, so torch does it itself.
+        # The way to fill an incomplete last block depends on the dtype, so torch draws it.
         last = _BLOCK + count % _BLOCK
         _draw_uniform(count - last, result.dtype, generator)
         torch.empty(last, dtype=result.dtype, device="cpu").normal_(generator=generator)
@@ -57,7 +57,7 @@ def _draw_uniform(count: int, dtype: torch.dtype, generator: torch.Generator) ->
 
 @cache
 def _draws_each(dtype: torch.dtype) -> int | None:
-    """How many draws of 32 bits a uniform number is made of; None if this torch's generator is not the one we know."""
+    """Number of 32-bit draws in a uniform number; None if torch's generator is not a known one."""
     count = 10_000
     drawn = torch.Generator().manual_seed(1)
     torch.empty(count, dtype=dtype, device="cpu").uniform_(generator=drawn)
@@ -77,6 +77,6 @@ def _draw_in_pairs(count: int, dtype: torch.dtype, generator: torch.Generator) -
 
 @cache
 def _scratch(dtype: torch.dtype) -> torch.Tensor:
-    """Memory for all draws: were it another for each, what is made between them would keep it from being reused."""
+    """Scratch memory for all draws. New memory for each draw would fragment the heap."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.empty(_SCRATCH, dtype=dtype, device="cpu")

@@ -1,4 +1,7 @@
-"""What is known of a module that was built without memory: the values that its tensors are to have."""
+"""Record of a deferred module's constructor, from which each tensor of the module is materialised.
+
+``deferred_init`` remembers the record for the module and its parts; ``record_of`` finds it.
+"""
 
 import hashlib
 import weakref
@@ -13,10 +16,10 @@ from nxdpp.initialization.tape import Tape
 
 
 class ConstructorRecord:
-    """How to make each tensor that a constructor made, in any order, with the values that it would have.
+    """Materialises tensors that a recorded constructor made, in any order.
 
     Attributes:
-        origin: what random numbers the values are from, in words; the same where the values are the same.
+        origin: text with the seed and generator state of the constructor, for comparison between replicas.
     """
 
     def __init__(self, tape: Tape, seed: int, generator_state: torch.Tensor) -> None:
@@ -25,21 +28,21 @@ class ConstructorRecord:
         self.origin = f"torch.initial_seed() {seed}, state {digest} of its generator"
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is on the meta device and was made by the recorded constructor."""
+        """Whether ``tensor`` is a meta tensor that the recorded constructor made."""
         return tensor.is_meta and self._tape.number_of(tensor) is not None
 
     def is_written(self, tensor: torch.Tensor) -> bool:
-        """Whether the constructor gave ``tensor``, or a part of its storage, any value; False after ``torch.empty``."""
+        """Whether the constructor wrote to the storage of ``tensor``; False after a mere ``torch.empty``."""
         number = self._tape.number_of(tensor)
         return number is not None and self._tape.is_written(number)
 
     def materialise(self, tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new plain tensor of the dtype, shape and strides of ``tensor``, with the values of the eager constructor.
+        """Return a new plain tensor with the dtype, shape, strides and values of the eager constructor's tensor.
 
-        Meanwhile there is memory for it, and for what it was computed from. Elements that the constructor left
-        undefined are zero. The state of torch's generators stays as it is. Not collective.
+        The tensors from which it is computed are in memory meanwhile. Elements that the constructor left undefined are
+        zero. The states of torch's generators do not change. Not collective.
 
-        Raises ValueError for a tensor that the record does not know.
+        Raises ``ValueError`` for a tensor that the constructor did not make.
         """
         if not self.knows(tensor):
             raise ValueError(
@@ -51,7 +54,7 @@ class ConstructorRecord:
 
 @dataclass(frozen=True)
 class _Part:
-    """A recorded module, and which object each of its tensors was, in which version, when the constructor ended."""
+    """A recorded module with the identity and version of each of its tensors at the end of the constructor."""
 
     record: ConstructorRecord
     tensors: dict[str, tuple[int, int]]
@@ -61,11 +64,11 @@ _parts: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary(
 
 
 def record_of(module: nn.Module) -> ConstructorRecord | None:
-    """The record that came with ``module``, or with a part of it, from ``deferred_init``; None without one.
+    """The record of ``module`` or of a part of it; None if ``deferred_init`` made none of them.
 
     Raises:
-        ValueError: where parts of it come from different calls.
-        RuntimeError: where a tensor that has no values yet was replaced (``model.half()``) or written to since.
+        ValueError: if parts of ``module`` come from different calls.
+        RuntimeError: if a meta tensor was replaced (``model.half()``) or written to since the constructor.
     """
     found = {name: part for name, each in module.named_modules() if (part := _parts.get(each)) is not None}
     if len({id(part.record) for part in found.values()}) > 1:
@@ -76,7 +79,7 @@ def record_of(module: nn.Module) -> ConstructorRecord | None:
 
 
 def remember(record: ConstructorRecord, module: nn.Module) -> None:
-    """Make ``record`` what ``record_of`` finds for ``module`` and for its parts, while those live."""
+    """Register ``record`` for ``module`` and its parts, as long as they exist."""
     for part in module.modules():
         tensors = {key: (id(tensor), tensor._version) for key, tensor in _own(part) if record.knows(tensor)}
         _parts[part] = _Part(record, tensors)
@@ -91,8 +94,8 @@ def _check_unchanged(part: _Part, module: nn.Module, name: str) -> None:
         if written or not part.record.knows(tensor):
             raise RuntimeError(
                 f"{f'{name}.{key}' if name else key} was {'written to' if written else 'replaced'} after "
-                f"deferred_init, which has recorded the constructor only: do it there, in a function that is given in "
-                f"its place, such as deferred_init(lambda: LlamaForCausalLM(config).to(torch.bfloat16))"
+                f"deferred_init, which records only the constructor: change it in the recorded function, as in "
+                f"deferred_init(lambda: LlamaForCausalLM(config).to(torch.bfloat16))"
             )
 
 

@@ -1,4 +1,4 @@
-"""Runs a constructor's tensor operations without memory and puts them on a tape."""
+"""Dispatch mode that runs a constructor's tensor operations on meta tensors and records them on a tape."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from nxdpp.initialization.written_tensors import written_tensors
 
 aten = torch.ops.aten
 
-# They make a storage and write nothing to it.
+# Operations that create a storage and write nothing to it.
 _UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-# They write all elements of their first argument, whatever was there before.
+# Operations that write all elements of their first argument and do not read it.
 _OVERWRITING = {
     aten.zero_,
     aten.fill_,
@@ -28,12 +28,12 @@ _OVERWRITING = {
     aten.geometric_,
     aten.bernoulli_,
 }
-# They give a tensor another storage and change no content.
+# Operations that give a tensor another storage and change no content.
 _REBINDING = {aten.set_}
 
 
 class ConstructorRecorder(TorchDispatchMode):
-    """While it is entered, CPU tensors that are made have no memory: they are plain tensors on the meta device."""
+    """Records operations; each new CPU tensor becomes a deferred tensor, a meta tensor with a number on the tape."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,15 +41,15 @@ class ConstructorRecorder(TorchDispatchMode):
         self.leave_meta_alone = False
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one that stands for a CPU tensor."""
+        """Whether ``tensor`` is a deferred tensor of this recorder."""
         return tensor.is_meta and self.tape.number_of(tensor) is not None
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The CPU tensor, of now, that ``tensor`` stands for."""
+        """The present content of the deferred ``tensor``, on the CPU."""
         return replay.compute(self.tape, self.tape.view(tensor))
 
     def deferred(self, real: torch.Tensor) -> torch.Tensor:
-        """A tensor without memory for ``real``, whose present content is kept."""
+        """A deferred tensor with the present content of the CPU tensor ``real``, which is copied."""
         if real.is_meta:
             raise RuntimeError(
                 f"deferred_init: the constructor makes a tensor of shape {tuple(real.shape)} whose values are lost, "
@@ -79,7 +79,7 @@ class ConstructorRecorder(TorchDispatchMode):
         return self._record(function, arguments, keywords)
 
     def _makes_deferred(self, function: Any, tensors: list[torch.Tensor], keywords: dict[str, Any]) -> bool:
-        """Whether a function that is given no tensor that we know makes one."""
+        """Whether a function without deferred arguments makes a deferred tensor."""
         device = keywords.get("device")
         if not _has_device(function) or self.leave_meta_alone:
             return False
@@ -88,7 +88,7 @@ class ConstructorRecorder(TorchDispatchMode):
         return True
 
     def _record(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Run ``function`` without memory; a step of the tape where it makes or changes content."""
+        """Run ``function`` on the meta device, and record a step if it creates or changes content."""
         changed = written_tensors(function, arguments, keywords)
         draw = _draw(arguments, keywords) if random_draws.is_random(function) else None
         kept_arguments, kept_keywords = tree_map(self._kept, (arguments, _on(function, "cpu", keywords)))
@@ -130,12 +130,12 @@ class ConstructorRecorder(TorchDispatchMode):
         changed: list[torch.Tensor],
         draw: Draw | None,
     ) -> Any:
-        """What ``function`` returns, without memory; a generator that it draws from has moved on."""
+        """Result of ``function`` on meta tensors; its generator advances as if the numbers were drawn."""
         keywords_on_meta = _on(function, "meta", tree_map(_without_memory, keywords))
         try:
             results = function(*tree_map(_without_memory, arguments), **keywords_on_meta)
         except (NotImplementedError, RuntimeError):
-            # What cannot be run without memory, because the shape follows from the values, is run once with it.
+            # The shape of the result may depend on values: then the function runs once with memory.
             return self._results_of_values(function, arguments, keywords, changed)
         if draw is not None:
             self._advance(function, arguments, keywords, results)
@@ -163,7 +163,7 @@ class ConstructorRecorder(TorchDispatchMode):
         function(*self._valued(arguments), **_on(function, "cpu", self._valued(keywords)))
 
     def _valued(self, tree: Any) -> Any:
-        """``tree`` with values in the place of tensors without memory."""
+        """``tree`` with CPU tensors in place of the deferred tensors."""
         return tree_map(
             lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) and self.knows(leaf) else leaf, tree
         )
@@ -193,7 +193,7 @@ def is_recording() -> bool:
 
 
 def _gives_no_tensors(function: Any) -> bool:
-    """Whether ``function`` returns something, and no tensor: a number or a truth value."""
+    """Whether ``function`` returns numbers or booleans only."""
     returns = function._schema.returns
     return bool(returns) and not any("Tensor" in str(one.type) for one in returns)
 
@@ -215,7 +215,7 @@ def _has_device(function: Any) -> bool:
 
 
 def _on(function: Any, device: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """``keywords`` with the device, for a function that has such an argument, and no pinned memory."""
+    """``keywords`` with the device, if ``function`` has this argument, and without pinned memory."""
     if not _has_device(function):
         return keywords
     unpinned = {"pin_memory": False} if keywords.get("pin_memory") else {}
@@ -223,10 +223,10 @@ def _on(function: Any, device: str, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_device(device: Any, function: Any) -> None:
-    """RuntimeError where a function is called for a ``device`` on which nothing can be deferred."""
+    """Raise ``RuntimeError`` for a call of ``function`` with a device other than CPU and meta."""
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         raise RuntimeError(
-            f"deferred_init: the constructor calls {function} for device {device}; only what is made on the CPU can be "
+            f"deferred_init: the constructor calls {function} for device {device}, but only tensors on the CPU can be "
             f"deferred: build on the CPU and move the model afterwards"
         )
 
@@ -234,18 +234,18 @@ def check_device(device: Any, function: Any) -> None:
 def _check_devices(
     function: Any, tensors: list[torch.Tensor], known: list[torch.Tensor], keywords: dict[str, Any]
 ) -> None:
-    """RuntimeError for what cannot be recorded."""
+    """Raise ``RuntimeError`` for an operation that cannot be recorded."""
     check_device(keywords.get("device"), function)
     if keywords.get("layout") not in (None, torch.strided):
         raise RuntimeError(
-            f"deferred_init: the constructor calls {function} for layout {keywords['layout']}; only strided tensors "
-            f"can be deferred"
+            f"deferred_init: the constructor calls {function} for layout {keywords['layout']}, but only strided "
+            f"tensors can be deferred: make it without deferred_init"
         )
     foreign = [tensor for tensor in tensors if tensor.device.type != "cpu" and not any(tensor is one for one in known)]
     if known and foreign:
         raise RuntimeError(
-            f"deferred_init: the constructor calls {function} with a tensor on {foreign[0].device} together with one "
-            f"of its own, which would be on the CPU"
+            f"deferred_init: the constructor calls {function} with tensors on {foreign[0].device} and on the CPU: "
+            f"make all of them on the CPU"
         )
     if any(tensor.is_conj() or tensor.is_neg() for tensor in known):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Makes a tensor by doing again, with memory, the recorded steps that it follows from."""
+"""Replay of the recorded steps that a tensor depends on, with memory."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,31 +12,31 @@ from nxdpp.initialization.tape import Generator, Step, Tape, View
 
 
 def compute(tape: Tape, view: View) -> torch.Tensor:
-    """What ``view`` stands for at the present end of the tape: a new tensor on the CPU, of the same strides.
+    """Return the content of ``view`` at the present end of the tape: a new CPU tensor with the same strides.
 
-    It is zero where no step wrote. The state of the default generator is left as it is.
+    Elements that no step wrote are zero. The state of the default generator stays as it is.
     """
-    with _as_when_recorded():
+    with _neutral_modes():
         memory = _Memory(tape)
         places = tape.steps_for([view.storage])
         last_use = {number: place for place in places for number in tape.steps[place].touches()}
         last_use[view.storage] = len(tape)
         for place in places:
             step = tape.steps[place]
-            _do_again(step, memory)
+            _replay(step, memory)
             memory.free(number for number in step.touches() if last_use[number] == place)
-        return _own_memory(memory.tensor(view))
+        return _without_spare_memory(memory.tensor(view))
 
 
 class _Memory:
-    """The storages that have content at this point of a replay."""
+    """Storages that have content at this point of a replay."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def tensor(self, view: View, content_matters: bool = True) -> torch.Tensor:
-        """``view`` as a tensor that shares the storage's memory, which is made now if it was not yet."""
+        """``view`` as a tensor on the storage's memory, which is allocated at the first use."""
         if view.storage not in self._storages:
             make = torch.zeros if content_matters else torch.empty
             memory = make(self._tape.nbytes(view.storage), dtype=torch.uint8, device="cpu")
@@ -45,22 +45,22 @@ class _Memory:
         return empty.set_(self._storages[view.storage], view.offset, view.size, view.stride)
 
     def put(self, view: View, value: torch.Tensor) -> None:
-        """Make ``value`` the content of the storage of ``view``, which has none yet."""
+        """Make ``value`` the content of the storage of ``view``, without a copy if possible."""
         storage = value.untyped_storage()
         is_new = all(storage._cdata != other._cdata for other in self._storages.values())
-        lies_alike = (value.size(), value.stride(), value.storage_offset()) == (view.size, view.stride, view.offset)
-        if is_new and lies_alike and storage.nbytes() >= self._tape.nbytes(view.storage):
+        same_layout = (value.size(), value.stride(), value.storage_offset()) == (view.size, view.stride, view.offset)
+        if is_new and same_layout and storage.nbytes() >= self._tape.nbytes(view.storage):
             self._storages[view.storage] = storage
         else:
             self.tensor(view).copy_(value)
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Give the memory of these storages back."""
+        """Free the memory of these storages."""
         for number in numbers:
             self._storages.pop(number, None)
 
 
-def _do_again(step: Step, memory: _Memory) -> None:
+def _replay(step: Step, memory: _Memory) -> None:
     def with_memory(leaf: Any) -> Any:
         if isinstance(leaf, View):
             return memory.tensor(leaf, content_matters=leaf.storage not in step.overwrites)
@@ -78,19 +78,19 @@ def _do_again(step: Step, memory: _Memory) -> None:
         memory.put(view, results[place])
 
 
-def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with no more memory than it needs, of the same strides."""
-    all_of_it = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+def _without_spare_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with the same strides, in a storage that is no larger than necessary."""
+    fills_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     elements_overlap = torch._debug_has_internal_overlap(tensor) == 1
-    if all_of_it or elements_overlap:
+    if fills_storage or elements_overlap:
         return tensor
     own = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return own.copy_(tensor)
 
 
 @contextmanager
-def _as_when_recorded() -> Iterator[None]:
-    """Without the modes that a caller may have set; the default generator is afterwards as it was."""
+def _neutral_modes() -> Iterator[None]:
+    """Disable the modes that a caller may have set, and restore the default generator at the end."""
     state = torch.default_generator.get_state()
     try:
         with (

@@ -1,4 +1,8 @@
-"""What a constructor did to tensors that have no memory, in order, so that any of them can be made later."""
+"""Tape of the operations that a constructor ran on tensors without memory.
+
+A storage has a number on the tape, and a tensor is a ``View`` of a storage. A step refers to its tensors by views, so
+the tape holds no tensor data except copies of tensors from outside the constructor.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -12,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as a part of a storage, which is named by its number on the tape."""
+    """A tensor as a part of the storage with the number ``storage``."""
 
     storage: int
     dtype: torch.dtype
@@ -22,12 +26,12 @@ class View:
 
 
 class Generator:
-    """Stands for a generator among the arguments of a step; its state is in the step's ``Draw``."""
+    """Placeholder of a generator among the arguments of a step; its state is in the step's ``Draw``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The state that a generator had before a step drew from it; the default one, or one given by the user."""
+    """State of a generator before a step drew from it; ``default`` tells torch's generator from one of the user."""
 
     state: torch.Tensor
     default: bool
@@ -35,10 +39,13 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation: tensors without memory among its arguments are a ``View``, others are kept as they were.
+    """One operation; each deferred tensor among its arguments is a ``View``, other tensors are copies.
 
-    ``creates`` are its results with a storage of their own, by their place among the flat results. ``changes`` are
-    the storages written in place, ``overwrites`` those of them whose earlier content does not matter.
+    Attributes:
+        creates: results with a new storage, each with its index in the flat results.
+        changes: storages that are written in place.
+        overwrites: those of ``changes`` whose earlier content is not needed.
+        draw: generator state, if the operation draws random numbers.
     """
 
     function: Any
@@ -51,26 +58,26 @@ class Step:
     default_dtype: torch.dtype
 
     def reads(self) -> set[int]:
-        """Numbers of the storages whose content the step needs."""
+        """Storages whose content the step needs."""
         leaves = tree_leaves((self.arguments, self.keywords))
         return {leaf.storage for leaf in leaves if isinstance(leaf, View)} - self.overwrites
 
     def touches(self) -> set[int]:
-        """Numbers of the storages that the step reads or writes."""
+        """Storages that the step reads or writes."""
         return self.reads() | self.writes()
 
     def writes(self) -> set[int]:
-        """Numbers of the storages whose content the step changes or makes."""
+        """Storages whose content the step creates or changes."""
         return {view.storage for _, view in self.creates} | self.changes
 
     def replaces(self) -> set[int]:
-        """Numbers of the storages of whose content nothing from before the step is left."""
+        """Storages whose earlier content is lost in the step."""
         return {view.storage for _, view in self.creates} | self.overwrites
 
 
 @dataclass(slots=True)
 class Tape:
-    """The steps, and for each storage those that wrote it."""
+    """The steps in order, and for each storage the steps that write it."""
 
     steps: dict[int, Step] = field(default_factory=dict)
     _length: int = 0
@@ -83,43 +90,43 @@ class Tape:
         return self._length
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the storage of ``tensor``; None where the tape does not know it."""
+        """Number of the storage of ``tensor``; None if the storage is not on the tape."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def add_storage(self, tensor: torch.Tensor) -> int:
-        """Give the storage of ``tensor``, which is new and has no content yet, a number."""
+        """Number the storage of ``tensor``, which is new and has no content."""
         storage = tensor.untyped_storage()
         number = len(self._writers)
-        # Held, so that its address is not that of another storage later.
+        # Kept alive, so that no later storage gets its address.
         self._storages[number] = storage
         self._numbers[storage._cdata] = number
         self._writers[number] = []
         return number
 
     def view(self, tensor: torch.Tensor) -> View:
-        """How ``tensor`` lies in its storage, which the tape knows."""
+        """View of the storage of ``tensor``, which is on the tape."""
         number = self.number_of(tensor)
         assert number is not None
         return View(number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def nbytes(self, number: int) -> int:
-        """Bytes of a storage, as it is now, or was when it was freed."""
+        """Bytes of a storage, now or at the time when it was freed."""
         storage = self._storages.get(number)
         return self._sizes[number] if storage is None else storage.nbytes()
 
     def append(self, step: Step) -> None:
-        """Put ``step`` at the end."""
+        """Add ``step`` to the end of the tape."""
         self.steps[self._length] = step
         for number in step.writes():
             self._writers[number].append(self._length)
         self._length += 1
 
     def is_written(self, number: int) -> bool:
-        """Whether any step wrote to the storage."""
+        """Whether any step writes to the storage."""
         return bool(self._writers[number])
 
     def steps_for(self, storages: Iterable[int]) -> list[int]:
-        """Places of the steps, in order, that the present content of ``storages`` follows from."""
+        """Ascending indices of the steps from which the present content of ``storages`` follows."""
         needed: set[int] = set()
         open_ends = [(number, self._length) for number in storages]
         seen: set[tuple[int, int]] = set()
@@ -138,8 +145,8 @@ class Tape:
                     break
         return sorted(needed)
 
-    def forget_the_dead(self) -> None:
-        """Drop storages that no tensor has any more, and the steps that no living one follows from."""
+    def drop_unreachable(self) -> None:
+        """Drop freed storages, and the steps that no remaining storage depends on."""
         self._sizes = {number: storage.nbytes() for number, storage in self._storages.items()}
         weak = {number: StorageWeakRef(storage) for number, storage in self._storages.items()}
         self._storages.clear()

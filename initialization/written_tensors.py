@@ -1,4 +1,4 @@
-"""Which tensors a dispatched operation writes to."""
+"""The tensors that a dispatched operation writes to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def written_tensors(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that ``function``, an overload of an operator, changes by its schema."""
+    """Return the tensor arguments that ``function``, an operator overload, changes according to its schema."""
     if not function._schema.is_mutable:
         return []
     written: list[torch.Tensor] = []

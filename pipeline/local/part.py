@@ -103,24 +103,24 @@ class LocalPart:
             isinstance(tensor, nn.Parameter) and not tensor.is_meta and name in self._built_without_memory
             for name, tensor in _named_tensors(self.module)
         )
-        replaced = {place.name: place.meta for place in places if isinstance(place.meta, nn.Parameter)}
+        replaced = {place.name: place.tensor for place in places if isinstance(place.tensor, nn.Parameter)}
         check_no_optimizer_holds(replaced, "Make the optimizer after move_model_to_device().")
         values, origin = self._values(places)
         if origin is not None and not is_loaded:
             self.origin = f"initial values from {origin}"
-        replace_tensors([self.module, self._root], [place.meta for place in places], values)
+        replace_tensors([self.module, self._root], [place.tensor for place in places], values)
         watch_replaced(replaced)
         return True
 
     def _values(self, places: Sequence[MetaTensor]) -> tuple[list[torch.Tensor], str | None]:
         """Values for ``places``, and what random numbers they are from."""
-        recorded = [place for place in places if self._is_recorded(place.meta)]
+        recorded = [place for place in places if self._is_recorded(place.tensor)]
         others = [place for place in places if place not in recorded]
         made, drawn = initial_weights(self._root, others, self._seed, self._param_init_fn, self._record)
         if self._record is None or self._param_init_fn is not None:
             return made, f"torch.initial_seed() {self._seed}" if drawn else None
         values = dict(zip(others, made, strict=True))
-        values |= {place: with_type_of(self._record.materialise(place.meta), place.meta) for place in recorded}
+        values |= {place: with_type_of(self._record.materialise(place.tensor), place.tensor) for place in recorded}
         return [values[place] for place in places], self._record.origin
 
     def _is_recorded(self, tensor: torch.Tensor) -> bool:

@@ -369,13 +369,13 @@ def test_within_a_constructor_it_just_calls() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
-    "data_ptr": (lambda t: t.data_ptr(), "data_ptr of a tensor of shape"),
+    "data_ptr": (lambda t: t.data_ptr(), "data_ptr on a tensor of shape"),
     "pickle": (lambda t: pickle.dumps(t), "no data"),
     "cuda": (lambda t: torch.zeros(2, device="cuda"), "for device cuda"),
     "sparse": (lambda t: torch.zeros(2, 2, layout=torch.sparse_coo), "only strided tensors"),
     "conjugate": (lambda t: torch.ones(2, dtype=torch.complex64).conj()[0], "resolve_conj"),
     "wrong shapes": (lambda t: t @ torch.ones(99, 2), "shapes"),
-    "a meta tensor with others": (lambda t: t + torch.ones(9, 5, device="meta"), "together with one"),
+    "a meta tensor with others": (lambda t: t + torch.ones(9, 5, device="meta"), "tensors on meta and on the CPU"),
 }
 
 

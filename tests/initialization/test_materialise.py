@@ -55,17 +55,17 @@ def on_meta(make: Any, *arguments: Any) -> Any:
         return make(*arguments)
 
 
-def places(root: nn.Module) -> list[MetaTensor]:
+def meta_tensors(root: nn.Module) -> list[MetaTensor]:
     tensors = [*root.named_parameters(), *root.named_buffers()]
     return [MetaTensor(name, tensor) for name, tensor in tensors if tensor.is_meta]
 
 
 def fill(root: nn.Module, function: Any = None, seed: int = 0, part: str = "") -> dict[str, torch.Tensor]:
-    wanted = [place for place in places(root) if place.name.startswith(part)]
-    before = {place.name: place.meta for place in places(root)}
+    wanted = [meta for meta in meta_tensors(root) if meta.name.startswith(part)]
+    before = {meta.name: meta.tensor for meta in meta_tensors(root)}
     values, _ = initial_weights(root, wanted, seed, function)
-    assert {place.name: place.meta for place in places(root)} == before
-    return dict(zip([place.name for place in wanted], values, strict=True))
+    assert {meta.name: meta.tensor for meta in meta_tensors(root)} == before
+    return dict(zip([meta.name for meta in wanted], values, strict=True))
 
 
 @pytest.mark.parametrize(
