@@ -1,1 +1,1 @@
-"""Pretrained weights: Hugging Face directories, read and written by all ranks, each its own part."""
+"""Checkpoints, which each rank reads and writes for its own part of the model."""

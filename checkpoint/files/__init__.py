@@ -1,1 +1,1 @@
-"""Files of a checkpoint directory."""
+"""Safetensors files, read and written with little memory."""

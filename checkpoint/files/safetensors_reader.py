@@ -1,8 +1,8 @@
-"""A tensor in a safetensors file, read by the safetensors library in pieces.
+"""Tensors of a safetensors file, read in pieces so that only a small part of the file is in memory.
 
-The library maps a file into memory, without reading it; the pages that are then read count as resident memory of the
-process until the mapping goes. So there is one mapping at a time, and after 16 MiB of it the next. The library's
-other backend, ``"pread"``, is none for this: it reads the whole tensor for every piece.
+The safetensors library maps a file into memory. Pages that are read count as resident memory of the process until the
+file is unmapped. So a ``Mapping`` maps one file at a time, and maps it again after 16 MiB. The library's other backend
+(``"pread"``) would read the whole tensor for each piece.
 """
 
 import os
@@ -21,7 +21,7 @@ _PIECE = 2**22
 
 
 class Mapping:
-    """The file that is mapped, one at a time."""
+    """The one file that is mapped at present."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -30,9 +30,9 @@ class Mapping:
         self._bytes_read = 0
 
     def part(self, stored: "StoredTensor", start: int, stop: int) -> torch.Tensor:
-        """Values ``start`` to ``stop`` of ``stored``, in one dimension, in the mapped file, which they keep mapped.
+        """Elements ``start`` to ``stop`` of the flattened ``stored``; the result is in the mapped file.
 
-        Raises ``OSError`` where the file is not what its header was read of.
+        Raises ``OSError`` if the file was changed after its header was read.
         """
         count = (stop - start) * stored.dtype.itemsize
         if stored.path != self._path or self._bytes_read + count > _MAPPED_BYTES:
@@ -52,9 +52,11 @@ class Mapping:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The tensor ``name`` of ``shape`` and ``dtype`` in the file ``path``, the one at ``place`` of those there.
+    """A tensor of a safetensors file, whose values are read through ``mapping``.
 
-    ``stamp`` tells the file from what it may be replaced by; values are read by way of ``mapping``.
+    Attributes:
+        stamp: identity of the file, by which a changed file is found.
+        place: index of the tensor in the order of the file.
     """
 
     path: Path
@@ -66,14 +68,14 @@ class StoredTensor:
     place: int
 
     def on_meta(self) -> torch.Tensor:
-        """A tensor like it without values."""
+        """A meta tensor of the same shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def read_into(self, destination: torch.Tensor) -> None:
-        """Read all values into ``destination``, of the same shape, on any device and of any dtype.
+        """Read all values into ``destination``, which has the same shape, any device and any dtype.
 
-        At most 32 MiB of the file are resident, unless ``destination`` is not contiguous, which takes the bytes of a
-        whole tensor. Raises ``OSError`` for a file that was changed.
+        At most 32 MiB of the file are in memory; a ``destination`` that is not contiguous needs a copy of the tensor.
+        Raises ``OSError`` if the file was changed.
         """
         assert destination.shape == self.shape
         destination = destination.detach()
@@ -85,12 +87,12 @@ class StoredTensor:
             flat[start:stop].copy_(self.mapping.part(self, start, stop))
 
     def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The values in ``dtype``, on the CPU, at most 2**22 of them at once, in one dimension; not to be changed."""
+        """The flattened values in ``dtype`` on the CPU, in read-only pieces of at most 2**22 elements."""
         for start, stop in self._pieces():
             yield self.mapping.part(self, start, stop).to(dtype)
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor on the CPU with the values in ``dtype``."""
+        """Return a new CPU tensor with the values in ``dtype``."""
         values = torch.empty(self.shape, dtype=dtype)
         self.read_into(values)
         return values
@@ -102,10 +104,10 @@ class StoredTensor:
 
 
 def read_header(path: Path, mapping: Mapping) -> dict[str, StoredTensor]:
-    """The tensors in the safetensors file ``path``, by name; no values are read.
+    """Return the tensors of the safetensors file ``path`` by name, without their values.
 
-    Raises ``ValueError`` for a file that is truncated, corrupt, or has a tensor of a dtype that the library has not or
-    torch does not convert, and ``OSError`` for one that cannot be read.
+    Raises ``ValueError`` for a truncated or corrupt file and for a dtype that cannot be converted, and ``OSError`` for
+    a file that cannot be read.
     """
     stamp = _stamp(path)
     try:
@@ -137,7 +139,7 @@ def _check_converts(dtype: torch.dtype) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    # The library says of a file that may not be read that it is not there.
+    # Opened, because the library reports an unreadable file as a missing one.
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
     return status.st_ino, status.st_size, status.st_mtime_ns

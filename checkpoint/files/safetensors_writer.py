@@ -1,4 +1,4 @@
-"""Writing a safetensors file that is on the disk, and readable for others, when it has been written."""
+"""Safetensors files that are on the disk, with the usual permissions, when the writer returns."""
 
 import os
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from safetensors.torch import save, save_file
 
 
 def check_dtypes(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Raise ``ValueError`` for the first of ``dtypes``, each with its tensor's name, that safetensors has not."""
+    """Raise ``ValueError`` for the first of ``dtypes`` (tensor name, dtype) that safetensors does not support."""
     known: set[torch.dtype] = set()
     for name, dtype in dtypes:
         if dtype in known:
@@ -25,10 +25,10 @@ def check_dtypes(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write ``tensors``, on any device, to the file ``path``, in the place of one that is there.
+    """Write ``tensors`` to ``path``, and replace an existing file.
 
-    Takes the memory of copies of those that are not contiguous, share memory with others, or are not on the CPU.
-    The bytes are on the disk when this returns. Raises ``OSError`` for what cannot be written.
+    Tensors that are not contiguous, share memory, or are not on the CPU are copied. Raises ``OSError`` if the file
+    cannot be written.
     """
     path.unlink(missing_ok=True)
     path.touch()
@@ -37,14 +37,14 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         save_file(_apart(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    # safetensors 0.8 makes files that only their owner may read: https://github.com/safetensors/safetensors/issues/782.
+    # safetensors 0.8 lets only the owner read its files: https://github.com/safetensors/safetensors/issues/782.
     path.chmod(mode)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``tensors`` as the library takes them: contiguous, and no two in the same memory."""
+    """``tensors`` in the form that the library accepts: contiguous, and none in the memory of another."""
     apart = {name: tensor.detach().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
     end = 0
     for name, tensor in sorted(apart.items(), key=lambda item: item[1].data_ptr()):

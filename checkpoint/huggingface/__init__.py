@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints, read and written rank by rank."""
+"""Hugging Face directories: names and layouts of their tensors, and which rank reads or writes them."""

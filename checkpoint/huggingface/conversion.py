@@ -1,9 +1,8 @@
-"""How the tensors of a file become those of a model, and back: the conversions that transformers has for its models.
+"""Conversions of transformers between the tensors of a file and those of a model.
 
-On loading, ``from_pretrained`` renames tensors, adds or removes the prefix of the base model, merges the tensors of
-experts, and splits or transposes others; on saving, ``save_pretrained`` reverts that. What is done to which names
-follows from the names alone, here as there (``transformers/core_model_loading.py``), so that it is known, with
-all shapes, before a value is read.
+``from_pretrained`` renames tensors, adds or removes the prefix of the base model, merges the tensors of experts, and
+splits or transposes others. ``save_pretrained`` reverts that. As in ``transformers/core_model_loading.py``, the
+conversions follow from the names alone. So they and all shapes are known before a value is read.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -28,10 +27,13 @@ from transformers.core_model_loading import (
 
 @dataclass
 class Conversion:
-    """Some tensors that others are made of.
+    """One step that makes new tensors from source tensors.
 
-    ``first`` is the new name of the first of them. Each source is a name with the pattern of ``converter`` that it
-    matched; without a converter there is one, which is renamed. ``renamings`` apply to what a converter makes.
+    Attributes:
+        first: name of the first new tensor.
+        converter: converter of transformers; None for a rename of one source.
+        renamings: applied to the results of the converter.
+        sources: each the matched pattern of the converter and the name of a tensor.
     """
 
     first: str
@@ -41,13 +43,13 @@ class Conversion:
 
     @property
     def names(self) -> list[str]:
-        """The tensors that it takes."""
+        """Names of the source tensors."""
         return [name for _, name in self.sources]
 
     def convert(self, tensor: Callable[[str], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-        """What is made, by name, of the sources that ``tensor`` gives; on the meta device, too.
+        """Return the new tensors by name, from the sources that ``tensor`` returns; also works on the meta device.
 
-        Raises whatever the converter does for shapes that it cannot convert.
+        The converter may raise any exception for shapes that it cannot convert.
         """
         if self.converter is None:
             return {self.first: tensor(self.names[0])}
@@ -62,10 +64,11 @@ class Conversion:
 
 @dataclass(frozen=True)
 class LoadingPlan:
-    """What becomes of the tensors of a checkpoint.
+    """Conversions of the tensors of a checkpoint.
 
-    ``unexpected`` gives, for each name that the model has not, the name in the checkpoint. ``used`` are the
-    transforms that matched any: ``save_pretrained`` reverts them.
+    Attributes:
+        unexpected: stored name of each converted name that the model lacks.
+        used: transforms that matched a tensor, which ``save_pretrained`` must revert.
     """
 
     conversions: list[Conversion]
@@ -74,9 +77,9 @@ class LoadingPlan:
 
 
 def loading_plan(model: nn.Module, expected: dict[str, torch.Tensor], stored: Iterable[str]) -> LoadingPlan:
-    """How the ``stored`` tensors become those of ``model``, whose state dict is ``expected``.
+    """Plan the conversion of the ``stored`` tensors to those of ``model``, whose state dict is ``expected``.
 
-    The names of a model that is not transformers' must be the stored ones.
+    A model that is not from transformers must have the stored names.
     """
     transforms: list[Any] = []
     prefix: str | None = None
@@ -99,9 +102,9 @@ def loading_plan(model: nn.Module, expected: dict[str, torch.Tensor], stored: It
 
 
 def saving_conversions(model: nn.Module, names: Collection[str]) -> list[Conversion]:
-    """How the tensors ``names`` of ``model`` become those that its ``save_pretrained`` would write."""
+    """Plan the conversion of the tensors ``names`` of ``model`` to those that its ``save_pretrained`` would write."""
     transforms = _transforms_to_revert(model) if isinstance(model, PreTrainedModel) else []
-    # Those of parts of the model were applied last.
+    # Loading applied the transforms of submodels last.
     reverse = [transform.reverse_transform() for transform in reversed(transforms)]
     renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
@@ -119,7 +122,7 @@ def _transforms_to_revert(model: PreTrainedModel) -> list[Any]:
     used: list[Any] | None = getattr(model, "_weight_conversions", None)
     if used is not None:
         return used
-    # A model that was not loaded has no prefix that loading removed.
+    # Without loading no prefix was removed.
     every = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in every if not isinstance(transform, PrefixChange)]
 
@@ -137,6 +140,6 @@ def _add(
     if conversion is None:
         conversion = conversions[new] = Conversion(new, deepcopy(converter), list(renamings))
     elif conversion.converter is None:
-        # Of two names for one tensor the first counts, as in from_pretrained.
+        # The first of two names for one tensor counts, as in from_pretrained.
         return
     conversion.sources.append((pattern or name, name))

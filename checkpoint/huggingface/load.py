@@ -1,4 +1,4 @@
-"""Loading pretrained weights: every rank reads what it holds."""
+"""Load of a Hugging Face directory: each rank reads only the tensors that it holds."""
 
 import os
 from collections.abc import Mapping
@@ -19,25 +19,23 @@ from nxdpp.pipeline.model import NxDPPModel
 def load_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> None:
     """Load this rank's part of the Hugging Face ``directory`` into a wrapped ``model``; not collective.
 
-    Reads ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names: the headers of all, and
-    the values of the parameters and persistent buffers that this rank holds. Values are those that transformers'
-    ``from_pretrained`` would give the unwrapped model, with its renamings, conversions and ties, in the dtypes of
-    ``model``; a module that is not transformers' takes the tensors of its own names. Real parameters keep their
-    memory, so that optimizers stay right. Those on the meta device are replaced by real ones with the same class,
-    attributes and ties, and what no file has, buffers that are not saved, is made by ``model.materialise()``.
+    Reads the headers of ``model.safetensors``, or of the files in ``model.safetensors.index.json``, and the values of
+    this rank's parameters and persistent buffers. The values and ties are those of transformers' ``from_pretrained``
+    for the unwrapped model, in the dtypes of ``model``. A module that is not from transformers must have the stored
+    names. Load before modules are replaced: a replaced module has other names than the checkpoint.
 
-    What stands in ``model`` under other names than in the unwrapped model, because modules were replaced, is not in a
-    checkpoint: load before that.
+    Parameters in memory keep it, so existing optimizers remain valid. Parameters on the meta device are replaced, with
+    the same class, attributes and ties. ``model.materialise()`` makes the buffers that are not in the files.
 
-    Needs no memory beside the model's, but for 32 MiB, and for a tensor that transformers makes of others, such as
-    merged experts: up to twice its bytes while it is made. Where a checkpoint has a tied weight under several names,
-    every rank reads all of them, to compare. Files are mapped: one that is cut short while it is read can end the
-    process (SIGBUS).
+    Beside the model, 32 MiB of memory are needed. A tensor that transformers makes from others, such as merged experts,
+    needs up to twice its bytes meanwhile. If the files have a tied weight under several names, every rank reads and
+    compares all of them. Files are mapped: a file that is truncated meanwhile can end the process (SIGBUS).
 
-    Raises ``ValueError``, the same on every rank and before anything is changed, for a directory that is no
-    checkpoint, a file that is truncated or corrupt, and tensors that are missing, unexpected or of another shape,
-    all of the model in one list; ``OSError`` for a file that cannot be read, or is changed meanwhile;
-    ``RuntimeError`` for an optimizer that holds parameters on the meta device.
+    Raises:
+        ValueError: for a directory without a checkpoint, a damaged file, and tensors that are missing, unexpected or of
+            another shape. Every rank raises the same error for the whole model, before anything is changed.
+        OSError: for a file that cannot be read, or was changed during the load.
+        RuntimeError: for an optimizer that holds parameters on the meta device.
     """
     check_wrapped(model, "load_pretrained")
     directory = Path(directory)
@@ -60,12 +58,12 @@ def load_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
     model.replace_local_tensors(replaced)
     model.materialise()
     if isinstance(module, PreTrainedModel):
-        # What save_pretrained is to revert: from_pretrained notes it in this place.
+        # from_pretrained stores the transforms here for save_pretrained to revert.
         module.__dict__["_weight_conversions"] = plan.used
 
 
 class _Source:
-    """The tensors of a checkpoint as those of a model: ``provided`` gives how each is made."""
+    """Tensors of a checkpoint, converted to those of a model by the conversions ``provided``."""
 
     def __init__(
         self, model: NxDPPModel, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]
@@ -75,7 +73,7 @@ class _Source:
         self._provided = provided
 
     def local_conversions(self) -> list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]:
-        """What this rank needs, in the order of the files, each with the local tensors to fill from what it makes."""
+        """Conversions that this rank needs, in the order of the files, each with the local tensors that it fills."""
         names = {name: names for names in self._model.tied_names for name in names}
         wanted: dict[int, list[tuple[str, torch.Tensor]]] = {}
         conversions: dict[int, Conversion] = {}
@@ -87,11 +85,16 @@ class _Source:
                 conversion = self._provided[source]
                 conversions[id(conversion)] = conversion
                 wanted.setdefault(id(conversion), []).append((source, tensor))
-        in_order = sorted(conversions.values(), key=lambda conversion: self._place(conversion.names[0]))
+
+        def position(conversion: Conversion) -> tuple[Path, int]:
+            stored = self._stored[conversion.names[0]]
+            return stored.path, stored.place
+
+        in_order = sorted(conversions.values(), key=position)
         return [(conversion, wanted[id(conversion)]) for conversion in in_order]
 
     def fill(self, conversion: Conversion, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Give ``tensors``, each named after what ``conversion`` makes, their values."""
+        """Write the results of ``conversion`` to ``tensors`` of the same names."""
         if conversion.converter is None:
             for _, tensor in tensors:
                 self._stored[conversion.names[0]].read_into(tensor)
@@ -101,36 +104,33 @@ class _Source:
             tensor.detach().copy_(made[name])
 
     def check_copies_are_equal(self, names: list[str], expected: Mapping[str, torch.Tensor]) -> None:
-        """Raise ``ValueError`` unless the tensors ``names``, which are one in the model, have the same values."""
+        """Raise ``ValueError`` unless the stored tensors ``names``, one weight in the model, have equal values."""
         for name in names[1:]:
             if not self._are_equal(names[0], name, expected[name].dtype):
                 raise ValueError(
                     f"{names[0]} and {name} are one tied weight in this {type(self._model.original_module).__name__}, "
-                    f"but two different ones in {self._stored_path(names[0])}. Nothing was loaded. Wrap a model whose "
-                    f"configuration does not tie them (tie_word_embeddings=False)."
+                    f"but two different tensors in {self._provided_from(names[0]).path}. Nothing was loaded. Wrap a "
+                    f"model whose configuration does not tie them (tie_word_embeddings=False)."
                 )
 
     def _are_equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
         conversions = [self._provided[first], self._provided[second]]
         if all(conversion.converter is None for conversion in conversions):
-            one, two = (self._stored[conversion.names[0]] for conversion in conversions)
+            one, two = self._provided_from(first), self._provided_from(second)
             return all(map(torch.equal, one.pieces(dtype), two.pieces(dtype)))
         one_whole, two_whole = (self._converted(self._provided[name], dtype)[name] for name in (first, second))
         return torch.equal(one_whole, two_whole)
 
     def _converted(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # In the dtype of the model from the start, as from_pretrained does.
+        # Converted in the dtype of the model, as in from_pretrained.
         return conversion.convert(lambda name: self._stored[name].read(dtype), self._model.original_module)
 
-    def _place(self, name: str) -> tuple[Path, int]:
-        return self._stored[name].path, self._stored[name].place
-
-    def _stored_path(self, name: str) -> Path:
-        return self._stored[self._provided[name].names[0]].path
+    def _provided_from(self, name: str) -> StoredTensor:
+        return self._stored[self._provided[name].names[0]]
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself, or, where it is on the meta device, another like it with memory."""
+    """``tensor`` itself, or a CPU tensor like it if it is on the meta device."""
     if not tensor.is_meta:
         return tensor
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""What does not fit between a checkpoint and a model, in one error."""
+"""Comparison of a checkpoint with a model, and one error for all differences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +18,13 @@ _SHOWN = 10
 
 @dataclass
 class Fit:
-    """How a checkpoint fits a model.
+    """Result of the comparison.
 
-    ``provided`` gives the conversion that makes each tensor of the model; the others are lists for people.
-    ``missing`` names tensors of the model, ``unexpected`` those of the checkpoint.
+    Attributes:
+        provided: the conversion that makes each tensor of the model.
+        missing: tensors of the model that the checkpoint lacks.
+        unexpected: tensors of the checkpoint that the model lacks.
+        misshaped: texts about tensors of another shape.
     """
 
     provided: dict[str, Conversion] = field(default_factory=dict)
@@ -37,10 +40,10 @@ def fit(
     stored: Mapping[str, StoredTensor],
     plan: LoadingPlan,
 ) -> Fit:
-    """What ``plan`` makes of the ``stored`` tensors, compared with the ``expected`` state dict of ``model``.
+    """Compare the tensors that ``plan`` makes from ``stored`` with the ``expected`` state dict of ``model``.
 
-    Conversions run on the meta device: no values are read. Of ``tied_names``, which are one tensor each, a
-    checkpoint needs one. What ``model`` says may be missing or unexpected is left out.
+    Conversions run on the meta device, so no values are read. The checkpoint needs one of the names of each tied
+    weight. Tensors that ``model`` allows to be missing or unexpected are left out.
     """
     found = Fit()
     unexpected = dict(plan.unexpected)
@@ -71,7 +74,7 @@ def fit(
 
 
 def check_fits(found: Fit, model: nn.Module, directory: Path) -> None:
-    """Raise one ``ValueError`` with the names of all that is missing, unexpected or of another shape."""
+    """Raise one ``ValueError`` with all tensors that are missing, unexpected or of another shape."""
     kinds = {"missing": found.missing, "unexpected": found.unexpected, "of another shape": found.misshaped}
     if not any(kinds.values()):
         return
@@ -79,8 +82,8 @@ def check_fits(found: Fit, model: nn.Module, directory: Path) -> None:
     lists = "".join(f"\n  {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
     raise ValueError(
         f"the tensors in {directory} are not those of this {type(model).__name__}: {counts}.{lists}\n"
-        f"Nothing was loaded. Wrap a model of the class and the configuration of the checkpoint; to change its class, "
-        f"load it with transformers' CLASS.from_pretrained once and save that model."
+        f"Nothing was loaded. Wrap a model with the class and configuration of the checkpoint. To change its class, "
+        f"load it once with transformers' CLASS.from_pretrained and save that model."
     )
 
 

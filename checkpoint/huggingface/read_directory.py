@@ -1,4 +1,4 @@
-"""Which tensors a Hugging Face directory has, and in which files."""
+"""Tensors of a Hugging Face directory, found in the headers of its files."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,15 @@ CONFIG_FILE = "config.json"
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of ``directory`` by their names there, from the headers of its files.
+    """Return all tensors of ``directory`` by their stored names.
 
-    Like ``from_pretrained``, takes ``model.safetensors`` where it is there, and the shards of
-    ``model.safetensors.index.json`` otherwise. Raises ``ValueError`` for a directory that has neither, that lacks a
-    file or a tensor that its index names, whose files are damaged, or whose weights are quantized.
+    Like ``from_pretrained``, reads ``model.safetensors``, or else the files of ``model.safetensors.index.json``.
+    Raises ``ValueError`` if both are missing, if a file or tensor of the index is missing, if a file is damaged, or if
+    the weights are quantized.
     """
     if not directory.is_dir():
         raise ValueError(
-            f"{directory} is not a directory. Give one that save_pretrained wrote; download a model of the Hugging "
+            f"{directory} is not a directory. Give one that save_pretrained wrote. Download a model of the Hugging "
             f"Face hub first, with huggingface_hub.snapshot_download."
         )
     _check_not_quantized(directory / CONFIG_FILE)
@@ -30,8 +30,8 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     pickled = sorted(path.name for path in directory.glob("*.bin"))
     if pickled:
         raise ValueError(
-            f"{directory / pickled[0]} is pickled, which is not read, and there is no {SINGLE_FILE} or {INDEX_FILE} "
-            f"beside it. Write them once with transformers: CLASS.from_pretrained({str(directory)!r})"
+            f"{directory / pickled[0]} is pickled, which is not read, and {directory} has no {SINGLE_FILE} or "
+            f"{INDEX_FILE}. Convert it once with transformers: CLASS.from_pretrained({str(directory)!r})"
             f".save_pretrained(DIRECTORY)."
         )
     found = ", ".join(sorted(path.name for path in directory.iterdir())[:10]) or "nothing"
@@ -42,19 +42,19 @@ def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
     files = _weight_map(index)
     tensors: dict[str, StoredTensor] = {}
     mapping = Mapping()
-    # In this order the last one wins where two files have a tensor, as in from_pretrained.
+    # If two files have a tensor, the last one in this order counts, as in from_pretrained.
     for name in sorted(set(files.values())):
         if Path(name).name != name:
             raise ValueError(f"{index} names {name}, which is not a file beside it. Download the checkpoint again.")
         path = index.parent / name
         if not path.is_file():
-            raise ValueError(f"{index} names {name}, which is not there. Copy or download the missing file.")
+            raise ValueError(f"{index} names {name}, which does not exist. Copy or download the missing file.")
         found = read_header(path, mapping)
         absent = [tensor for tensor, file in files.items() if file == name and tensor not in found]
         if absent:
             raise ValueError(
-                f"{path} lacks {len(absent)} tensors that {index.name} says it has, the first of them {absent[0]}. "
-                f"The two are not of one checkpoint: copy or download both again."
+                f"{path} lacks {len(absent)} tensors that {index.name} lists, the first of them {absent[0]}. "
+                f"They are not from one checkpoint: copy or download both again."
             )
         tensors |= found
     return tensors
@@ -66,7 +66,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} is corrupt ({type(error).__name__}: {error}). Copy or download it again.") from error
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{index} is corrupt: its weight_map does not give files by tensors. Download it again.")
+        raise ValueError(f"{index} is corrupt: its weight_map does not map tensors to files. Download it again.")
     return files
 
 
@@ -79,6 +79,6 @@ def _check_not_quantized(config: Path) -> None:
         raise ValueError(f"{config} is corrupt ({error}). Copy or download it again.") from error
     if isinstance(settings, dict) and settings.get("quantization_config"):
         raise ValueError(
-            f"{config} says that the weights are quantized (quantization_config), and quantized weights are not "
-            f"loaded. Give a checkpoint that is not quantized."
+            f"{config} says that the weights are quantized (quantization_config). Quantized weights cannot be loaded: "
+            f"give a checkpoint that is not quantized."
         )

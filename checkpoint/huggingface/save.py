@@ -1,4 +1,4 @@
-"""Saving a pipelined model as a Hugging Face directory: every rank writes what it holds."""
+"""Save of a model as a Hugging Face directory: each rank writes the tensors that it holds."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from nxdpp.checkpoint.files.safetensors_writer import check_dtypes
 from nxdpp.checkpoint.huggingface.model_tensors import check_wrapped, tensors_of
-from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, plan_shards
+from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
@@ -17,62 +17,61 @@ from nxdpp.pipeline.model import NxDPPModel
 
 
 def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> None:
-    """Write a wrapped ``model`` to ``directory`` as transformers would the whole one; collective over all ranks.
+    """Write a wrapped ``model`` to ``directory`` in the format of transformers; collective over all ranks.
 
-    ``from_pretrained(directory)``, and ``load_pretrained`` under any partition, give the same values. Names and
-    layout of the tensors are those of transformers' own ``save_pretrained``: merged experts are split again, a tied
-    weight is written once. Every rank of the first data-parallel replica writes what it holds, in files of up to 1 GB
-    and of larger tensors; a lone one is ``model.safetensors``, several are ``model-00001-of-00004.safetensors`` and
-    so on over all ranks, with an index.
-    ``config.json`` and, for a model that generates, ``generation_config.json`` stand beside them; a module that is
-    not transformers' has neither, and source files of custom code are not copied. ``directory``, made where it is not
-    there, is to be one that all ranks share.
+    ``from_pretrained(directory)``, and ``load_pretrained`` under any partition, give the same values. Names and layouts
+    are those of transformers' ``save_pretrained``: merged experts are split again, and a tied weight is written once.
+    Each rank of the first data-parallel replica writes its tensors, in files of at most 1 GB or one larger tensor. A
+    single file is ``model.safetensors``. Several are ``model-00001-of-00004.safetensors`` and so on, with an index. A
+    transformers model also gets ``config.json`` and, if it generates, ``generation_config.json``. Source files of
+    custom code are not copied. ``directory`` is created if necessary, and all ranks must share it.
 
-    Only names, shapes and dtypes go between ranks. A rank needs no memory beside the model's for tensors that are
-    written as they are, from the CPU and contiguous; others are copied, those of one file at a time. Files get their
-    names once all are whole, the index, or the lone file, last: a save that fails before leaves an earlier checkpoint
-    there as it was, one that is killed in between leaves neither. The shards of an earlier checkpoint are removed.
+    Ranks exchange only names, shapes and dtypes. Tensors that are converted, not contiguous or not on the CPU are
+    copied, for one file at a time; others need no memory. The files get their names when all are complete. A save that
+    fails before leaves an earlier checkpoint unchanged. A save that is killed while it renames leaves none. The files
+    of an earlier checkpoint are removed.
 
-    Raises on every rank, before anything is written, ``ValueError`` for tensors on the meta device and for dtypes
-    that safetensors has not, ``NotImplementedError`` for quantized models, adapters, tensor parallelism, and tensors
-    that would be made of parts on several ranks; and for what cannot be written ``OSError`` on its rank and
-    ``RuntimeError`` on the others.
+    Raises:
+        ValueError: on every rank, before any write, for tensors on the meta device and for unsupported dtypes.
+        NotImplementedError: on every rank, before any write, for quantized models, adapters, tensor parallelism, and
+            tensors that must be made of parts on several ranks.
+        OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
     check_wrapped(model, "save_pretrained")
     parallel_state.refuse_in_debug("save_pretrained")
     module, rank = model.original_module, dist.get_rank()
-    unless = f"{directory} was not written"
-    everyone = from_all_ranks(together(lambda: _layouts(model), unless))
-    shards = together(lambda: plan_shards(module, model.tied_names, everyone), unless)
+    consequence = f"{directory} was not written"
+    held = from_all_ranks(together(lambda: _layouts(model), consequence))
+    shards = together(lambda: plan_shards(module, model.tied_names, held), consequence)
     saved = SavedDirectory(Path(directory), shards)
     try:
         local = _local_tensors(model)
-        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard)), unless)
-        together(lambda: saved.finish(module) if rank == 0 else None, unless)
+        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard)), consequence)
+        together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
         saved.remove_unfinished(rank)
         raise
 
 
 def _layouts(model: NxDPPModel) -> dict[str, Layout] | None:
-    """The tensors that this rank can write; none on replicas of the first pipeline."""
+    """Layouts of the tensors that this rank can write; None on ranks of the other replicas."""
     _check_can_be_saved(model)
     if parallel_state.get_data_parallel_rank() > 0:
         return None
     local = tensors_of(model.local_module)
     check_dtypes((name, tensor.dtype) for name, tensor in local.items())
-    return {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in local.items()}
+    return layouts_of(local)
 
 
 def _check_can_be_saved(model: NxDPPModel) -> None:
     if parallel_state.get_tensor_model_parallel_size() > 1:
         raise NotImplementedError(
-            f"saving over {parallel_state.get_tensor_model_parallel_size()} tensor-parallel ranks is not built: save "
-            f"local_state_dict() on each."
+            f"saving over {parallel_state.get_tensor_model_parallel_size()} tensor-parallel ranks is not implemented: "
+            f"save local_state_dict() on each rank."
         )
     for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with adapters")):
         if getattr(model.original_module, sign, None):
-            raise NotImplementedError(f"saving {kind} is not built: save local_state_dict() on each rank.")
+            raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
     local = tensors_of(model.local_module)
     on_meta = [name for name, tensor in local.items() if tensor.is_meta]
     if on_meta:
@@ -83,7 +82,7 @@ def _check_can_be_saved(model: NxDPPModel) -> None:
 
 
 def _local_tensors(model: NxDPPModel) -> dict[str, torch.Tensor]:
-    """The tensors that this rank holds, tied ones under all their names."""
+    """The tensors of this rank by name, a tied one under all its names."""
     local = tensors_of(model.local_module)
     for names in model.tied_names:
         held = next((local[name] for name in names if name in local), None)
@@ -93,9 +92,9 @@ def _local_tensors(model: NxDPPModel) -> dict[str, torch.Tensor]:
 
 
 def _tensors(model: NxDPPModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
-    """What ``shard`` is to hold, made of the ``local`` tensors."""
+    """Convert the ``local`` tensors to those of ``shard``."""
     made: dict[str, torch.Tensor] = {}
     for conversion in shard.conversions:
         made |= conversion.convert(lambda name: local[name].detach(), model.original_module)
-    assert {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()} == shard.layouts
+    assert layouts_of(made) == shard.layouts
     return made

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint has and which rank writes them to which file, worked out on every rank alike."""
+"""Plan of a checkpoint: its tensors, their files, and the rank that writes each file; equal on every rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from nxdpp.checkpoint.huggingface.conversion import Conversion, saving_conversions
 
+# Largest file, unless one conversion makes more. A rank copies the tensors of one file at a time, so this is also the
+# memory that it needs beside its model. transformers writes files of 50 GB.
 SHARD_BYTES = 10**9
-"""In a file at most, but for a tensor that has more, and for those that a conversion makes at once.
-
-What a file gets is in memory at once: a copy, where it is made of other tensors or comes from another device. So this
-is what a rank needs beside its model, and smaller than the 50 GB of transformers.
-"""
 
 
 @dataclass(frozen=True)
@@ -28,13 +25,13 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Bytes that its values take."""
+        """Bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
 class Shard:
-    """A file that ``rank`` writes: the conversions that it runs, and the tensors that they make."""
+    """A file that ``rank`` writes: the conversions to run and the layouts of the tensors that they make."""
 
     rank: int
     conversions: list[Conversion] = field(default_factory=list)
@@ -42,21 +39,26 @@ class Shard:
     bytes: int = 0
 
     def add(self, conversion: Conversion, made: Mapping[str, Layout]) -> None:
-        """Have it hold what ``conversion`` makes."""
+        """Add ``conversion``, which makes the tensors ``made``."""
         self.conversions.append(conversion)
         self.layouts |= made
         self.bytes += _bytes(made)
 
 
+def layouts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
+    """Layouts of ``tensors`` by name."""
+    return {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
 def plan_shards(
     module: nn.Module, tied_names: Sequence[Sequence[str]], held: Sequence[Mapping[str, Layout] | None]
 ) -> list[Shard]:
-    """What is written, each part by the first of the ranks that hold it, in the order of ranks.
+    """Plan the files in the order of ranks; the first rank that holds the sources of a conversion writes its results.
 
-    ``held`` gives, for each rank, the tensors that it has, under all their names; ``None`` for one that is not to
-    write. Conversions run on the meta device here.
+    ``held`` has for each rank its tensors under all their names, or None if the rank writes nothing. Conversions run
+    on the meta device here.
 
-    Raises ``NotImplementedError`` where transformers would make a tensor of others that no rank holds all of.
+    Raises ``NotImplementedError`` if no rank holds all sources of a conversion.
     """
     layouts: dict[str, Layout] = {}
     for tensors in held:
@@ -65,23 +67,22 @@ def plan_shards(
     shards: dict[int, list[Shard]] = {}
     for conversion in saving_conversions(module, _names_to_save(module, list(layouts), tied_names)):
         rank = _first_holder(conversion, mates, held)
-        made = conversion.convert(lambda name: _on_meta(layouts[name]), module)
-        made_layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+        made = layouts_of(conversion.convert(lambda name: _on_meta(layouts[name]), module))
         of_rank = shards.setdefault(rank, [Shard(rank)])
-        if of_rank[-1].layouts and of_rank[-1].bytes + _bytes(made_layouts) > SHARD_BYTES:
+        if of_rank[-1].layouts and of_rank[-1].bytes + _bytes(made) > SHARD_BYTES:
             of_rank.append(Shard(rank))
-        of_rank[-1].add(conversion, made_layouts)
+        of_rank[-1].add(conversion, made)
     return [shard for _, of_rank in sorted(shards.items()) for shard in of_rank]
 
 
 def _names_to_save(module: nn.Module, names: Sequence[str], tied_names: Sequence[Sequence[str]]) -> list[str]:
-    """``names`` without those that are not saved, and with one for each tied weight."""
+    """``names`` that are saved, with one name for each tied weight."""
     if not isinstance(module, PreTrainedModel):
         repeated = {name for group in tied_names for name in group[1:]}
         return [name for name in names if name not in repeated]
     ignored = set(module._keys_to_ignore_on_save or ())
     first = {name: group[0] for group in tied_names for name in group}
-    # transformers asks which tensors are one in memory: tiny ones stand for the real ones, which are spread over ranks.
+    # transformers compares the memory of tensors. The real ones are on several ranks, so small ones represent them.
     tokens = {name: torch.zeros(1) for name in names}
     state = {name: tokens[first.get(name, name)] for name in names if name not in ignored}
     return list(remove_tied_weights_from_state_dict(state, module))
@@ -94,8 +95,8 @@ def _first_holder(
         if tensors and all(any(mate in tensors for mate in mates.get(name, [name])) for name in conversion.names):
             return rank
     raise NotImplementedError(
-        f"transformers saves {conversion.first} as one tensor of {conversion.names}, which are on several ranks here; "
-        f"that is not built. Use fewer stages, or cut elsewhere (pipeline_cuts)."
+        f"transformers saves {conversion.first} as one tensor made of {conversion.names}, which are on several ranks "
+        f"here. This is not implemented: use fewer stages, or cut elsewhere (pipeline_cuts)."
     )
 
 

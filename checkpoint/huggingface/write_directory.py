@@ -1,10 +1,10 @@
-"""The files of a checkpoint that several ranks write, which appear only once all are whole.
+"""Files of a checkpoint that several ranks write, and that get their names only when all are complete.
 
 ::
 
-    .unfinished/model-00001-of-00002.safetensors    each rank writes its own
-    model-00001-of-00002.safetensors                rank 0 removes what was there and renames
-    model.safetensors.index.json                    last: without it the directory is no checkpoint
+    .unfinished/model-00001-of-00002.safetensors    each rank writes its files here
+    model-00001-of-00002.safetensors                rank 0 removes the earlier checkpoint and renames the files
+    model.safetensors.index.json                    renamed last: without it the directory is no checkpoint
 """
 
 import copy
@@ -29,11 +29,11 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class SavedDirectory:
-    """``directory`` as it comes to hold ``shards``, a file each."""
+    """``directory`` while ``shards`` are written to it, one file for each."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
         self._directory = directory
-        # A save that is killed leaves the library's temporary files, too: in here the next one removes them.
+        # A killed save also leaves temporary files of the library: the next save removes them with this folder.
         self._unfinished = directory / _UNFINISHED
         files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         if len(shards) == 1:
@@ -41,7 +41,7 @@ class SavedDirectory:
         self._shards = dict(zip(files, shards, strict=True))
 
     def write(self, rank: int, tensors_of: Callable[[Shard], dict[str, torch.Tensor]]) -> None:
-        """Write the shards of ``rank`` where unfinished ones are, one at a time, each of what ``tensors_of`` gives."""
+        """Write the shards of ``rank`` to the unfinished folder, one at a time, with the tensors of ``tensors_of``."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._unfinished.mkdir(exist_ok=True)
         for file, shard in self._shards.items():
@@ -49,15 +49,15 @@ class SavedDirectory:
                 write_shard(self._unfinished / file, tensors_of(shard))
 
     def finish(self, module: nn.Module) -> None:
-        """Make a checkpoint of ``module`` of what all ranks have written; on one rank.
+        """Complete the checkpoint of ``module`` after all ranks have written; rank 0 calls it.
 
-        Raises ``RuntimeError`` where files of other ranks are not there to be seen.
+        Raises ``RuntimeError`` if the files of other ranks are not visible.
         """
         for name, shard in self._shards.items():
             if not (self._unfinished / name).is_file():
                 raise RuntimeError(
-                    f"{self._unfinished / name}, which rank {shard.rank} has written, is not to be seen from rank 0: "
-                    f"all ranks must be given one directory that they share."
+                    f"{self._unfinished / name}, which rank {shard.rank} has written, is not visible to rank 0: "
+                    f"give all ranks one shared directory."
                 )
         with tempfile.TemporaryDirectory(dir=self._unfinished) as folder:
             _write_configuration(module, Path(folder))
@@ -73,14 +73,14 @@ class SavedDirectory:
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def remove_unfinished(self, rank: int) -> None:
-        """Remove what ``write`` wrote on ``rank``, so far as it can be."""
+        """Remove the files that ``write`` wrote on ``rank``, as far as possible."""
         try:
             for file, shard in self._shards.items():
                 if shard.rank == rank:
                     (self._unfinished / file).unlink(missing_ok=True)
             self._unfinished.rmdir()
         except OSError:
-            # The error that led here is the one to be told; and the last of the ranks finds the folder empty.
+            # The caller raises the first error. Only the last rank finds the folder empty.
             return
 
     def _write_index(self, module: nn.Module, folder: Path) -> Path | None:
@@ -94,7 +94,7 @@ class SavedDirectory:
         return index
 
     def _remove_earlier(self) -> None:
-        """What would make a directory of old and new files look whole goes first."""
+        """Remove the earlier checkpoint, its index first: a mixture of old and new files must not look complete."""
         for name in (INDEX_FILE, SINGLE_FILE):
             (self._directory / name).unlink(missing_ok=True)
         for file in list(self._directory.iterdir()):
@@ -106,7 +106,7 @@ def _write_configuration(module: nn.Module, folder: Path) -> None:
     if not isinstance(module, PreTrainedModel):
         return
     configuration: Any = copy.deepcopy(module.config)
-    # As transformers notes them on saving.
+    # transformers sets both when it saves.
     configuration.dtype = str(module.dtype).removeprefix("torch.")
     configuration.architectures = [type(module).__name__]
     configuration.save_pretrained(folder)

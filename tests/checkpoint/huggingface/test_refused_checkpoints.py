@@ -177,7 +177,7 @@ def test_an_index_that_names_a_file_that_is_not_there(sharded: Path) -> None:
     last = max(sharded.glob("model-*-of-*.safetensors"))
     last.unlink()
 
-    assert f"model.safetensors.index.json names {last.name}, which is not there" in refusal(sharded)
+    assert f"model.safetensors.index.json names {last.name}, which does not exist" in refusal(sharded)
 
 
 def test_an_index_that_names_a_tensor_that_its_file_lacks(sharded: Path) -> None:

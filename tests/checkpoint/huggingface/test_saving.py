@@ -149,7 +149,7 @@ def save_with_tensor_parallelism(rank: int, folder: Path) -> str:
 
 def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, save_with_tensor_parallelism, tmp_path):
-        assert "saving over 2 tensor-parallel ranks is not built" in message
+        assert "saving over 2 tensor-parallel ranks is not implemented" in message
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_models_of_another_format_are_refused(sign: str, kind: str, tmp_path: Pa
     model = make("llama")
     setattr(model, sign, True)
     wrapped = wrap(model)
-    with pytest.raises(NotImplementedError, match=f"saving {kind} is not built"):
+    with pytest.raises(NotImplementedError, match=f"saving {kind} is not implemented"):
         save_pretrained(wrapped, tmp_path)
 
 
