@@ -149,7 +149,7 @@ class _StageRuns:
             given = [
                 *(self._batch[name] for name in plan.inputs),
                 *received,
-                *(values[name] for name in plan.stand_ins),
+                *(values[name] for name in plan.received_metadata),
             ]
             wall, cpu = time.perf_counter(), time.process_time()
             made = stage(*given)

@@ -18,7 +18,7 @@ from nxdpp.parallel_layers import move_model_to_device, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.agreement.fingerprint import parameter_lines
-from nxdpp.pipeline.agreement.same_step import check_replicas
+from nxdpp.pipeline.agreement.replicas import check_replicas
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.local.part import LocalPart
@@ -26,8 +26,7 @@ from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition.partition import Partition, make_partition
-from nxdpp.pipeline.runtime.mean_loss import mean_everywhere
-from nxdpp.pipeline.runtime.step_runner import Steps
+from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
 from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.timeline.chrome_trace import check_path
@@ -94,7 +93,7 @@ class Pipeline:
         self._programs = ProgramCache(
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
         )
-        self._steps = Steps(self.schedule, self.rank, not config.deallocate_pipeline_outputs, trace_path)
+        self._steps = StepRunner(self.schedule, self.rank, not config.deallocate_pipeline_outputs, trace_path)
         self._replicas_verified = False
         # From here on the parameters of other stages are freed.
         self.part = LocalPart(
@@ -156,7 +155,7 @@ class Pipeline:
         cut = self._programs.cut_graph(microbatches[0], self.module.training)
         program = self._programs.program(cut, "loss")
         self._tied.set_aside()
-        results = self._steps.run(program, microbatches, self.device, train=True)
+        results = self._steps.run(program, microbatches, self.device, train=True, origin=self.part.origin)
         self._tied.add_up(self._steps.transport(self.device))
         return [result[0] for result in results if result]
 
@@ -171,7 +170,7 @@ class Pipeline:
         ends_with = self._programs.evaluation_ends_with(cut)
         program = self._programs.program(cut, ends_with)
         with torch.no_grad():
-            results = self._steps.run(program, microbatches, self.device, train=False)
+            results = self._steps.run(program, microbatches, self.device, train=False, origin=self.part.origin)
         if ends_with == "loss":
             return Evaluation([result[0] for result in results if result])
         if not self.holds_last_stage:
@@ -185,7 +184,7 @@ class Pipeline:
         ``losses`` are the result of a step on this rank.
         """
         last = self.schedule.placement.rank_of(self.partition.stages - 1)
-        return mean_everywhere(losses, last, self.device)
+        return mean_loss(losses, last, self.device)
 
     def average_gradients(self) -> None:
         """Average ``.grad`` over the data-parallel replicas; collective over them.
@@ -205,7 +204,6 @@ class Pipeline:
         Raises ``RuntimeError`` for a tensor that nothing initialises, before anything is changed.
         """
         if self.part.materialise():
-            self._steps.origin = self.part.origin
             self.follow()
 
     def move_to(self, device: torch.device | str | int | None) -> None:
@@ -234,14 +232,14 @@ class Pipeline:
     def refresh(self) -> None:
         """Exchange metadata anew in the next step; every rank calls it after ``requires_grad`` or modules changed."""
         self._upkeep.follow()
-        self._programs.forget_engines()
+        self._steps.forget_engines()
         self._replicas_verified = False
 
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
         self._upkeep.follow()
         self._programs.forget()
-        self._steps.forget_device()
+        self._steps.forget_engines()
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""

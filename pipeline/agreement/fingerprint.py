@@ -1,7 +1,7 @@
-"""A graph as text that is the same on every rank that built the same graph, and a short hash of it.
+"""Fingerprint of a graph: a text that is equal on all ranks with the same graph, and its hash.
 
-Nothing in it depends on addresses, on Python's randomised ``hash`` or on which device a rank has: a function stands
-there by its module and name, a constant by its value where that prints alike everywhere and by its type where not.
+The text does not depend on addresses, on Python's randomised ``hash`` or on the number of a rank's device. A function
+appears as its module and name, a constant as its value, or as its type when the value prints differently on ranks.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from transformers import PreTrainedConfig
 
@@ -20,14 +21,15 @@ from nxdpp.tracing.opaque import OpaqueCall
 from nxdpp.tracing.trace import TracedGraph
 
 _DIGEST_BYTES = 8
-# Where a configuration came from may differ between machines.
+# Fields of a configuration that may differ between machines.
 _ORIGINS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-# Closures hold functions that hold closures; masks are some three deep.
+# Limit of nested closures; those of masks are about three deep.
 _DEPTH = 8
+_LINES_SHOWN = 4
 
 
 class Fingerprint(NamedTuple):
-    """What a rank runs: ``digest``, 8 bytes, and the text it is of, compressed."""
+    """A text, compressed, and ``digest``, its hash of 8 bytes."""
 
     digest: bytes
     compressed: bytes
@@ -45,12 +47,12 @@ def fingerprint(lines: Iterable[str]) -> Fingerprint:
 
 
 def digest(content: bytes) -> bytes:
-    """8 bytes that differ where ``content`` does (BLAKE2b)."""
+    """A hash of ``content``, 8 bytes (BLAKE2b)."""
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def parameter_lines(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """A line for each named parameter or buffer: shape, dtype, whether it is trained."""
+    """A line for each named parameter or buffer: shape, dtype, and whether it is frozen."""
     return [
         f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}: {list(tensor.shape)} {tensor.dtype}"
         f"{'' if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ' frozen'}"
@@ -59,12 +61,12 @@ def parameter_lines(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]
 
 
 def graph_lines(traced: TracedGraph, placed: Mapping[fx.Node, int], root: nn.Module) -> list[str]:
-    """A line for each node of a graph: its stage, name, what it calls and with what."""
+    """A line for each node of a graph: its stage, name, function or module, and arguments."""
     return [f"{_stage(node, placed)}{node.name} = {_call(node, root)}" for node in traced.graph.nodes]
 
 
 def canonical(value: Any, depth: int = _DEPTH) -> str:
-    """``value`` as a text that is the same on all ranks."""
+    """The text of ``value``, equal on all ranks."""
     if value is None or value is ... or isinstance(value, bool | int | float | complex | str | torch.dtype):
         return repr(value)
     if isinstance(value, fx.Node):
@@ -108,7 +110,7 @@ def _canonical_object(value: Any, depth: int) -> str:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet assigned
+    except ValueError:  # the cell is empty
         return None
 
 
@@ -129,9 +131,9 @@ def _call(node: fx.Node, root: nn.Module) -> str:
 
 
 def differing_lines(theirs: Sequence[str], ours: Sequence[str], most: int) -> list[tuple[str | None, str | None]]:
-    """The first lines, at most ``most`` pairs, that one text has and the other has not; ``None`` stands for no line.
+    """Pairs of lines that only one of two texts has, at most ``most``; ``None`` in a pair means no line.
 
-    Texts of the same lines in another order are compared place by place.
+    Texts of the same lines in another order are compared line by line.
     """
     pairs = list(zip_longest(_only_in(theirs, ours), _only_in(ours, theirs)))
     return (pairs or [pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1]])[:most]
@@ -140,3 +142,16 @@ def differing_lines(theirs: Sequence[str], ours: Sequence[str], most: int) -> li
 def _only_in(lines: Sequence[str], others: Sequence[str]) -> list[str]:
     known = set(others)
     return [line for line in lines if line not in known]
+
+
+def show_difference(there: str, theirs: Fingerprint, here: str, ours: Fingerprint) -> str:
+    """The first different lines of two ranks' texts, for a message; ``there`` and ``here`` name the ranks."""
+    return "".join(
+        f"  {there}: {their_line or '(no such line)'}\n  {here}: {our_line or '(no such line)'}\n"
+        for their_line, our_line in differing_lines(theirs.lines, ours.lines, _LINES_SHOWN)
+    )
+
+
+def rank_name(group: dist.ProcessGroup, rank: int, kind: str) -> str:
+    """A rank of ``group`` for a message: ``pipeline rank 1 (rank 5)``."""
+    return f"{kind} {rank} (rank {dist.get_global_rank(group, rank)})"

@@ -1,9 +1,62 @@
-"""Autograd's engine without the Python around ``torch.autograd.backward``, which costs more than a small call."""
+"""Backward of one stage: received tensors enter its autograd graph, and autograd runs from its roots."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+
+# A received tensor enters the graph together with this one, which makes it require a gradient and gets none.
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+# References to a storage that only one tensor uses: the tensor's own, and the storage object's.
+_OWN_USES = 2
+
+
+class ReceivedTensor:
+    """A tensor from another stage, such as (B, T, H), and later its gradient.
+
+    In the graph it is not a leaf: a layer may change it in place, as in one process.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.gradient: torch.Tensor | None = None
+        self._tensor: torch.Tensor | None = tensor
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, and drop this object's reference to it."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "taken once"
+        return tensor
+
+    def enter_graph(self) -> torch.Tensor:
+        """Return the tensor in a graph whose backward sets ``gradient``."""
+        entered: torch.Tensor = _Enter.apply(_ANCHOR, self)  # type: ignore[no-untyped-call]
+        return entered
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, received: ReceivedTensor) -> torch.Tensor:
+        """Return the tensor, which requires a gradient because ``anchor`` does."""
+        ctx.received = received
+        return received.take()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        """Keep the gradient for the source stage."""
+        (ctx.received.gradient,) = gradients
+        return None, None
+
+
+def own_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """Return ``gradient``, or a copy when another tensor has the same memory.
+
+    Autograd may use it as the ``.grad`` of a parameter too, for example of positions added to a batch of one row.
+    The next microbatch adds to that in place, perhaps before this gradient has been sent.
+    """
+    storage = gradient.untyped_storage()
+    return gradient if torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES else gradient.clone()
 
 
 def run_backward(
@@ -13,10 +66,12 @@ def run_backward(
     retain: bool = False,
     accumulate: bool = True,
 ) -> Sequence[torch.Tensor | None]:
-    """``torch.autograd.backward`` from ``roots``, or with ``accumulate=False`` the gradients of ``inputs``.
+    """Run ``torch.autograd.backward`` from ``roots``; with ``accumulate=False`` return the gradients of ``inputs``.
+
+    This calls autograd's engine without the Python code around it, which costs more than a small call.
 
     Args:
-        gradients: of the roots, of their shapes and dtypes; not checked.
+        gradients: the roots' gradients, of their shapes and dtypes; not checked.
         retain: keep the graph for another backward.
     """
     found: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(

@@ -10,7 +10,7 @@ from nxdpp.initialization.allocation import allocate
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.move_model_to_device import checked_device, keep_attributes
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
-from nxdpp.pipeline.agreement.replica_values import check_replicas_have_equal_values
+from nxdpp.pipeline.agreement.replicas import check_replica_values
 from nxdpp.pipeline.local.part import LocalPart, replace_tensors
 from nxdpp.pipeline.local.replaced_modules import TwoPlaces
 from nxdpp.pipeline.local.tied_weights import TiedWeights
@@ -125,7 +125,7 @@ class LocalUpkeep:
         if self._part.any_ties:
             self._tied.make_equal(transport(device), parallel_state.get_pipeline_control_group())
         replicas = parallel_state.get_data_parallel_group()
-        check_replicas_have_equal_values(self._tree.named_parameters(), self._part.origin, replicas)
+        check_replica_values(self._tree.named_parameters(), self._part.origin, replicas)
 
 
 def works_without_values(function: Callable[[torch.Tensor], Any]) -> bool:

@@ -1,17 +1,16 @@
-"""What crosses from one stage to a later one: activations one way, their gradients back."""
+"""Boundary between two stages: the values that cross it, and the layout of each of their tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout
-from nxdpp.pipeline.stages.split import StagePlan
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """One tensor, the ``position``-th of a value, on its way between two stages, in either direction.
+class BoundaryTensor:
+    """One tensor that crosses a boundary: the ``position``-th of a value, or the gradient of it.
 
-    ``number`` tells the tensors between the two stages apart.
+    ``number`` is unique within the boundary, and equal on both of its ranks.
     """
 
     value: str
@@ -20,44 +19,33 @@ class Crossing:
     layout: TensorLayout
 
 
-class Border:
-    """The values of ``maker`` that ``user`` takes, and those of which it needs only the metadata.
+class Boundary:
+    """The values of stage ``source`` that stage ``destination`` receives, by name.
 
-    What they look like is known once the maker has described them, along with its first microbatch of a signature.
+    Activations go from ``source`` to ``destination``, gradients back. The layouts are known after the metadata
+    exchange, in the first step of a signature; until then ``layouts`` is empty.
+
+    Args:
+        source: number of the stage that computes the values.
+        destination: number of the later stage that uses them.
+        values: the values whose tensors are sent.
+        metadata_only: the values of which ``destination`` needs only shapes and dtypes.
     """
 
-    def __init__(self, maker: int, user: int, values: Sequence[str], described: Sequence[str]) -> None:
-        self.maker = maker
-        self.user = user
-        # Both sides must number alike, and the plan of each lists values in its own order.
+    def __init__(self, source: int, destination: int, values: Sequence[str], metadata_only: Sequence[str]) -> None:
+        self.source = source
+        self.destination = destination
+        # Both ranks must number alike, and the plan of each stage lists values in its own order.
         self.values = sorted(values)
-        self.described = sorted(described)
-        self.layouts: Mapping[str, ValueLayout] | None = None
-        self.activations: list[Crossing] = []
-        self.gradients: list[Crossing] = []
+        self.metadata_only = sorted(metadata_only)
+        self.layouts: Mapping[str, ValueLayout] = {}
+        self.activations: list[BoundaryTensor] = []
+        self.gradients: list[BoundaryTensor] = []
 
-    def agree(self, layouts: Mapping[str, ValueLayout]) -> None:
-        """Take note of the maker's description."""
+    def set_layouts(self, layouts: Mapping[str, ValueLayout]) -> None:
+        """Number the tensors of the values, whose layouts the source stage has found."""
         self.layouts = layouts
         for name in self.values:
             for position, layout in enumerate(layouts[name].tensors):
-                self.activations.append(Crossing(name, position, len(self.activations), layout))
-        self.gradients = [crossing for crossing in self.activations if crossing.layout.requires_grad]
-
-
-def incoming(plan: StagePlan) -> list[Border]:
-    """The borders over which values come to a stage, by maker."""
-    return [Border(maker, plan.stage, _of(plan.received, maker), _of(plan.stand_ins, maker)) for maker in plan.makers]
-
-
-def outgoing(plan: StagePlan) -> list[Border]:
-    """The borders over which values of a stage leave, by user."""
-    return [Border(plan.stage, user, _to(plan.sent, user), _to(plan.described, user)) for user in plan.users]
-
-
-def _of(makers: Mapping[str, int], maker: int) -> list[str]:
-    return [name for name, stage in makers.items() if stage == maker]
-
-
-def _to(users: Mapping[str, Sequence[int]], user: int) -> list[str]:
-    return [name for name, stages in users.items() if user in stages]
+                self.activations.append(BoundaryTensor(name, position, len(self.activations), layout))
+        self.gradients = [entry for entry in self.activations if entry.layout.requires_grad]

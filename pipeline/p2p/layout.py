@@ -1,4 +1,4 @@
-"""What is known of a value that crosses stages before it arrives: enough to allocate it and to put it together."""
+"""Layout of a value that crosses a boundary: enough to allocate its tensors and to build the value from them."""
 
 import io
 import pickle
@@ -15,9 +15,9 @@ from nxdpp.tracing.containers import Leaf, leaves_of, map_leaves
 
 @dataclass(frozen=True)
 class TensorLayout(Leaf):
-    """A tensor's metadata; strides are those of dense memory.
+    """Shape, strides and dtype of a tensor; the strides are those of dense memory.
 
-    ``shares_memory`` tells that another tensor that crosses, a view say, has the same memory at its maker.
+    ``shares_memory``: on the source stage another sent tensor, for example a view, has the same memory.
     """
 
     size: torch.Size
@@ -31,19 +31,19 @@ class TensorLayout(Leaf):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
     def describes(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has this size and dtype (its strides may differ: it is copied into place then)."""
+        """True if ``tensor`` has this size and dtype; with other strides ``arrange`` copies it."""
         return tensor.size() == self.size and tensor.dtype == self.dtype
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` with this layout's strides: itself, or a copy."""
+        """Return ``tensor`` with this layout's strides: itself, or a copy."""
         if tensor.stride() == self.stride:
             return tensor
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
 
 
 @dataclass(frozen=True)
-class Again(Leaf):
-    """A tensor that stands in the same value already, as its ``position``-th tensor."""
+class Repeated(Leaf):
+    """A second place of the value's ``position``-th tensor."""
 
     position: int
 
@@ -52,29 +52,29 @@ class Again(Leaf):
 class ValueLayout:
     """The layout of a value: the value itself, with a ``TensorLayout`` in the place of each tensor.
 
-    One tensor that stands in a value twice travels once, and stands there twice again.
+    A tensor with two places in the value is sent once, and gets both places again.
     """
 
     skeleton: Any
 
     @cached_property
     def tensors(self) -> list[TensorLayout]:
-        """Layouts of the tensors, in the order in which they travel."""
+        """Layouts of the tensors, in the order in which they are sent."""
         return [leaf for leaf in leaves_of(self.skeleton) if isinstance(leaf, TensorLayout)]
 
     @cached_property
     def shares_memory(self) -> bool:
-        """Whether a tensor of it has memory in common with another that crosses."""
+        """True if a tensor of the value shares memory with another sent tensor."""
         return any(tensor.shares_memory for tensor in self.tensors)
 
     def build(self, tensors: list[torch.Tensor]) -> Any:
-        """The value with ``tensors`` in their places."""
+        """Return the value with ``tensors`` in their places."""
         if isinstance(self.skeleton, TensorLayout):
             return tensors[0]
         remaining = iter(tensors)
 
         def put(leaf: Any) -> Any:
-            if isinstance(leaf, Again):
+            if isinstance(leaf, Repeated):
                 return tensors[leaf.position]
             return next(remaining) if isinstance(leaf, TensorLayout) else leaf
 
@@ -82,10 +82,10 @@ class ValueLayout:
 
 
 def layout_of(value: Any, shared: Collection[int] = ()) -> ValueLayout:
-    """Describe ``value``: a nest of tuples, lists, dicts and dataclasses.
+    """The layout of ``value``: nested tuples, lists, dicts and dataclasses.
 
-    ``shared`` are the addresses of memory that other values have, too (``shared_memory``). Raises ``TypeError``
-    for another object with tensors in it, which would travel only once.
+    ``shared`` are the addresses that ``shared_memory`` returns. Raises ``TypeError`` for any other object that
+    holds tensors: it would be sent in the first step only.
     """
     positions: dict[int, int] = {}
 
@@ -94,7 +94,7 @@ def layout_of(value: Any, shared: Collection[int] = ()) -> ValueLayout:
             _refuse_hidden_tensors(leaf)
             return leaf
         if id(leaf) in positions:
-            return Again(positions[id(leaf)])
+            return Repeated(positions[id(leaf)])
         positions[id(leaf)] = len(positions)
         return _tensor_layout(leaf, shared)
 
@@ -102,14 +102,14 @@ def layout_of(value: Any, shared: Collection[int] = ()) -> ValueLayout:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of ``value``, each once, in the order in which they travel."""
+    """The tensors of ``value``, each once, in the order in which they are sent."""
     if isinstance(value, torch.Tensor):
         return [value]
     return list({id(leaf): leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)}.values())
 
 
 def check_layout(name: str, value: Any, layout: ValueLayout) -> None:
-    """Raise ``RuntimeError`` where ``value`` is not what was agreed for these inputs."""
+    """Raise ``RuntimeError`` when ``value`` does not have the layout of the first microbatch of this signature."""
     lone = layout.skeleton
     is_lone = isinstance(value, torch.Tensor) and isinstance(lone, TensorLayout) and lone.describes(value)
     if is_lone and value.requires_grad <= lone.requires_grad:
@@ -119,25 +119,25 @@ def check_layout(name: str, value: Any, layout: ValueLayout) -> None:
     same_tensors = len(tensors) == len(expected) and all(map(TensorLayout.describes, expected, tensors))
     if not same_tensors or not _same_constants(value, layout):
         raise RuntimeError(
-            f"the value {name} that crosses stages is now {_show(layout_of(value))}; for inputs of the same shapes "
-            f"it was {_show(layout)}. A size or a number that depends on the data cannot cross a cut: cut "
+            f"the value {name}, which one stage sends to another, is now {_show(layout_of(value))}; for inputs of the "
+            f"same shapes it was {_show(layout)}. A size or a number that depends on the data cannot be sent: cut "
             f"elsewhere, or make the modules between one layer."
         )
     if any(t.requires_grad and not e.requires_grad for t, e in zip(tensors, expected, strict=True)):
         raise RuntimeError(
-            f"the value {name} that crosses stages now requires a gradient and did not before: parameters were "
-            f"unfrozen since. Call refresh() on every rank after changing requires_grad."
+            f"the value {name}, which one stage sends to another, now requires a gradient and did not before: "
+            f"parameters were unfrozen since. Call refresh() on every rank after changing requires_grad."
         )
 
 
 def shared_memory(values: Iterable[Any]) -> set[int]:
-    """Addresses of memory that several of the tensors in ``values`` have."""
+    """Addresses of memory that several of the tensors in ``values`` share."""
     found = Counter(tensor.untyped_storage().data_ptr() for value in values for tensor in tensors_of(value))
     return {address for address, count in found.items() if count > 1 and address}
 
 
 def _tensor_layout(tensor: torch.Tensor, shared: Collection[int]) -> TensorLayout:
-    # A tensor on the meta device costs nothing; its strides are the dense ones nearest to the tensor's own.
+    # A tensor on the meta device has no memory; its strides are the dense ones nearest to the tensor's own.
     dense = torch.empty_like(tensor, device="meta")
     shares = bool(shared) and tensor.untyped_storage().data_ptr() in shared
     return TensorLayout(tensor.size(), dense.stride(), tensor.dtype, tensor.requires_grad, shares)
@@ -172,6 +172,6 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         _TensorFinder(io.BytesIO()).dump(leaf)
     except Exception as error:
         raise TypeError(
-            f"a {type(leaf).__name__} with {error} in it crosses stages. Tensors, numbers, strings, and tuples, lists, "
-            f"dicts and dataclasses of them can: make it one of those, or cut elsewhere."
+            f"a {type(leaf).__name__} with {error} in it cannot be sent to another stage. Tensors, numbers, strings, "
+            f"and tuples, lists, dicts and dataclasses of them can: make it one of those, or cut elsewhere."
         ) from error

@@ -1,28 +1,29 @@
-"""Runs a lowered schedule on one rank. It decides nothing.
+"""Engine: runs a lowered schedule on one rank. It makes no decisions.
 
-The list of actions is compiled once into bound calls, and run step after step::
+The engine compiles the list of actions once into bound calls. Each step makes these calls in order::
 
-    1RECV_F0   post the receives of what the earlier stages made        link.post
-    1F0        the stage's forward                                      runner.forward
-    1SEND_F0   start to send what later stages need                     runner.send_activation
-               let go of sends that are known to have arrived           link.release
+    1RECV_F0   post the receives of activations (B, T, H) of earlier stages     channel.post
+    1F0        forward of the stage                                             runner.forward
+    1SEND_F0   start to send (B, T, H) to later stages                          runner.send_activation
+               free finished sends                                              channel.release
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from nxdpp.parallel_layers import failure_watch
-from nxdpp.pipeline.p2p.boundary import Border, incoming, outgoing
-from nxdpp.pipeline.p2p.link import Link, LocalLink, RemoteLink, Stream
+from nxdpp.pipeline.p2p.boundary import Boundary
+from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
-from nxdpp.pipeline.runtime.step_timer import StepTimer
 from nxdpp.pipeline.stages.program import StageProgram
-from nxdpp.pipeline.timeline.recorder import RecordedLink, StepRecorder
+from nxdpp.pipeline.stages.split import StagePlan
+from nxdpp.pipeline.timeline.clock import StepTimer
+from nxdpp.pipeline.timeline.recorder import RecordedChannel, StepRecorder
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.placement import ListedPlacement, Placement
 
@@ -33,81 +34,94 @@ _RECEIVES = {
 _SENDS = {ActionKind.SEND_ACTIVATION: Direction.ACTIVATION, ActionKind.SEND_GRADIENT: Direction.GRADIENT}
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of the steps of one signature on one rank.
+
+    Attributes:
+        placement: the rank of each stage.
+        rank: this rank of the pipeline.
+        microbatches: number of microbatches of a step.
+        device: device of the stages.
+        train: whether backwards follow. The last stage's first result is then the loss.
+        keep_outputs: hold sent activations until their backward, as plain autograd would.
+        in_flight: limit of microbatches in flight that a channel sends one way; ``None`` for no limit.
+    """
+
+    placement: Placement | ListedPlacement
+    rank: int
+    microbatches: int
+    device: torch.device
+    train: bool
+    keep_outputs: bool
+    in_flight: int | None = None
+
+
 class Engine:
     """The steps of one rank for inputs of one signature.
 
-    In the first step the stages describe to each other what crosses, along with the first microbatch.
+    The first step includes the metadata exchange, along with the first microbatch.
 
     Args:
+        config: settings of the steps.
         programs: this rank's stages, by number.
-        placement: which rank has which stage.
-        rank: this rank of the pipeline.
-        transport: the way to the other ranks; ``None`` where all stages are on this one.
-        microbatches: of a step.
-        device: where the stages are.
-        train: whether backwards follow; the last stage's first result is then the loss.
-        keep_outputs: hold sent activations until their backward, as plain autograd would.
-        actions: what this rank does, sends and receives included.
-        releases: for each compute action in order, the sends that are known to be over after it.
-        under_way: how many microbatches a link may have sent one way that are not known to have arrived, before it
-            waits for the oldest; ``None`` for any number.
-        recorder: collects what this rank does and when; without one nothing is recorded, at no cost.
+        transport: the transfers to other ranks; ``None`` when this rank has all stages.
+        actions: the actions of this rank, sends and receives included.
+        releases: for each compute action in order, the sends that are finished after it.
+        recorder: collects the times of this rank's actions; ``None`` records nothing, at no cost.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         programs: Mapping[int, StageProgram],
-        placement: Placement | ListedPlacement,
-        rank: int,
         transport: Transport | None,
-        microbatches: int,
-        device: torch.device,
-        train: bool,
-        keep_outputs: bool,
         actions: Sequence[Action],
         releases: Sequence[Sequence[Action]],
-        under_way: int | None,
         recorder: StepRecorder | None = None,
     ) -> None:
-        self._recorder = recorder
-        self._placement = placement
-        self._rank = rank
+        self._config = config
         self._transport = transport
-        self._microbatches = microbatches
-        self._streams: defaultdict[int, dict[Direction, Stream]] = defaultdict(
-            lambda: {direction: Stream() for direction in Direction}
-        )
-        self._under_way = under_way
-        self._device = device
-        self.busy_share = 0.0
-        local: dict[tuple[int, int], LocalLink] = {}
-        splits = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
-        self._links_in: dict[int, dict[int, Link]] = {}
-        self._links_out: dict[int, dict[int, Link]] = {}
+        self._recorder = recorder
+        self._timer = StepTimer(config.device)
+        self._peers: dict[int, Peer] = {}
+        self._channels_in: dict[int, dict[int, Channel]] = {}
+        self._channels_out: dict[int, dict[int, Channel]] = {}
         self._runners: dict[int, StageRunner] = {}
+        local: dict[tuple[int, int], LocalChannel] = {}
+        splits = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
         for stage, program in sorted(programs.items()):
-            self._links_in[stage] = {b.maker: self._link(b, b.maker, local) for b in incoming(program.plan)}
-            self._links_out[stage] = {b.user: self._link(b, b.user, local) for b in outgoing(program.plan)}
+            self._channels_in[stage] = {b.source: self._channel(b, b.source, local) for b in _incoming(program.plan)}
+            self._channels_out[stage] = {
+                b.destination: self._channel(b, b.destination, local) for b in _outgoing(program.plan)
+            }
             self._runners[stage] = StageRunner(
                 program,
-                list(self._links_in[stage].values()),
-                list(self._links_out[stage].values()),
-                device,
-                train,
-                keep_outputs,
+                list(self._channels_in[stage].values()),
+                list(self._channels_out[stage].values()),
+                config.device,
+                config.train,
+                config.keep_outputs,
                 splits,
+                self._timer,
             )
         self._calls, self._called_for = self._compile(actions, releases)
 
-    def run(self, inputs: Sequence[dict[str, Any]]) -> list[list[Any]]:
-        """One step with the model's inputs for each microbatch; all ranks of the pipeline must call this.
+    @property
+    def busy_share(self) -> float:
+        """Share of the last step, between 0 and 1, in which this rank computed."""
+        return self._timer.busy_share
 
-        Returns what the last stage makes of each microbatch, in order, on the rank that has it; nothing on others.
-        An exception is noted with the action it came from, told to the other ranks, and raised.
+    def run(self, inputs: Sequence[dict[str, Any]]) -> list[list[Any]]:
+        """Run one step; all ranks of the pipeline must call this.
+
+        ``inputs`` are the model's inputs of each microbatch, for example ``input_ids`` of (B, T). Returns the last
+        stage's results of each microbatch, in order, on the rank of that stage, and nothing on others. An exception
+        gets a note with its action, is reported to the other ranks, and raised.
         """
-        timer = StepTimer(self._device)
+        self._timer.start()
         for runner in self._runners.values():
-            runner.begin(inputs, timer)
+            runner.begin(inputs)
         at = 0
         try:
             for at, call in enumerate(self._calls):  # noqa: B007
@@ -117,8 +131,7 @@ class Engine:
             _note(error, self._called_for[at])
             failure_watch.report(error)
             raise
-        timer.stop()
-        self.busy_share = timer.busy_share
+        self._timer.stop()
         results: dict[int, list[Any]] = {}
         for runner in self._runners.values():
             results |= runner.results
@@ -126,41 +139,37 @@ class Engine:
         return [results[microbatch] for microbatch in sorted(results)]
 
     def _finish(self) -> None:
-        """Wait until everything has left."""
-        for links in (*self._links_in.values(), *self._links_out.values()):
-            for link in links.values():
-                link.finish()
+        """Wait until all tensors and objects of the step have been sent."""
+        for channels in (*self._channels_in.values(), *self._channels_out.values()):
+            for channel in channels.values():
+                channel.finish()
         if self._transport is not None:
             self._transport.finish()
 
-    def _link(self, border: Border, other: int, local: dict[tuple[int, int], LocalLink]) -> Link:
-        peer = self._placement.rank_of(other)
-        if peer == self._rank:
-            return local.setdefault((border.maker, border.user), LocalLink(border))
+    def _channel(self, boundary: Boundary, other: int, local: dict[tuple[int, int], LocalChannel]) -> Channel:
+        """The channel over ``boundary`` to stage ``other``; two stages of this rank share one."""
+        config = self._config
+        rank = config.placement.rank_of(other)
+        if rank == config.rank:
+            return local.setdefault((boundary.source, boundary.destination), LocalChannel(boundary))
         assert self._transport is not None, "other ranks have stages"
-        chunks = self._placement.chunks
-        pair = self._chunk(border.maker) * chunks + self._chunk(border.user)
-        make_link = RemoteLink if self._recorder is None else partial(RecordedLink, self._recorder)
-        return make_link(
-            border,
-            self._transport,
-            peer,
-            pair,
-            chunks * chunks,
-            self._microbatches,
-            self._streams[peer],
-            self._under_way,
-        )
+        chunks = config.placement.chunks
+        if rank not in self._peers:
+            self._peers[rank] = Peer(self._transport, rank, chunks * chunks, config.microbatches)
+        pair = self._chunk(boundary.source) * chunks + self._chunk(boundary.destination)
+        make_channel = RemoteChannel if self._recorder is None else partial(RecordedChannel, self._recorder)
+        return make_channel(boundary, self._peers[rank], pair, config.in_flight)
 
     def _chunk(self, stage: int) -> int:
-        return self._placement.stages_of(self._placement.rank_of(stage)).index(stage)
+        placement = self._config.placement
+        return placement.stages_of(placement.rank_of(stage)).index(stage)
 
     def _compile(
         self, actions: Sequence[Action], releases: Sequence[Sequence[Action]]
     ) -> tuple[list[Callable[[], None]], list[Action]]:
-        """The calls of a step, and the action that each is for."""
+        """The calls of a step, and the action of each."""
         last_sends = {(action.stage, action.kind, action.microbatch): i for i, action in enumerate(actions)}
-        over = iter(releases)
+        finished = iter(releases)
         calls: list[Callable[[], None]] = []
         called_for: list[Action] = []
         for i, action in enumerate(actions):
@@ -168,20 +177,21 @@ class Engine:
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
                 if self._recorder is not None:
                     new = [self._recorder.computing(action, call) for call in new]
-                new += [self._release(send) for send in next(over, ())]
+                new += [self._release(send) for send in next(finished, ())]
             calls += new
             called_for += [action] * len(new)
         return calls, called_for
 
     def _calls_of(self, action: Action, last: bool) -> list[Callable[[], None]]:
         runner, microbatch = self._runners[action.stage], action.microbatch
+        # Post receives.
         if action.kind in _RECEIVES:
-            links = self._remote(action)
-            return [partial(link.post, _RECEIVES[action.kind], microbatch) for link in links]
-        if action.kind is ActionKind.SEND_ACTIVATION:
-            return [partial(runner.send_activation, microbatch, self._remote(action), last)]
-        if action.kind is ActionKind.SEND_GRADIENT:
-            return [partial(runner.send_gradient, microbatch, self._remote(action), last)]
+            return [partial(channel.post, _RECEIVES[action.kind], microbatch) for channel in self._remote(action)]
+        # Send.
+        if action.kind in _SENDS:
+            send = runner.send_activation if action.kind is ActionKind.SEND_ACTIVATION else runner.send_gradient
+            return [partial(send, microbatch, self._remote(action), last)]
+        # Compute.
         computes = {
             ActionKind.FORWARD: runner.forward,
             ActionKind.BACKWARD: runner.backward,
@@ -191,16 +201,41 @@ class Engine:
         return [partial(computes[action.kind], microbatch)]
 
     def _release(self, send: Action) -> Callable[[], None]:
-        (link,) = self._remote(send)
-        return partial(link.release, _SENDS[send.kind], send.microbatch)
+        (channel,) = self._remote(send)
+        return partial(channel.release, _SENDS[send.kind], send.microbatch)
 
-    def _remote(self, action: Action) -> list[Link]:
-        """The links that a send or receive is about."""
-        to_users = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
-        links = (self._links_out if to_users else self._links_in)[action.stage]
-        if action.peer is not None:
-            return [links[action.peer]]
-        return [link for link in links.values() if isinstance(link, RemoteLink)]
+    def _remote(self, action: Action) -> list[RemoteChannel]:
+        """The channels of a send or receive."""
+        to_destinations = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
+        channels = (self._channels_out if to_destinations else self._channels_in)[action.stage]
+        wanted = channels.values() if action.peer is None else [channels[action.peer]]
+        return [channel for channel in wanted if isinstance(channel, RemoteChannel)]
+
+
+def _incoming(plan: StagePlan) -> list[Boundary]:
+    """The boundaries to the source stages of a stage."""
+    return [
+        Boundary(
+            source,
+            plan.stage,
+            [name for name, stage in plan.received.items() if stage == source],
+            [name for name, stage in plan.received_metadata.items() if stage == source],
+        )
+        for source in plan.source_stages
+    ]
+
+
+def _outgoing(plan: StagePlan) -> list[Boundary]:
+    """The boundaries to the destination stages of a stage."""
+    return [
+        Boundary(
+            plan.stage,
+            destination,
+            [name for name, stages in plan.sent.items() if destination in stages],
+            [name for name, stages in plan.sent_metadata.items() if destination in stages],
+        )
+        for destination in plan.destination_stages
+    ]
 
 
 def _note(error: Exception, action: Action) -> None:

@@ -1,11 +1,13 @@
-"""What one stage does at each action of a schedule.
+"""One stage of a rank: its part in each action of a schedule.
 
-The way of one microbatch through a stage::
+One microbatch passes through a stage in these actions::
 
-    FORWARD             wait for what earlier stages made; run the stage's graph; keep the roots of its backward
-    BACKWARD            wait for the gradients of what was sent; run autograd from the roots; drop the microbatch
-    INPUT_GRADIENT      wait for them; compute the gradients of what was received
-    WEIGHT_GRADIENT     compute the gradients of the parameters; drop the microbatch
+    FORWARD             take activations (B, T, H) of source stages; run the stage's graph; keep the backward's roots
+    SEND_ACTIVATION     start to send activations (B, T, H) to destination stages
+    BACKWARD            take their gradients (B, T, H); run autograd from the roots; free the microbatch
+    INPUT_GRADIENT      take their gradients; compute the gradients of the received activations
+    WEIGHT_GRADIENT     compute the gradients of the parameters; free the microbatch
+    SEND_GRADIENT       start to send the gradients (B, T, H) of received activations to source stages
 """
 
 from collections.abc import Sequence
@@ -16,27 +18,26 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
-from nxdpp.pipeline.backward.run import run_backward
+from nxdpp.pipeline.backward.run import ReceivedTensor, own_memory, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
+from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
 from nxdpp.pipeline.p2p.layout import check_layout, layout_of, shared_memory, tensors_of
-from nxdpp.pipeline.p2p.link import Link, LocalLink
 from nxdpp.pipeline.p2p.transport import Direction
-from nxdpp.pipeline.runtime.received import Arrival, own_memory
-from nxdpp.pipeline.runtime.stand_in import stand_in
-from nxdpp.pipeline.runtime.step_timer import StepTimer
+from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
 from nxdpp.pipeline.stages.program import StageProgram
+from nxdpp.pipeline.timeline.clock import StepTimer
 
 
 @dataclass
-class _Live:
+class _InFlight:
     """A microbatch between its forward and its backward.
 
-    ``entries`` are where received tensors enter the autograd graph, ``roots`` where its backward starts; both are
-    places that keep no activation alive.
+    Received tensors enter the autograd graph at ``entries``, and its backward starts at ``roots``. Neither keeps an
+    activation alive.
     """
 
-    arrivals: list[Arrival]
+    received: list[ReceivedTensor]
     entries: list[GradientEdge] = field(default_factory=list)
     roots: dict[tuple[str, int], GradientEdge] = field(default_factory=dict)
     loss: torch.Tensor | None = None
@@ -49,167 +50,183 @@ class StageRunner:
 
     Args:
         program: the stage.
-        links_in: the ways over its borders to earlier stages, in their order.
-        links_out: those to later stages.
-        device: where the stage is.
-        train: whether backwards follow; the stage's first result is then the loss, and its mean over the
-            microbatches is what is differentiated.
+        channels_in: the channels to source stages, by their number.
+        channels_out: the channels to destination stages, by their number.
+        device: device of the stage.
+        train: whether backwards follow. The stage's first result is then the loss, and its mean over the microbatches
+            is differentiated.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
-        splits: whether backwards come in two parts.
+        splits: whether input-gradients and weight-gradients are computed apart.
+        timer: measures the time in which the stage computes.
     """
 
     def __init__(
         self,
         program: StageProgram,
-        links_in: Sequence[Link],
-        links_out: Sequence[Link],
+        channels_in: Sequence[Channel],
+        channels_out: Sequence[Channel],
         device: torch.device,
         train: bool,
         keep_outputs: bool,
         splits: bool,
+        timer: StepTimer,
     ) -> None:
         self.results: dict[int, list[Any]] = {}
-        self._program = program
+        self._module = program.module
         self._plan = program.plan
-        self._links_in = links_in
-        self._links_out = links_out
-        # No action of the schedule sends what stays on this rank, nor what is only described.
-        self._handed_on = [link for link in links_out if isinstance(link, LocalLink)]
-        self._handed_back = [link for link in links_in if isinstance(link, LocalLink)]
-        self._sends_activations = any(link.border.values for link in links_out if link not in self._handed_on)
-        self._sends_gradients = any(link.border.values for link in links_in if link not in self._handed_back)
+        self._channels_in = channels_in
+        self._channels_out = channels_out
+        # The schedule has no send for tensors that stay on this rank, and none for metadata.
+        self._local_out = [channel for channel in channels_out if isinstance(channel, LocalChannel)]
+        self._local_in = [channel for channel in channels_in if isinstance(channel, LocalChannel)]
+        self._sends_activations = any(c.boundary.values for c in channels_out if c not in self._local_out)
+        self._sends_gradients = any(c.boundary.values for c in channels_in if c not in self._local_in)
         self._device = device
         self._train = train
         self._keep_outputs = keep_outputs
         self._splits = splits
-        self._stand_ins: dict[str, Any] | None = None
+        self._timer = timer
+        self._placeholders: dict[str, Any] | None = None
         self._sharing_memory: list[str] = []
-        self._described = False
+        self._metadata_sent = False
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
-        self._timer = StepTimer(device)
         self._made: dict[int, dict[str, Any]] = {}
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _InFlight] = {}
         self._gradients: dict[int, dict[int, list[torch.Tensor]]] = {}
 
-    def begin(self, inputs: Sequence[dict[str, Any]], timer: StepTimer) -> None:
-        """A step begins with these inputs for each microbatch; ``timer`` is told when the stage computes."""
-        self.results = {}
+    def begin(self, inputs: Sequence[dict[str, Any]]) -> None:
+        """Begin a step with the model's inputs of each microbatch."""
         self._inputs = inputs
-        self._timer = timer
 
     def end(self) -> None:
-        """The step is over: forget what it was about."""
+        """End the step: free all that belongs to it."""
         self._inputs = ()
         self.results = {}
         for state in (self._made, self._live, self._gradients):
             state.clear()
 
     def forward(self, microbatch: int) -> None:
-        """Run the stage."""
-        live = _Live([])
+        """Run the stage on received activations (B, T, H) and the model's inputs."""
+        # Receive.
+        live = _InFlight([])
         received = self._receive(microbatch, live)
-        plan, program, inputs = self._plan, self._program, self._inputs[microbatch]
+        arguments = self._arguments(microbatch, received)
         guarded = [(name, received[name], versions(received[name])) for name in self._sharing_memory]
-        arguments = program.arguments(inputs, received, self._stand_ins or {})
+        # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
         with self._timer:
-            # Not through ``__call__``: there are no hooks, and its wrappers take time.
-            values = program.module.forward(*arguments)
+            values = self._module.forward(*arguments)
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
-        made = dict(zip(plan.made, values, strict=True))
-        if not self._described:
-            self._describe(made)
-        for link in self._links_out:
-            for name in link.border.values:
-                check_layout(name, made[name], self._layouts(link)[name])
+        made = dict(zip(self._plan.made, values, strict=True))
+        # Metadata exchange in a first step; in later ones check that the layouts are the same.
+        if not self._metadata_sent:
+            self._send_metadata(made)
+        for channel in self._channels_out:
+            for name in channel.boundary.values:
+                check_layout(name, made[name], channel.boundary.layouts[name])
+        # Keep what the backward and the sends need.
         if self._train:
             self._prepare_backward(live, made)
             self._live[microbatch] = live
-        for link in self._handed_on:
-            link.give(Direction.ACTIVATION, microbatch, self._handed(link, made))
+        for local in self._local_out:
+            local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, made))
         if self._sends_activations:
             self._made[microbatch] = made
-        if plan.results:
-            results = [made[name] for name in plan.results]
+        if self._plan.results:
+            results = [made[name] for name in self._plan.results]
             self.results[microbatch] = [r.detach() if isinstance(r, torch.Tensor) else r for r in results]
 
-    def send_activation(self, microbatch: int, links: Sequence[Link], last: bool) -> None:
-        """Start to send over ``links``; ``last`` where nothing is left to send of this microbatch afterwards."""
+    def send_activation(self, microbatch: int, channels: Sequence[Channel], last: bool) -> None:
+        """Start to send activations (B, T, H) over ``channels``; free them after the ``last`` send."""
         made = self._made.pop(microbatch) if last else self._made[microbatch]
-        for link in links:
-            link.give(Direction.ACTIVATION, microbatch, _activations(link, made))
+        for channel in channels:
+            channel.give(Direction.ACTIVATION, microbatch, _activations(channel, made))
 
     def backward(self, microbatch: int) -> None:
-        """Gradients of parameters and of what was received."""
+        """Run a full backward: gradients of the parameters and of received activations (B, T, H)."""
         live = self._live.pop(microbatch)
         roots, starts = self._roots(live, microbatch)
         if roots:
             with self._timer:
                 run_backward(roots, starts)
-        self._keep_gradients(microbatch, [arrival.gradient for arrival in live.arrivals])
+        self._keep_gradients(microbatch, [received.gradient for received in live.received])
 
     def input_gradient(self, microbatch: int) -> None:
-        """Gradients of what was received; those of the parameters are left to ``weight_gradient``."""
+        """Compute the gradients of received activations (B, T, H); ``weight_gradient`` computes the others."""
         live = self._live[microbatch]
         roots, starts = self._roots(live, microbatch)
         split = SplitBackward(self._analysis, live.entries, roots)
         with self._timer:
             gradients = split.input_gradients(starts)
-        # All that is left of the microbatch is what its weight-gradient needs.
-        self._live[microbatch] = _Live([], split=split)
+        # Free all but what the weight-gradient needs.
+        self._live[microbatch] = _InFlight([], split=split)
         self._keep_gradients(microbatch, gradients)
 
     def weight_gradient(self, microbatch: int) -> None:
-        """Gradients of the parameters."""
+        """Compute the gradients of the parameters."""
         split = self._live.pop(microbatch).split
         assert split is not None, "the input-gradient comes first"
         with self._timer:
             split.weight_gradients()
 
-    def send_gradient(self, microbatch: int, links: Sequence[Link], last: bool) -> None:
-        """Start to send over ``links`` the gradients of what came over them."""
+    def send_gradient(self, microbatch: int, channels: Sequence[Channel], last: bool) -> None:
+        """Start to send gradients (B, T, H) over ``channels``; free them after the ``last`` send."""
         gradients = self._gradients.pop(microbatch) if last else self._gradients[microbatch]
-        for link in links:
-            link.give(Direction.GRADIENT, microbatch, gradients[link.border.maker])
+        for channel in channels:
+            channel.give(Direction.GRADIENT, microbatch, gradients[channel.boundary.source])
 
-    def _receive(self, microbatch: int, live: _Live) -> dict[str, Any]:
-        if self._stand_ins is None:
-            self._stand_ins = {}
-            for link in self._links_in:
-                link.learn()
-                layouts = self._layouts(link)
-                for name in link.border.described:
-                    self._stand_ins[name] = stand_in(layouts[name], self._device)
-                self._sharing_memory += [name for name in link.border.values if layouts[name].shares_memory]
+    def _receive(self, microbatch: int, live: _InFlight) -> dict[str, Any]:
+        """The values of the source stages, in the autograd graph when training."""
+        if self._placeholders is None:
+            self._placeholders = self._receive_metadata()
         received: dict[str, Any] = {}
-        for link in self._links_in:
-            tensors: dict[str, list[torch.Tensor]] = {name: [] for name in link.border.values}
-            arrived = link.take(Direction.ACTIVATION, microbatch)
-            for crossing, tensor in zip(link.border.activations, arrived, strict=True):
-                if crossing.layout.requires_grad and self._train:
-                    live.arrivals.append(Arrival(tensor))
-                    tensor = live.arrivals[-1].enter_graph()
+        for channel in self._channels_in:
+            tensors: dict[str, list[torch.Tensor]] = {name: [] for name in channel.boundary.values}
+            taken = channel.take(Direction.ACTIVATION, microbatch)
+            for entry, tensor in zip(channel.boundary.activations, taken, strict=True):
+                if entry.layout.requires_grad and self._train:
+                    live.received.append(ReceivedTensor(tensor))
+                    tensor = live.received[-1].enter_graph()
                     if self._splits:
                         live.entries.append(get_gradient_edge(tensor))
-                tensors[crossing.value].append(tensor)
+                tensors[entry.value].append(tensor)
             for name, parts in tensors.items():
-                received[name] = self._layouts(link)[name].build(parts)
+                received[name] = channel.boundary.layouts[name].build(parts)
         return received
 
-    def _describe(self, made: dict[str, Any]) -> None:
-        """Tell the users of this stage's values what they look like."""
+    def _receive_metadata(self) -> dict[str, Any]:
+        """The metadata placeholders, once the source stages have sent their layouts."""
+        placeholders = {}
+        for channel in self._channels_in:
+            channel.receive_metadata()
+            boundary, layouts = channel.boundary, channel.boundary.layouts
+            placeholders |= {name: metadata_placeholder(layouts[name], self._device) for name in boundary.metadata_only}
+            self._sharing_memory += [name for name in boundary.values if layouts[name].shares_memory]
+        return placeholders
+
+    def _arguments(self, microbatch: int, received: dict[str, Any]) -> list[Any]:
+        """The arguments of the stage's graph."""
+        plan, inputs, placeholders = self._plan, self._inputs[microbatch], self._placeholders or {}
+        return [
+            *(inputs[name] for name in plan.inputs),
+            *(received[name] for name in plan.received),
+            *(placeholders[name] for name in plan.received_metadata),
+        ]
+
+    def _send_metadata(self, made: dict[str, Any]) -> None:
+        """Send the layouts of this stage's values to its destination stages."""
         plan = self._plan
         shared = shared_memory(made[name] for name in plan.sent)
         sent = {name: layout_of(made[name], shared) for name in plan.sent}
-        described = {name: layout_of(made[name]) for name in plan.described}
-        for link in self._links_out:
-            border = link.border
-            border.agree({n: sent[n] for n in border.values} | {n: described[n] for n in border.described})
-            link.describe()
-        self._described = True
+        only = {name: layout_of(made[name]) for name in plan.sent_metadata}
+        for channel in self._channels_out:
+            boundary = channel.boundary
+            boundary.set_layouts({n: sent[n] for n in boundary.values} | {n: only[n] for n in boundary.metadata_only})
+            channel.send_metadata()
+        self._metadata_sent = True
 
-    def _prepare_backward(self, live: _Live, made: dict[str, Any]) -> None:
+    def _prepare_backward(self, live: _InFlight, made: dict[str, Any]) -> None:
         live.outputs = made if self._keep_outputs else None
         for name in self._plan.sent:
             for position, tensor in enumerate(tensors_of(made[name])):
@@ -218,9 +235,10 @@ class StageRunner:
         if self._plan.results:
             live.loss = _checked_loss(made[self._plan.results[0]]) / len(self._inputs)
 
-    def _roots(self, live: _Live, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
+    def _roots(self, live: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
+        """The roots of a backward, and the gradient of each."""
         gradients = self._returned_gradients(microbatch)
-        # A root is missing where parameters were frozen since the layouts were agreed on.
+        # A root is missing when its parameters were frozen after the metadata exchange.
         roots: list[Any] = [live.roots[key] for key in gradients if key in live.roots]
         starts = [gradient for key, gradient in gradients.items() if key in live.roots]
         if live.loss is not None:
@@ -229,48 +247,43 @@ class StageRunner:
         return roots, starts
 
     def _returned_gradients(self, microbatch: int) -> dict[tuple[str, int], torch.Tensor]:
-        """The gradient of each value, summed over its users, the latest first as autograd itself would."""
+        """The gradient (B, T, H) of each sent tensor: the sum over destinations, the latest first as in autograd."""
         parts = []
-        for link in self._links_out:
-            returned = link.take(Direction.GRADIENT, microbatch)
-            parts += list(zip(link.border.gradients, returned, strict=True))
+        for channel in self._channels_out:
+            returned = channel.take(Direction.GRADIENT, microbatch)
+            parts += list(zip(channel.boundary.gradients, returned, strict=True))
         total: dict[tuple[str, int], torch.Tensor] = {}
-        for crossing, gradient in reversed(parts):
-            key = (crossing.value, crossing.position)
+        for entry, gradient in reversed(parts):
+            key = (entry.value, entry.position)
             total[key] = total[key] + gradient if key in total else gradient
         return total
 
-    def _handed(self, link: Link, made: dict[str, Any]) -> list[torch.Tensor]:
-        """The activations for a stage of this rank, copies where others have the same memory."""
-        activations = _activations(link, made)
+    def _own_activations(self, channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
+        """Activations for a stage of this rank; copies of those that other stages receive too."""
         return [
-            tensor.clone() if len(self._plan.sent[crossing.value]) > 1 else tensor
-            for crossing, tensor in zip(link.border.activations, activations, strict=True)
+            tensor.clone() if len(self._plan.sent[entry.value]) > 1 else tensor
+            for entry, tensor in zip(channel.boundary.activations, _activations(channel, made), strict=True)
         ]
 
     def _keep_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep the gradients of what was received until they are sent; those that stay on this rank are given."""
+        """Give the gradients of received activations to stages of this rank, and keep the others until their send."""
         remaining = iter(gradients)
-        # A value that took no part in the loss has a gradient of zero, and its maker waits for it.
-        by_maker = {
-            link.border.maker: [
-                own_memory(gradient) if gradient is not None else crossing.layout.allocate(self._device).zero_()
-                for crossing, gradient in zip(link.border.gradients, remaining, strict=False)
+        # A value without a part in the loss has a gradient of zero: its source stage waits for one.
+        by_source = {
+            channel.boundary.source: [
+                own_memory(gradient) if gradient is not None else entry.layout.allocate(self._device).zero_()
+                for entry, gradient in zip(channel.boundary.gradients, remaining, strict=False)
             ]
-            for link in self._links_in
+            for channel in self._channels_in
         }
-        for link in self._handed_back:
-            link.give(Direction.GRADIENT, microbatch, by_maker[link.border.maker])
+        for local in self._local_in:
+            local.give(Direction.GRADIENT, microbatch, by_source[local.boundary.source])
         if self._sends_gradients:
-            self._gradients[microbatch] = by_maker
-
-    def _layouts(self, link: Link) -> Any:
-        assert link.border.layouts is not None, "described along with the first microbatch"
-        return link.border.layouts
+            self._gradients[microbatch] = by_source
 
 
-def _activations(link: Link, made: dict[str, Any]) -> list[torch.Tensor]:
-    return [tensors_of(made[crossing.value])[crossing.position].detach() for crossing in link.border.activations]
+def _activations(channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
+    return [tensors_of(made[entry.value])[entry.position].detach() for entry in channel.boundary.activations]
 
 
 def _checked_loss(loss: Any) -> torch.Tensor:

@@ -1,16 +1,18 @@
-"""Running steps on one rank of a pipeline: the same on all ranks, with the engine for the inputs at hand."""
+"""Steps of one rank: verified to be the same on all ranks, and run by the engine for their signature."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
-from nxdpp.pipeline.agreement.same_step import SameStep, Step
+from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.p2p.transport import Direction, Transport
-from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.timeline.step_trace import StepTrace
 from nxdpp.schedules.actions import Schedule
@@ -19,99 +21,148 @@ from nxdpp.schedules.lowering.lowering import lower, lower_rank
 from nxdpp.schedules.lowering.releases import releases
 from nxdpp.schedules.lowering.rendezvous import sends_in_flight
 
-# Enough for a transfer to run while the next value is computed.
-_SENDS_UNDER_WAY = 2
+# A program keeps the engines of its last so many new signatures, as long as the program lives. All ranks see the same
+# signatures in the same order, so all of them drop the same engines: an engine on one rank needs those of the others.
+_ENGINES_KEPT = 256
+# One transfer can run while the next value is computed.
+_SENDS_IN_FLIGHT = 2
 
 
-class Steps:
+class StepRunner:
     """The steps of this rank.
 
     Args:
-        schedule: of the pipeline.
-        rank: this rank of it.
+        schedule: the schedule of the pipeline.
+        rank: this rank of the pipeline.
         keep_outputs: hold sent activations until their backward.
-        trace_path: where to write what happens in each step; ``None`` not to.
+        trace_path: file for the timeline of each step; ``None`` writes none.
 
     Attributes:
-        origin: what random numbers this rank's values are from, see ``LocalPart``; to be set before the first step.
+        busy_share: share of the last step, between 0 and 1, in which this rank computed.
     """
 
     def __init__(self, schedule: ChosenSchedule, rank: int, keep_outputs: bool, trace_path: Path | None = None) -> None:
         self.busy_share = 0.0
-        self.origin: str | None = None
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
         self._transport: Transport | None = None
         self._trace = None if trace_path is None else StepTrace(trace_path, schedule.name)
-        self._same_step: SameStep | None = None
+        self._verifier: StepVerifier | None = None
+        # Each engine with the digest of its steps.
+        self._engines: WeakKeyDictionary[RankProgram, dict[Any, tuple[Engine, int]]] = WeakKeyDictionary()
 
     def transport(self, device: torch.device) -> Transport:
-        """The way to the other ranks for tensors on ``device``."""
+        """The transfers to other ranks of tensors on ``device``."""
         if self._transport is None:
-            ways = [(direction, upwards) for direction in Direction for upwards in (False, True)]
-            groups = dict(zip(ways, parallel_state.get_pipeline_transfer_groups(), strict=True))
+            keys = [(direction, upwards) for direction in Direction for upwards in (False, True)]
+            groups = dict(zip(keys, parallel_state.get_pipeline_transfer_groups(), strict=True))
             self._transport = Transport(groups, parallel_state.get_pipeline_control_group(), device)
         return self._transport
 
-    def forget_device(self) -> None:
-        """The stages have moved."""
+    def forget_engines(self) -> None:
+        """Drop all engines and the transport after a change of the stages: modules, ``requires_grad`` or device.
+
+        All ranks of the pipeline must call this. The next step of each signature has a metadata exchange again.
+        """
+        self._engines.clear()
         self._transport = None
 
     def run(
-        self, program: RankProgram, microbatches: list[dict[str, Any]], device: torch.device, train: bool
+        self,
+        program: RankProgram,
+        microbatches: list[dict[str, Any]],
+        device: torch.device,
+        train: bool,
+        origin: str | None,
     ) -> list[list[Any]]:
-        """One step; collective over the pipeline.
+        """Run one step; all ranks of the pipeline must call this.
 
-        Returns the results of each microbatch on the rank of the last stage, nothing on others. Raises
-        ``RuntimeError`` where the ranks are not about to do the same thing, and what fails in the step.
+        Args:
+            program: the stages of this rank.
+            microbatches: the model's inputs of each microbatch, for example ``input_ids`` of (B, T).
+            device: device of the stages.
+            train: whether backwards follow.
+            origin: the random numbers that this rank's initial weights are from; ``None`` when none were drawn.
+
+        Returns:
+            The results of each microbatch on the rank of the last stage, nothing on others.
+
+        Raises:
+            RuntimeError: when the ranks are about to run different steps. An error of the step itself is raised as it
+                is, with a note.
         """
-        if self._same_step is None:
-            self._same_step = SameStep(parallel_state.get_pipeline_control_group(), self.origin)
+        # Verify that all ranks run the same step.
         signature = (_signature(microbatches[0]), _autocast(device.type), train)
-        known = program.engines.get(signature)
-        step = Step(program.graph, signature)
-        step_digest = step.digest if known is None else known[1]
+        engines = self._engines.setdefault(program, {})
+        known = engines.get(signature)
+        step = StepIdentity(program.graph, signature, origin)
+        digest = step.digest if known is None else known[1]
+        if self._verifier is None:
+            self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         try:
-            self._same_step.check(step, step_digest, known is None)
+            self._verifier.check(step, digest, known is None)
         except Exception as error:
             failure_watch.report(error)
             raise
+        # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
         with nullcontext() if self._trace is None else self._trace.step(device, train):
             results = engine.run(microbatches)
         self.busy_share = engine.busy_share
+        # Keep the engine of a new signature.
         if known is None:
-            program.remember(signature, engine, step_digest)
+            engines[signature] = engine, digest
+            while len(engines) > _ENGINES_KEPT:
+                del engines[next(iter(engines))]
         return results
 
     def _engine(self, program: RankProgram, device: torch.device, train: bool) -> Engine:
         compute = self._schedule.training if train else self._schedule.evaluation
-        actions = lower_rank(compute, self._rank, program.edges)
-        return Engine(
-            program.stages,
+        config = EngineConfig(
             self._schedule.placement,
             self._rank,
-            self.transport(device),
             self._schedule.microbatches,
             device,
             train,
             self._keep_outputs,
-            actions,
-            releases(compute, self._rank, program.edges) if train else [],
-            self._under_way(compute, program, train),
-            None if self._trace is None else self._trace.recorder,
+            self._in_flight(compute, program, train),
         )
+        actions = lower_rank(compute, self._rank, program.edges)
+        finished_sends = releases(compute, self._rank, program.edges) if train else []
+        recorder = None if self._trace is None else self._trace.recorder
+        return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
 
-    def _under_way(self, compute: Schedule, program: RankProgram, train: bool) -> int | None:
-        """How many sends may be under way: any number, where what is sent is kept for the backward anyway."""
+    def _in_flight(self, compute: Schedule, program: RankProgram, train: bool) -> int | None:
+        """The limit of sends in flight: none when sent activations are held for the backward anyway."""
         if train and self._keep_outputs:
             return None
-        return max(_SENDS_UNDER_WAY, sends_in_flight(lower(compute, program.edges), program.edges))
+        return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(compute, program.edges), program.edges))
+
+
+def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:
+    """Mean loss over all microbatches and data-parallel replicas, on every rank; all ranks must call this.
+
+    Args:
+        losses: the loss of each microbatch, on the rank of the last stage; ignored on others.
+        source: the rank of the pipeline that has them.
+        device: device of the result.
+
+    Returns:
+        A float32 tensor of shape ().
+    """
+    if parallel_state.get_pipeline_model_parallel_rank() == source:
+        loss = torch.stack(list(losses)).mean().float()
+        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        loss /= parallel_state.get_data_parallel_size()
+    else:
+        loss = torch.empty((), dtype=torch.float32, device=device)
+    dist.broadcast(loss, group=parallel_state.get_pipeline_model_parallel_group(), group_src=source)
+    return loss
 
 
 def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shapes and dtypes; what is no tensor is part of the graph, or is checked where it changes a shape."""
+    """Shapes and dtypes of the tensors; other inputs are part of the graph, or checked when they change a shape."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.p2p.layout import tensors_of
+from nxdpp.tracing.containers import leaves_of
 from nxdpp.tracing.errors import model_line
 
 
 def versions(value: Any) -> tuple[int, ...]:
     """How often each tensor of ``value`` has been changed in place."""
-    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors_of(value))
+    leaves = (value,) if isinstance(value, torch.Tensor) else leaves_of(value)
+    return tuple(-1 if t.is_inference() else t._version for t in leaves if isinstance(t, torch.Tensor))
 
 
 def expect_unchanged(value: Any, before: tuple[int, ...], name: str, where: str = "") -> None:

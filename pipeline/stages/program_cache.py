@@ -125,13 +125,6 @@ class ProgramCache:
         self._variants.clear()
         self._by_shapes.clear()
 
-    def forget_engines(self) -> None:
-        """Exchange metadata anew in the next step."""
-        for graphs in self._variants.values():
-            for graph in graphs:
-                for program in graph.programs.values():
-                    program.engines.clear()
-
     @contextmanager
     def _model_as_cut(self) -> Iterator[None]:
         with ExitStack() as stack:

@@ -2,7 +2,7 @@
 
 An edge of the graph that crosses from one stage to a later one is a value to send. What follows from the inputs
 alone is copied into each stage that uses it; where such a node asks for the shape, dtype or device of a
-value of an earlier stage, the stage is given an empty stand-in for it::
+value of an earlier stage, the stage is given an empty metadata placeholder for it::
 
     stage 0                                  stage 1
     input_ids ── embed_tokens ── layers.0 ─────────▶ layers.1 ── norm ── lm_head ── loss
@@ -28,9 +28,11 @@ class StagePlan:
     stage: int
     inputs: list[str] = field(default_factory=list)  # inputs of the model
     received: dict[str, int] = field(default_factory=dict)  # value -> the stage that makes it
-    stand_ins: dict[str, int] = field(default_factory=dict)  # value of which only metadata is used -> its maker
+    received_metadata: dict[str, int] = field(
+        default_factory=dict
+    )  # value of which only metadata is used -> its source
     sent: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that receive it
-    described: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that stand in for it
+    sent_metadata: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that stand in for it
     results: list[str] = field(default_factory=list)  # values of the model's output, on the last stage
     nodes: set[fx.Node] = field(default_factory=set)
     elsewhere: set[fx.Node] = field(default_factory=set)  # of the nodes, those of which a later stage has a copy
@@ -38,17 +40,17 @@ class StagePlan:
     @property
     def made(self) -> list[str]:
         """The values that other stages or the caller want of this one, each once."""
-        return list(dict.fromkeys([*self.sent, *self.described, *self.results]))
+        return list(dict.fromkeys([*self.sent, *self.sent_metadata, *self.results]))
 
     @property
-    def makers(self) -> list[int]:
+    def source_stages(self) -> list[int]:
         """The stages that this one takes values or their descriptions from."""
-        return sorted({*self.received.values(), *self.stand_ins.values()})
+        return sorted({*self.received.values(), *self.received_metadata.values()})
 
     @property
-    def users(self) -> list[int]:
+    def destination_stages(self) -> list[int]:
         """The stages that take values of this one, or their descriptions."""
-        return sorted({stage for stages in (*self.sent.values(), *self.described.values()) for stage in stages})
+        return sorted({stage for stages in (*self.sent.values(), *self.sent_metadata.values()) for stage in stages})
 
 
 def plan_stages(
@@ -73,8 +75,8 @@ def plan_stages(
         wanted += [node for node, stage in placed.items() if stage == plan.stage and _changes_buffers(node, root)]
         wanted += [n for n in traced.graph.nodes if is_assertion(n) and placed.get(n, 0) == plan.stage]
         _collect(plan, plans, wanted, root, placed)
-        for name in plan.received.keys() & plan.stand_ins.keys():
-            _drop_stand_in(plan, plans, name)
+        for name in plan.received.keys() & plan.received_metadata.keys():
+            _drop_received_metadata(plan, plans, name)
     later: set[fx.Node] = set()
     for plan in reversed(plans):
         plan.elsewhere = plan.nodes & later
@@ -85,18 +87,18 @@ def plan_stages(
 
 
 def build_stage(plan: StagePlan, traced: TracedGraph, root: nn.Module, placed: Mapping[fx.Node, int]) -> fx.GraphModule:
-    """A module that maps the stage's inputs, received values and stand-ins, in this order, to ``plan.made``."""
+    """Map the stage's inputs, received values and metadata placeholders, in this order, to ``plan.made``."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    stand_ins: dict[fx.Node, fx.Node] = {}
+    placeholders: dict[fx.Node, fx.Node] = {}
     by_name = {node.name: node for node in traced.graph.nodes}
     for node in traced.graph.nodes:
         if node.op == "placeholder" and node.target in plan.inputs:
             copies[node] = graph.placeholder(f"input_{node.target}")
     for name in plan.received:
         copies[by_name[name]] = graph.placeholder(f"received_{name}")
-    for name in plan.stand_ins:
-        stand_ins[by_name[name]] = graph.placeholder(f"stand_in_{name}")
+    for name in plan.received_metadata:
+        placeholders[by_name[name]] = graph.placeholder(f"metadata_{name}")
     over_all, over_one = Watch(graph), Watch(graph)
     for name in _on_several_stages(plan, root, placed):
         over_all.begin_buffers(root.get_submodule(name), name)
@@ -109,7 +111,7 @@ def build_stage(plan: StagePlan, traced: TracedGraph, root: nn.Module, placed: M
                 for argument in node.all_input_nodes:
                     if argument in copies and _follows_from_shared(argument, plan, placed):
                         over_one.begin(copies[argument], argument, node)
-            copies[node] = _copy(graph, node, copies, stand_ins)
+            copies[node] = _copy(graph, node, copies, placeholders)
             over_one.end()
     over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))
@@ -130,9 +132,9 @@ def _collect(
     pending = list(wanted)
     while pending:
         node = pending.pop()
-        maker = placed.get(node, plan.stage)
-        if maker != plan.stage:
-            _request(plan, plans[maker], node.name, plan.received, plans[maker].sent)
+        source = placed.get(node, plan.stage)
+        if source != plan.stage:
+            _request(plan, plans[source], node.name, plan.received, plans[source].sent)
             plan.nodes.add(node)
             continue
         if node in plan.nodes:
@@ -140,9 +142,9 @@ def _collect(
         plan.nodes.add(node)
         of_metadata = metadata_arguments(node, root)
         for argument in node.all_input_nodes:
-            maker = placed.get(argument, plan.stage)
-            if argument in of_metadata and maker != plan.stage:
-                _request(plan, plans[maker], argument.name, plan.stand_ins, plans[maker].described)
+            source = placed.get(argument, plan.stage)
+            if argument in of_metadata and source != plan.stage:
+                _request(plan, plans[source], argument.name, plan.received_metadata, plans[source].sent_metadata)
             else:
                 pending.append(argument)
 
@@ -170,27 +172,27 @@ def _follows_from_shared(value: fx.Node, plan: StagePlan, placed: Mapping[fx.Nod
     return False
 
 
-def _request(plan: StagePlan, maker: StagePlan, name: str, taken: dict[str, int], given: dict[str, list[int]]) -> None:
+def _request(plan: StagePlan, source: StagePlan, name: str, taken: dict[str, int], given: dict[str, list[int]]) -> None:
     if name in taken:
         return
-    if maker.stage > plan.stage:
+    if source.stage > plan.stage:
         raise ValueError(
-            f"stage {plan.stage} needs the value {name} of the later stage {maker.stage}. Cut elsewhere "
+            f"stage {plan.stage} needs the value {name} of the later stage {source.stage}. Cut elsewhere "
             f"(pipeline_cuts), or wrap the model with input_names=[...] naming all inputs that will be used."
         )
-    taken[name] = maker.stage
+    taken[name] = source.stage
     given.setdefault(name, []).append(plan.stage)
 
 
-def _drop_stand_in(plan: StagePlan, plans: list[StagePlan], name: str) -> None:
-    described = plans[plan.stand_ins.pop(name)].described
-    described[name].remove(plan.stage)
-    if not described[name]:
-        del described[name]
+def _drop_received_metadata(plan: StagePlan, plans: list[StagePlan], name: str) -> None:
+    sent_metadata = plans[plan.received_metadata.pop(name)].sent_metadata
+    sent_metadata[name].remove(plan.stage)
+    if not sent_metadata[name]:
+        del sent_metadata[name]
 
 
 def _copy(
-    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], stand_ins: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
     # A value that is here for its data serves for its metadata too.
-    return graph.node_copy(node, lambda old: copies[old] if old in copies else stand_ins[old])
+    return graph.node_copy(node, lambda old: copies[old] if old in copies else placeholders[old])

@@ -1,21 +1,18 @@
-"""What one rank does in a step, and when: recorded by calls and links that take the place of the plain ones."""
+"""What one rank does in a step, and when: recorded by calls and channels that take the place of the plain ones."""
 
-import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
 
-from nxdpp.pipeline.p2p.link import RemoteLink
+from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction
+from nxdpp.pipeline.timeline.clock import DeviceClock, Stamp
 from nxdpp.schedules.actions import Action
 
 # Activations travel for forwards, their gradients for backwards.
 _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
-
-# Nanoseconds, or on CUDA an event that gets them when the device comes to it.
-Stamp = Any
 
 
 class What(StrEnum):
@@ -58,57 +55,32 @@ class Event(NamedTuple):
         return " ".join(words)
 
 
-class Clock:
-    """Stamps of what runs on ``device``, which are this rank's ``time.perf_counter_ns`` once the step is over.
-
-    On CUDA a stamp is an event in the current stream: there kernels, and the waits for what NCCL receives, run after
-    the calls that ask for them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stamp: Callable[[], Stamp] = time.perf_counter_ns
-        if device.type == "cuda":
-            self.stamp = self._cuda_stamp
-            torch.cuda.synchronize(device)
-            self._origin = self._cuda_stamp()
-            self._origin.synchronize()
-        self._origin_nanoseconds = time.perf_counter_ns()
-
-    def nanoseconds(self, stamp: Stamp) -> int:
-        """When ``stamp`` was made; on CUDA waits until the device has come to it."""
-        if isinstance(stamp, int):
-            return stamp
-        stamp.synchronize()
-        return self._origin_nanoseconds + int(1e6 * self._origin.elapsed_time(stamp))
-
-    @staticmethod
-    def _cuda_stamp() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
 class StepRecorder:
     """Collects the events of this rank's steps, one step at a time."""
 
     def __init__(self) -> None:
-        self._clock = Clock(torch.device("cpu"))
+        self._clock = DeviceClock(torch.device("cpu"))
         self._events: list[Event] = []
-        self._began: Stamp = 0
+        self._began, self._began_at = self._clock.origin()
         self._waited: Stamp | None = None
 
     def begin(self, device: torch.device) -> None:
         """A step on ``device`` begins; what was recorded before is forgotten."""
         self._events.clear()
-        self._clock = Clock(device)
-        self._began = self._clock.stamp()
+        self._clock = DeviceClock(device)
+        self._began, self._began_at = self._clock.origin()
 
     def end(self, ahead: int) -> list[Event]:
         """The step itself, then its events; on a clock that is ``ahead`` nanoseconds ahead of this rank's."""
         ended = self._clock.stamp()
         events = [Event(What.STEP, "", 0, None, None, self._began, ended), *self._events]
-        at = self._clock.nanoseconds
-        return [event._replace(start=at(event.start) + ahead, end=at(event.end) + ahead) for event in events]
+        return [
+            event._replace(start=self._at(event.start) + ahead, end=self._at(event.end) + ahead) for event in events
+        ]
+
+    def _at(self, stamp: Stamp) -> int:
+        """This rank's ``time.perf_counter_ns`` at ``stamp``."""
+        return self._began_at + self._clock.between(self._began, stamp)
 
     def stamp(self) -> Stamp:
         """Now, or when the device comes to it."""
@@ -137,25 +109,25 @@ class StepRecorder:
         return recorded
 
 
-class RecordedLink(RemoteLink):
-    """A link to another rank that records its sends, receives and waits."""
+class RecordedChannel(RemoteChannel):
+    """A channel to another rank that records its sends, receives and waits."""
 
-    def __init__(self, recorder: StepRecorder, *link: Any) -> None:
-        super().__init__(*link)
+    def __init__(self, recorder: StepRecorder, *channel: Any) -> None:
+        super().__init__(*channel)
         self._recorder = recorder
 
-    def learn(self) -> None:
+    def receive_metadata(self) -> None:
         """Recorded where the description is not known yet."""
-        if self.border.layouts is None:
+        if not self.boundary.layouts:
             start = self._recorder.stamp()
-            super().learn()
-            self._recorder.add(What.WAIT_LAYOUTS, "", self.border.user, None, self.border.maker, start)
+            super().receive_metadata()
+            self._recorder.add(What.WAIT_LAYOUTS, "", self.boundary.destination, None, self.boundary.source, start)
 
     def post_now(self, direction: Direction, microbatch: int) -> None:
         """Start to receive."""
         start = self._recorder.stamp()
         super().post_now(direction, microbatch)
-        if self._crossings(direction):
+        if self._entries(direction):
             here, there = self._ends(direction, sends=False)
             self._recorder.add(What.RECEIVE, _KINDS[direction], here, microbatch, there, start)
 
@@ -165,7 +137,7 @@ class RecordedLink(RemoteLink):
         try:
             return super().take(direction, microbatch)
         finally:
-            if self._crossings(direction):
+            if self._entries(direction):
                 here, there = self._ends(direction, sends=False)
                 self._recorder.add(What.WAIT, _KINDS[direction], here, microbatch, there, start)
 
@@ -188,6 +160,6 @@ class RecordedLink(RemoteLink):
 
     def _ends(self, direction: Direction, sends: bool) -> tuple[int, int]:
         """This rank's stage and the other one."""
-        at_maker = sends == (direction is Direction.ACTIVATION)
-        maker, user = self.border.maker, self.border.user
-        return (maker, user) if at_maker else (user, maker)
+        at_source = sends == (direction is Direction.ACTIVATION)
+        source, destination = self.boundary.source, self.boundary.destination
+        return (source, destination) if at_source else (destination, source)

@@ -11,8 +11,8 @@ from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.partition.partition import PartitionPolicy, make_partition
-from nxdpp.pipeline.runtime.engine import Engine
-from nxdpp.pipeline.runtime.stand_in import stand_in
+from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
+from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
 from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.stages.split import StagePlan
@@ -101,9 +101,8 @@ class InProcessPipeline:
             for kind in kinds
             for stage in order[kind]
         ]
-        engine = Engine(
-            program.stages, Placement(1, stages), 0, None, microbatches, _CPU, backward, True, actions, [], None
-        )
+        config = EngineConfig(Placement(1, stages), 0, microbatches, _CPU, backward, keep_outputs=True)
+        engine = Engine(config, program.stages, None, actions, [])
         return [result[0] for result in engine.run(parts)]
 
     def loss_plans(self, inputs: Mapping[str, Any]) -> tuple[CutGraph, list[StagePlan]]:
@@ -121,5 +120,7 @@ def stage_arguments(
     """Return the inputs, received values and placeholders of one stage; ``made`` are the values of earlier stages."""
     device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
     received = [pytree.tree_map_only(torch.Tensor, copy, made[stage][name]) for name, stage in plan.received.items()]
-    placeholders = [stand_in(layout_of(made[stage][name]), device) for name, stage in plan.stand_ins.items()]
+    placeholders = [
+        metadata_placeholder(layout_of(made[stage][name]), device) for name, stage in plan.received_metadata.items()
+    ]
     return [inputs[name] for name in plan.inputs], received, placeholders

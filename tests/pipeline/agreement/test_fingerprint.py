@@ -1,4 +1,4 @@
-"""A text that says the same on every rank that has the same graph, and another where anything differs."""
+"""The text of a graph: equal on all ranks with the same graph, different for any other graph."""
 
 from functools import partial
 from typing import Any
@@ -31,11 +31,11 @@ def added(amount: int) -> Any:
         (object(), "builtins.object"),
     ],
 )
-def test_values_are_told_without_addresses(value: Any, text: str) -> None:
+def test_texts_of_values_have_no_addresses(value: Any, text: str) -> None:
     assert canonical(value) == text
 
 
-def test_a_configuration_is_told_by_its_values_but_not_by_where_it_came_from() -> None:
+def test_the_text_of_a_configuration_has_its_values_and_not_its_path() -> None:
     here, there = LlamaConfig(), LlamaConfig()
     there.name_or_path = "/there"
     assert canonical(here) == canonical(there)
@@ -54,7 +54,7 @@ def test_the_same_model_gives_the_same_text(architecture: str) -> None:
     assert fingerprint(first).lines == first
 
 
-def test_what_differs_is_shown_first() -> None:
+def test_the_first_differences_are_shown() -> None:
     assert differing_lines(["a", "b", "c"], ["a", "c", "d", "e"], 9) == [("b", "d"), (None, "e")]
     assert differing_lines(["a", "b"], ["b", "a"], 1) == [("a", "b")]
     assert differing_lines(["a"], ["a"], 9) == []

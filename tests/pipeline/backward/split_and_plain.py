@@ -1,4 +1,4 @@
-"""The split backward of a module beside its plain backward, over several microbatches."""
+"""Split backward and plain backward of a module, over several microbatches."""
 
 import copy
 from collections import Counter
@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
+from nxdpp.pipeline.backward.run import ReceivedTensor
 from nxdpp.pipeline.backward.split import SplitBackward
-from nxdpp.pipeline.runtime.received import Arrival
 
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm", "attention", "embedding_dense_backward")
 
 
 class CountProducts(TorchDispatchMode):
-    """Counts the calls of operations that cost more than their memory traffic, by name."""
+    """Counts the calls of matrix products, convolutions and attentions, by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,16 +32,16 @@ class CountProducts(TorchDispatchMode):
             self.counts[name] += 1
         result = func(*args, **(kwargs or {}))
         if name == "convolution_backward":
-            # Counted by the gradients asked for.
+            # It counts once for each wanted gradient.
             self.counts[name] += sum(args[-1]) - 1
         return result
 
 
 @dataclass
 class Run:
-    """What a backward left: gradients of the arrivals of each microbatch, of parameters, and counted products."""
+    """Results of a backward: gradients of the received tensors of each microbatch, of parameters; counted products."""
 
-    arrivals: list[list[torch.Tensor | None]] = field(default_factory=list)
+    received: list[list[torch.Tensor | None]] = field(default_factory=list)
     parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
     products: Counter[str] = field(default_factory=Counter)
     weight_products: int = 0
@@ -49,9 +49,9 @@ class Run:
 
 @dataclass
 class Microbatch:
-    """One forward through ``module`` of values that arrive."""
+    """One forward of received values through a module."""
 
-    arrivals: list[Arrival]
+    received: list[ReceivedTensor]
     edges: list[GradientEdge]
     roots: list[torch.Tensor]
     gradients: list[torch.Tensor]
@@ -61,11 +61,11 @@ Forward = Callable[[Any, Sequence[torch.Tensor]], Any]
 
 
 def forward(module: Any, values: Sequence[torch.Tensor], run: Forward, seed: int) -> Microbatch:
-    arrivals, edges, entered = [], [], []
+    received, edges, entered = [], [], []
     for value in values:
         if value.is_floating_point():
-            arrivals.append(Arrival(value.clone()))
-            entered.append(arrivals[-1].enter_graph())
+            received.append(ReceivedTensor(value.clone()))
+            entered.append(received[-1].enter_graph())
             edges.append(get_gradient_edge(entered[-1]))
         else:
             entered.append(value)
@@ -74,7 +74,7 @@ def forward(module: Any, values: Sequence[torch.Tensor], run: Forward, seed: int
     found = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
     gradients = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in found]
-    return Microbatch(arrivals, edges, found, gradients)
+    return Microbatch(received, edges, found, gradients)
 
 
 def plain(module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Forward) -> Run:
@@ -85,7 +85,7 @@ def plain(module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: For
         with counter:
             if microbatch.roots:
                 torch.autograd.backward(microbatch.roots, microbatch.gradients)
-        result.arrivals.append([arrival.gradient for arrival in microbatch.arrivals])
+        result.received.append([tensor.gradient for tensor in microbatch.received])
     result.products = counter.counts
     result.parameters = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
     return result
@@ -98,7 +98,7 @@ def split(
     analysis: BackwardAnalysis,
     delay: int = 2,
 ) -> Run:
-    """As in a zero-bubble schedule, with ``delay`` microbatches between the two calls."""
+    """Backward as in a zero-bubble schedule, with ``delay`` microbatches between the two calls."""
     result = Run()
     counter, later = CountProducts(), CountProducts()
     waiting: list[SplitBackward] = []
@@ -107,7 +107,7 @@ def split(
         backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
         microbatch.roots = []
         with counter:
-            result.arrivals.append(backward.input_gradients(microbatch.gradients))
+            result.received.append(backward.input_gradients(microbatch.gradients))
         waiting.append(backward)
         if len(waiting) > delay:
             with later:
@@ -128,16 +128,15 @@ def call(module: Any, values: Sequence[torch.Tensor]) -> Any:
 def compare(
     module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Forward = call, **options: Any
 ) -> tuple[Run, BackwardAnalysis]:
-    """Check that both ways give the same bits with the same work; what the split one did."""
+    """Check that both backwards give the same bits with the same work; return the split run."""
     # A copy has no gradients yet.
     module, twin = copy.deepcopy(module), copy.deepcopy(module)
     analysis = BackwardAnalysis()
     expected = plain(twin, batches, run)
     found = split(module, batches, run, analysis, **options)
-    for number, (ours, theirs) in enumerate(zip(found.arrivals, expected.arrivals, strict=True)):
+    for number, (ours, theirs) in enumerate(zip(found.received, expected.received, strict=True)):
         for position, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            # ``Arrival`` never sees a gradient that is missing on the way as missing.
-            assert same(our, their), f"arrival {position} of microbatch {number}"
+            assert same(our, their), f"received tensor {position} of microbatch {number}"
     for name, gradient in expected.parameters.items():
         assert same(found.parameters[name], gradient), name
     assert found.products == expected.products

@@ -1,9 +1,10 @@
-"""The engine's call does what ``torch.autograd.backward`` and ``grad`` do."""
+"""Received tensors in the autograd graph; ``run_backward`` as ``torch.autograd.backward`` and ``grad``."""
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from nxdpp.pipeline.backward.run import run_backward
+from nxdpp.pipeline.backward.run import ReceivedTensor, own_memory, run_backward
 
 
 def test_it_accumulates_into_leaves() -> None:
@@ -15,14 +16,51 @@ def test_it_accumulates_into_leaves() -> None:
     assert weight.grad.tolist() == [12, 12, 12]
 
 
-def test_it_gives_gradients_of_places_without_accumulating() -> None:
+def test_it_returns_gradients_of_edges_without_accumulating() -> None:
     weight = torch.ones(3, requires_grad=True)
     middle = weight * 2
     unused = weight * 3
     output = middle * middle
-    places = [get_gradient_edge(middle), get_gradient_edge(unused)]
-    found = run_backward([output], [torch.ones(3)], places, accumulate=False)
+    edges = [get_gradient_edge(middle), get_gradient_edge(unused)]
+    found = run_backward([output], [torch.ones(3)], edges, accumulate=False)
     assert weight.grad is None
     assert found[0] is not None
     assert found[0].tolist() == [4, 4, 4]
     assert found[1] is None
+
+
+def test_the_gradient_of_all_uses_is_kept() -> None:
+    received = ReceivedTensor(torch.tensor([1.0, -2.0]))
+    entered = received.enter_graph()
+    assert entered.requires_grad
+    (entered * entered + entered).sum().backward()
+    assert received.gradient is not None
+    assert received.gradient.tolist() == [3.0, -3.0]
+
+
+def test_a_received_tensor_may_be_changed_in_place() -> None:
+    received = ReceivedTensor(torch.tensor([1.0, -2.0]))
+    torch.nn.functional.relu(received.enter_graph(), inplace=True).sum().backward()
+    assert received.gradient is not None
+    assert received.gradient.tolist() == [1.0, 0.0]
+
+
+def test_an_unused_tensor_has_no_gradient() -> None:
+    received = ReceivedTensor(torch.ones(2))
+    received.enter_graph()
+    assert received.gradient is None
+    assert not ReceivedTensor(torch.ones(2)).take().requires_grad
+
+
+def test_a_gradient_that_is_also_a_parameters_grad_is_copied() -> None:
+    position = nn.Parameter(torch.ones(3, 4))
+    received = [ReceivedTensor(torch.ones(1, 3, 4)) for _ in range(2)]
+    kept = []
+    for tensor in received:
+        (2 * (tensor.enter_graph() + position[None])).sum().backward()
+        assert tensor.gradient is not None
+        kept.append(own_memory(tensor.gradient))
+    # Without the copy, the second backward would add to the first gradient too.
+    assert [gradient.sum().item() for gradient in kept] == [24, 24]
+    assert kept[0] is not received[0].gradient
+    assert kept[1] is received[1].gradient

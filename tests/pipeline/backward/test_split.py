@@ -1,4 +1,4 @@
-"""The backward in two calls: the same bits, the same work, and nothing left behind."""
+"""Split backward: the same bits and the same work as a plain backward, and no memory held afterwards."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ def batches(*shape: int, count: int = 4, values: int = 1) -> list[list[torch.Ten
 
 
 class Calls(nn.Module):
-    """Runs a function of itself and of what arrives."""
+    """Runs a function of itself and of received values."""
 
     def __init__(self, function: Any, **children: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_stages_of_models(name: str) -> None:
     for number, stage in enumerate(stages_of(model, [padded_batch(2, seed=seed) for seed in range(3)], 3)):
         found, analysis = compare(stage.module, stage.batches, stage.run)
         assert analysis.analyses == 1
-        # Everything of a layer waits: a product a weight and microbatch at least.
+        # All weights of a layer wait: at least one product for each weight and microbatch.
         assert found.weight_products >= 3 * 4, number
 
 
@@ -95,8 +95,8 @@ PLAIN: dict[str, tuple[Any, int]] = {
         lambda: Calls(lambda m, x, y: (m.one(x), m.two(y), m.one(x + y)), one=linear(0), two=linear(1)),
         2,
     ),
-    "unused arrival": (lambda: Calls(lambda m, x, y: m.one(x), one=linear()), 2),
-    "no arrival used": (lambda: Calls(lambda m, x: m.one.weight @ m.one.bias, one=linear()), 1),
+    "unused received value": (lambda: Calls(lambda m, x, y: m.one(x), one=linear()), 2),
+    "no received value used": (lambda: Calls(lambda m, x: m.one.weight @ m.one.bias, one=linear()), 1),
     "output twice": (lambda: Calls(lambda m, x: [y := m.one(x), y, y * 2], one=linear()), 1),
     "loss beside": (lambda: Calls(lambda m, x: (m.one(x), m.one.weight.square().sum()), one=linear()), 1),
     "loss of others beside": (
@@ -114,11 +114,11 @@ PLAIN: dict[str, tuple[Any, int]] = {
         ),
         1,
     ),
-    "made of two": (
+    "product of two": (
         lambda: Calls(lambda m, x: x @ (m.a @ m.b) + x.tanh() @ (m.b @ m.a), a=parameter(4, 4), b=parameter(4, 4)),
         1,
     ),
-    "made of two, one shared": (
+    "product of two, one shared": (
         lambda: Calls(lambda m, x: (x @ (m.a @ m.b)) @ m.b, a=parameter(4, 4), b=parameter(4, 4)),
         1,
     ),
@@ -167,7 +167,7 @@ def test_convolutions_and_batch_norm() -> None:
     assert found.weight_products == 4 * 4
 
 
-def test_everything_of_plain_layers_waits() -> None:
+def test_all_weights_of_plain_layers_wait() -> None:
     module = nn.Sequential(linear(0), nn.LayerNorm(4), linear(1), linear(0))
     ((x,),) = batches(2, 3, 4, count=1)
     microbatch = forward(module, [x], lambda m, values: m(*values), 0)
@@ -214,7 +214,7 @@ def test_recomputes_once_under_checkpointing() -> None:
     runs = []
     module.get_submodule("layer.0").register_forward_hook(lambda *_: runs.append(1))
     found, _ = compare(module, batches(2, 4, count=2), recomputed)
-    # Forward and recomputation, two microbatches, two ways.
+    # Forward and recomputation, of two microbatches, in two backwards.
     assert len(runs) == 8
     assert found.weight_products > 0
     microbatch = forward(module, batches(2, 4)[0], recomputed, 0)
@@ -222,7 +222,7 @@ def test_recomputes_once_under_checkpointing() -> None:
     assert {id(p) for p in backward.immediate_parameters} == {id(p) for p in module.get_submodule("layer").parameters()}
 
 
-def test_checkpointing_that_comes_later_is_noticed() -> None:
+def test_later_checkpointing_is_noticed() -> None:
     module = Calls(None, start=linear(0), layer=nn.Sequential(linear(1), nn.Tanh(), linear(2)), last=linear(3))
     analysis = BackwardAnalysis()
     for run, expected in ((lambda m, v: m.last(m.layer(m.start(*v))), 0), (recomputed, 4)):
@@ -232,7 +232,7 @@ def test_checkpointing_that_comes_later_is_noticed() -> None:
 
 
 class Experts(nn.Module):
-    """Which expert runs depends on the values; the graphs of two experts have the same shape."""
+    """The values decide which expert runs; the graphs of two experts have the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,12 +265,12 @@ ALIKE = {
     "two outputs": lambda m, x: (m.one(x.tanh()), x * m.w),
     "the other of two outputs": lambda m, x: (m.one(x.unbind()[0]), m.w * x.unbind()[1]),
     "the one of two outputs": lambda m, x: (m.one(x.unbind()[1]), m.w * x.unbind()[0]),
-    "made once, used twice": lambda m, x: [y := m.one(x), y * y][1],
-    "made twice": lambda m, x: m.one(x) * m.one(x),
+    "computed once, used twice": lambda m, x: [y := m.one(x), y * y][1],
+    "computed twice": lambda m, x: m.one(x) * m.one(x),
     "a part of a parameter": lambda m, x: x * m.two.weight.unbind()[0],
     "another part of it": lambda m, x: x * m.two.weight.unbind()[1],
     "no parameter": lambda m, x: x.tanh(),
-    "no arrival": lambda m, x: m.one(m.w.tanh()),
+    "no received value": lambda m, x: m.one(m.w.tanh()),
 }
 
 
@@ -286,7 +286,7 @@ def test_an_analysis_is_never_used_for_another_graph(first: str) -> None:
             backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
             (found,) = backward.input_gradients(microbatch.gradients)
             backward.weight_gradients()
-            (gradient,) = expected.arrivals[0]
+            (gradient,) = expected.received[0]
             assert found is gradient or torch.equal(found, gradient), (first, second)  # type: ignore[arg-type]
             for key, value in module.named_parameters():
                 other = expected.parameters[key]
@@ -328,7 +328,7 @@ def test_hooks_run_once() -> None:
     backward.weight_gradients()
     assert sorted(calls) == once
     assert found is not None
-    assert torch.equal(found, theirs.arrivals[0][0])  # type: ignore[arg-type]
+    assert torch.equal(found, theirs.received[0][0])  # type: ignore[arg-type]
     for name, p in module.named_parameters():
         assert torch.equal(p.grad, theirs.parameters[name]), name  # type: ignore[arg-type]
 
@@ -359,15 +359,15 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a root of shape \(2, 4\) needs a gradient"):
         backward.input_gradients([None])
     backward.input_gradients([torch.ones(2, 4)])
-    with pytest.raises(RuntimeError, match="made already"):
+    with pytest.raises(RuntimeError, match="computed already"):
         backward.input_gradients([torch.ones(2, 4)])
     backward.weight_gradients()
     with pytest.raises(RuntimeError, match="once"):
         backward.weight_gradients()
 
 
-def test_nothing_of_a_microbatch_stays() -> None:
-    """And between the calls, only what the second needs."""
+def test_no_memory_of_a_microbatch_is_held() -> None:
+    """Between the calls only the tensors of the second call are held."""
     size = 256
     seen: dict[str, weakref.ref[Any]] = {}
 
@@ -388,31 +388,31 @@ def test_nothing_of_a_microbatch_stays() -> None:
     try:
         for _ in range(3):
             microbatch = forward(module, [torch.randn(size, size)], run, 0)
-            seen["arrival"] = weakref.ref(microbatch.arrivals[0])
+            seen["received tensor"] = weakref.ref(microbatch.received[0])
             backward = SplitBackward(analysis, microbatch.edges, microbatch.roots)
             gradients = [note("gradient", gradient) for gradient in microbatch.gradients]
             del microbatch
-            assert alive() == {"received", "sigmoid", "exp", "gradient", "arrival"}
+            assert alive() == {"received", "sigmoid", "exp", "gradient", "received tensor"}
             (found,) = backward.input_gradients(gradients)
             assert found is not None
             note("input gradient", found)
             del gradients, found
-            # Inputs of both layers, and the gradient of the last one's output.
-            assert alive() == {"received", "exp", "gradient", "arrival"}
+            # The inputs of both layers, and the gradient of the last layer's output.
+            assert alive() == {"received", "exp", "gradient", "received tensor"}
             backward.weight_gradients()
             assert alive() == set()
     finally:
         gc.enable()
 
 
-def test_counts_are_of_something() -> None:
+def test_products_are_counted() -> None:
     with CountProducts() as counter:
         torch.randn(2, 2) @ torch.randn(2, 2)
     assert counter.counts.total() == 1
 
 
-def test_operations_that_make_all_gradients_at_once_are_known() -> None:
-    """All of torchgen's that have one formula for several inputs, and no mask of the wanted ones."""
+def test_operations_that_compute_all_gradients_at_once_are_known() -> None:
+    """``AT_ONCE`` has all of torchgen's operations with one formula for several inputs and without a mask."""
     path = Path(torchgen.__file__).parent / "packaged/autograd/derivatives.yaml"
     found = set()
     for entry in yaml.safe_load(path.read_text()):

@@ -1,4 +1,4 @@
-"""Tensors arrive as they were sent, whatever their strides, dtype and size."""
+"""Received tensors equal the sent ones, for any strides, dtype and size."""
 
 import torch
 
@@ -19,13 +19,13 @@ TENSORS = [
 ]
 
 
-WAYS = [(direction, upwards) for direction in Direction for upwards in (False, True)]
+GROUPS = [(direction, upwards) for direction in Direction for upwards in (False, True)]
 
 
 def make_transport() -> Transport:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     group = parallel_state.get_pipeline_model_parallel_group()
-    groups = dict.fromkeys(WAYS, group)
+    groups = dict.fromkeys(GROUPS, group)
     return Transport(groups, parallel_state.get_pipeline_control_group(), torch.device("cpu"))
 
 
@@ -37,7 +37,7 @@ def exchange(rank: int) -> None:
             for work, _ in sends:
                 work.wait()
             continue
-        # Posted in another order than sent: tags tell messages apart.
+        # Posted in another order than sent: gloo matches messages by their tags.
         layouts = [layout_of(tensor).tensors[0] for tensor in TENSORS]
         waits = {
             tag: transport.post_receive(layouts[tag], 1 - rank, direction, tag) for tag in reversed(range(len(TENSORS)))
@@ -49,26 +49,26 @@ def exchange(rank: int) -> None:
             assert received.dtype == tensor.dtype
 
 
-def test_tensors_arrive_as_they_were() -> None:
+def test_received_tensors_equal_the_sent_ones() -> None:
     run_ranks(2, exchange)
 
 
-def describe(rank: int) -> None:
+def exchange_metadata(rank: int) -> None:
     transport = make_transport()
-    description = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
+    layouts = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
     if rank == 0:
-        transport.send_object(description, 1, 0)
+        transport.send_object(layouts, 1, 0)
         transport.finish()
     else:
         received = transport.receive_object(0, 0)
-        assert received == description
+        assert received == layouts
         built = received["hidden"].build([TENSORS[1], TENSORS[3]])
         assert built[1] is None
         assert built[2]["mask"] is TENSORS[3]
 
 
-def test_descriptions_arrive_as_they_were() -> None:
-    run_ranks(2, describe)
+def test_received_layouts_equal_the_sent_ones() -> None:
+    run_ranks(2, exchange_metadata)
 
 
 def send_from_another_device(rank: int) -> None:
@@ -77,7 +77,7 @@ def send_from_another_device(rank: int) -> None:
     seen: list[torch.device] = []
 
     class Recording:
-        """Stands for the process group and sees what would reach the wire."""
+        """A process group that notes the devices of sent and received tensors."""
 
         def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> object:
             seen.extend(tensor.device for tensor in tensors)
@@ -87,8 +87,8 @@ def send_from_another_device(rank: int) -> None:
             seen.extend(tensor.device for tensor in tensors)
             return group.recv(tensors, source, tag)
 
-    transport = Transport(dict.fromkeys(WAYS, group), group, torch.device("meta"))
-    transport._groups = dict.fromkeys(WAYS, Recording())  # type: ignore[arg-type]
+    transport = Transport(dict.fromkeys(GROUPS, group), group, torch.device("meta"))
+    transport._groups = dict.fromkeys(GROUPS, Recording())  # type: ignore[arg-type]
     layout = layout_of(TENSORS[0]).tensors[0]
     if rank == 0:
         work, _ = transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
@@ -102,47 +102,47 @@ def test_gloo_is_only_ever_given_host_memory() -> None:
     run_ranks(2, send_from_another_device)
 
 
-def cross(rank: int) -> None:
-    """What two ranks with several stages each send each other in a first step, received in another order."""
+def receive_in_another_order(rank: int) -> None:
+    """Messages of a first step between two ranks with several stages each, received in another order."""
     transport = make_transport()
     layout = layout_of(TENSORS[0]).tensors[0]
     if rank == 0:
         sends = [transport.send(TENSORS[0] + direction, 1, direction, 7) for direction in Direction]
-        transport.send_object("description", 1, 7)
+        transport.send_object("layouts", 1, 7)
         transport.finish()
         for work, _ in sends:
             work.wait()
         return
-    assert transport.receive_object(0, 7) == "description"
+    assert transport.receive_object(0, 7) == "layouts"
     waits = {direction: transport.post_receive(layout, 0, direction, 7) for direction in reversed(Direction)}
     for direction, arrived in waits.items():
         assert torch.equal(arrived(), TENSORS[0] + direction)
 
 
-def test_directions_and_descriptions_do_not_mix_under_one_tag() -> None:
-    run_ranks(2, cross)
+def test_activations_gradients_and_metadata_of_one_tag_do_not_mix() -> None:
+    run_ranks(2, receive_in_another_order)
 
 
 def note_groups(rank: int) -> list[tuple[Direction, bool, str]]:
-    """Which of the four groups the messages of two ranks go through, each way."""
+    """The groups that the messages of two ranks use, each way."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     group = parallel_state.get_pipeline_model_parallel_group()
     used: list[tuple[Direction, bool, str]] = []
 
     class Noting:
-        def __init__(self, way: tuple[Direction, bool]) -> None:
-            self.way = way
+        def __init__(self, key: tuple[Direction, bool]) -> None:
+            self.key = key
 
         def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> object:
-            used.append((*self.way, "send"))
+            used.append((*self.key, "send"))
             return group.send(tensors, destination, tag)
 
         def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> object:
-            used.append((*self.way, "receive"))
+            used.append((*self.key, "receive"))
             return group.recv(tensors, source, tag)
 
-    transport = Transport(dict.fromkeys(WAYS, group), group, torch.device("cpu"))
-    transport._groups = {way: Noting(way) for way in WAYS}  # type: ignore[misc]
+    transport = Transport(dict.fromkeys(GROUPS, group), group, torch.device("cpu"))
+    transport._groups = {key: Noting(key) for key in GROUPS}  # type: ignore[misc]
     layout = layout_of(TENSORS[0]).tensors[0]
     for direction in Direction:
         arrived = transport.post_receive(layout, 1 - rank, direction, 0)
@@ -152,8 +152,8 @@ def note_groups(rank: int) -> list[tuple[Direction, bool, str]]:
     return used
 
 
-def test_each_kind_of_message_has_a_group_for_each_way() -> None:
-    """On NCCL a receive that is posted ahead holds up what is asked of the same group after it."""
+def test_activations_and_gradients_have_a_group_for_each_way() -> None:
+    """On NCCL a receive that is posted early delays later operations of the same group."""
     lower, higher = run_ranks(2, note_groups)
     for direction in Direction:
         assert (direction, True, "send") in lower

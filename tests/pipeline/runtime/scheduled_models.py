@@ -1,4 +1,4 @@
-"""Small plain models for pipelines of many stages, and a step of each beside one process."""
+"""Small plain models for pipelines of many stages, and their steps in one process."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ WIDTH = 4
 
 
 class Block(nn.Module):
-    """The layer after which is cut."""
+    """A layer; cuts follow it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Each layer takes what the one before makes; the loss is a lone scalar."""
+    """Each layer takes the output of the previous one; the output is the loss, of shape ()."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Chain(nn.Module):
 
 
 class Skips(Chain):
-    """Two early values are used by every later layer as well."""
+    """Every later layer also uses two early values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.blocks[0](self.embedding(x))
@@ -54,7 +54,7 @@ class Skips(Chain):
 
 
 class InPlaceBlock(Block):
-    """Changes its input in place, as one process lets it."""
+    """A layer that changes its input in place."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         changed: torch.Tensor = self.linear(hidden.relu_())
@@ -62,7 +62,7 @@ class InPlaceBlock(Block):
 
 
 class InPlace(Chain):
-    """What a layer is given is changed, also where the layer before is on the same rank."""
+    """Each layer changes its input in place, also when the previous layer is on the same rank."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -79,7 +79,7 @@ class Tied(Chain):
 
 
 class Outputs(Chain):
-    """No loss: a dict of values, one of which an early stage makes."""
+    """No loss: a dict of values, one of them from an early stage."""
 
     def forward(self, x: torch.Tensor) -> Any:
         first = self.blocks[0](self.embedding(x))
@@ -90,7 +90,7 @@ class Outputs(Chain):
 
 
 def make(kind: Callable[[int], nn.Module], layers: int) -> nn.Module:
-    """The same weights in every process."""
+    """A model with the same weights in every process."""
     torch.manual_seed(layers)
     return kind(layers)
 
@@ -104,7 +104,7 @@ def wrap(model: nn.Module, microbatches: int, **arguments: Any) -> NxDPPModel:
 
 
 def v_schedule(ranks: int, microbatches: int) -> list[list[str]]:
-    """ZB-V with whole backwards in the place of its input-gradients, as a user would write it."""
+    """ZB-V with full backwards in the place of its input-gradients, as a user would write it."""
     return [
         [
             str(action._replace(kind=ActionKind.BACKWARD) if action.kind is ActionKind.INPUT_GRADIENT else action)
@@ -116,7 +116,7 @@ def v_schedule(ranks: int, microbatches: int) -> list[list[str]]:
 
 
 def train_both(wrapped: NxDPPModel, whole: nn.Module, microbatches: int, seed: int = 0) -> Any:
-    """One step of each with two rows a microbatch; what ``run_train`` gives, and the losses of one process."""
+    """One step of each with two rows a microbatch; the result of ``run_train``, and the losses of one process."""
     x = rows(2 * microbatches, seed)
     result = wrapped.run_train(x=x)
     losses = []
@@ -128,5 +128,5 @@ def train_both(wrapped: NxDPPModel, whole: nn.Module, microbatches: int, seed: i
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """One that stays whole."""
+    """A copy of ``model`` that stays whole."""
     return copy.deepcopy(model)

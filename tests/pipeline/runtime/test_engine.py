@@ -1,4 +1,4 @@
-"""What the engine keeps in memory, when, and that nothing of a step outlives it."""
+"""Memory that the engine holds during a step, and none after it."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ MICROBATCHES = 8
 
 
 def watch_outputs(rank: int, deallocate: bool) -> tuple[list[int], list[int], int]:
-    """How many sent activations, and how many of their storages, are alive after each backward and at the end."""
+    """Numbers of sent activations and of their storages that are alive after each backward, and at the end."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
     model = make("llama")
     whole = reference(model)
@@ -29,12 +29,12 @@ def watch_outputs(rank: int, deallocate: bool) -> tuple[list[int], list[int], in
     stored: list[int] = []
     send, backward = StageRunner.send_activation, StageRunner.backward
 
-    def watching_send(self: StageRunner, microbatch: int, links: Any, last: bool) -> None:
+    def watching_send(self: StageRunner, microbatch: int, channels: Any, last: bool) -> None:
         for name in self._plan.sent:
             value = self._made[microbatch][name]
             sent.append(weakref.ref(value))
             storages.append(StorageWeakRef(value.untyped_storage()))
-        send(self, microbatch, links, last)
+        send(self, microbatch, channels, last)
 
     def watching_backward(self: StageRunner, microbatch: int) -> None:
         backward(self, microbatch)
@@ -44,7 +44,7 @@ def watch_outputs(rank: int, deallocate: bool) -> tuple[list[int], list[int], in
     StageRunner.send_activation = watching_send  # type: ignore[method-assign]
     StageRunner.backward = watching_backward  # type: ignore[method-assign]
     for _ in range(2):
-        # In a first step more may be on the wire.
+        # The first step has no limit of sends in flight.
         for seen in (sent, storages, alive, stored):
             seen.clear()
         wrapped.run_train(**batch)
@@ -56,7 +56,7 @@ def watch_outputs(rank: int, deallocate: bool) -> tuple[list[int], list[int], in
 
 def test_outputs_live_until_their_backward() -> None:
     ranks = run_ranks(4, watch_outputs, False)
-    # Stage s of 4 has 4 - s microbatches under way before its first backward, and one fewer after it.
+    # Stage s of 4 has 4 - s microbatches in flight before its first backward, and one fewer after it.
     assert [max(alive) for alive, _, _ in ranks[:3]] == [3, 2, 1]
     assert all(after == 0 for _, _, after in ranks)
 
@@ -64,7 +64,7 @@ def test_outputs_live_until_their_backward() -> None:
 def test_deallocated_outputs_do_not_wait_for_their_backward() -> None:
     ranks = run_ranks(4, watch_outputs, True)
     assert all(max(alive) == 0 for alive, _, _ in ranks)
-    # What is on the wire is held: two sends a direction.
+    # Sends in flight are held: two a direction.
     assert all(max(stored) <= 2 for _, stored, _ in ranks)
     assert all(after == 0 for _, _, after in ranks)
 
@@ -84,12 +84,12 @@ def watch_step(rank: int) -> list[str]:
     return [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors if id(tensor) not in before]
 
 
-def test_no_tensor_of_a_step_lives_after_it() -> None:
+def test_no_tensor_of_a_step_is_alive_after_it() -> None:
     assert run_ranks(3, watch_step) == [[], [], []]
 
 
 def count_buffers(rank: int) -> int:
-    """The most receives that are posted and not yet used at once."""
+    """The largest number of receives that are posted and not yet waited for."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
     wrapped = NxDPPModel(make("llama"), num_microbatches=16)
     batch = padded_batch(16)
@@ -128,7 +128,7 @@ def unfreeze(rank: int) -> str:
     model.model.layers[1].requires_grad_(False)
     wrapped = NxDPPModel(model, num_microbatches=2)
     wrapped.run_train(**padded_batch(4))
-    # Frozen or not, stage 1 goes on; what stage 0 unfreezes has to be agreed on.
+    # Stage 1 runs either way; unfreezing on stage 0 needs a metadata exchange.
     wrapped.requires_grad_(True)
     if rank == 1:
         return ""
@@ -139,7 +139,7 @@ def unfreeze(rank: int) -> str:
     return "no error"
 
 
-def test_unfreezing_without_a_word_is_an_error_that_says_what_to_do() -> None:
+def test_unfreezing_without_refresh_is_an_error_with_the_remedy() -> None:
     message = run_ranks(2, unfreeze)[0]
     assert "refresh()" in message
     assert "stage 0, forward of microbatch 0" in message
@@ -160,5 +160,5 @@ def freeze_later(rank: int) -> None:
     assert gradient_differences(wrapped, whole) == {}
 
 
-def test_freezing_later_needs_no_word() -> None:
+def test_freezing_later_needs_no_refresh() -> None:
     run_ranks(2, freeze_later)

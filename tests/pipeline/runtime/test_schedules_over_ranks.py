@@ -161,7 +161,7 @@ def encoder_and_decoder(rank: int) -> None:
         wrapped.run_train(**batch)
         train_in_one_process(whole, batch, 3)
         differences = gradient_differences(wrapped, whole)
-        # What the encoder makes is used by both decoder layers, and the embedding by both stacks and the head.
+        # Both decoder layers use the encoder's output; both stacks and the head use the embedding.
         assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
 
 

@@ -36,7 +36,7 @@ def _cache(
 def _run(cache: ProgramCache, inputs: dict[str, Any], training: bool = False) -> Any:
     cut = cache.cut_graph(inputs, training)
     program = cache.program(cut, "output")
-    values = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
+    values = program.stages[0].module(*(inputs[name] for name in program.stages[0].plan.inputs))
     return fill_output(cut.output, dict(zip(program.results, values, strict=True)))
 
 
@@ -127,7 +127,7 @@ def test_the_loss_program_ends_with_the_loss() -> None:
         cache = _cache(model, spec=spec)
         program = cache.program(cache.cut_graph(inputs, False), "loss")
 
-        (loss,) = program.stages[0].module(*program.stages[0].arguments(inputs, {}, {}))
+        (loss,) = program.stages[0].module(*(inputs[name] for name in program.stages[0].plan.inputs))
 
         assert torch.equal(loss, model(**inputs).loss)
         assert len(program.results) == 1
@@ -196,10 +196,6 @@ def test_what_can_be_forgotten() -> None:
     cache = _cache(make_model("llama", layers=2))
     cut = cache.cut_graph(make_inputs("llama"), True)
     program = cache.program(cut, "loss")
-    program.engines["signature"] = (None, 0)  # type: ignore[assignment]
-
-    cache.forget_engines()
-    assert program.engines == {}
     assert cache.program(cut, "loss") is program
 
     cache.forget()

@@ -23,7 +23,7 @@ def test_one_tensor_crosses_each_boundary(architecture: str, stages: int) -> Non
 
     chain = InProcessPipeline(model, stages, inputs)
 
-    assert [(maker, user) for _, maker, user in chain.boundary_tensors] == [
+    assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [
         (stage, stage + 1) for stage in range(stages - 1)
     ]
     ends = {stage: layer for layer, stage in chain.partition.layer_stages.items()}
@@ -31,8 +31,8 @@ def test_one_tensor_crosses_each_boundary(architecture: str, stages: int) -> Non
     assert [by_name[value].target for value, _, _ in chain.boundary_tensors] == [
         ends[stage] for stage in range(stages - 1)
     ]
-    assert chain.plans[0].makers == []
-    assert chain.plans[-1].users == []
+    assert chain.plans[0].source_stages == []
+    assert chain.plans[-1].destination_stages == []
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -62,7 +62,7 @@ def test_other_inputs_cross_no_more(architecture: str, names: tuple[str, ...]) -
 
     chain = InProcessPipeline(model, 3, inputs)
 
-    assert [(maker, user) for _, maker, user in chain.boundary_tensors] == [(0, 1), (1, 2)]
+    assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2)]
     assert torch.equal(chain.forward(inputs).logits, model(**inputs).logits)
 
 
@@ -84,9 +84,9 @@ def test_masks_and_rotary_tables_are_recomputed() -> None:
 def test_only_metadata_of_the_embeddings_is_asked_of_other_stages() -> None:
     chain = InProcessPipeline(make_model("llama"), 3, make_inputs("llama"))
 
-    assert [list(plan.stand_ins.values()) for plan in chain.plans] == [[], [0], [0]]
-    (name,) = chain.plans[1].stand_ins
-    assert {name: sorted(users) for name, users in chain.plans[0].described.items()} == {name: [1, 2]}
+    assert [list(plan.received_metadata.values()) for plan in chain.plans] == [[], [0], [0]]
+    (name,) = chain.plans[1].received_metadata
+    assert {name: sorted(users) for name, users in chain.plans[0].sent_metadata.items()} == {name: [1, 2]}
     assert name not in chain.plans[0].sent
 
 
@@ -142,7 +142,7 @@ def test_a_skip_connection_travels_from_its_maker_to_its_user() -> None:
             ("model_layers_2", 2, 3),
         ]
     )
-    assert [plan.users for plan in chain.plans] == [[1, 2, 3], [2], [3], []]
+    assert [plan.destination_stages for plan in chain.plans] == [[1, 2, 3], [2], [3], []]
     assert torch.equal(chain.forward({"x": x}), model(x))
 
 
@@ -180,7 +180,7 @@ def test_tuples_between_layers() -> None:
     output = chain.forward({"x": x})
 
     assert all(torch.equal(output[name], value) for name, value in model(x).items())
-    assert all(user == maker + 1 for _, maker, user in chain.boundary_tensors)
+    assert all(destination == source + 1 for _, source, destination in chain.boundary_tensors)
 
 
 class ChangesInPlace(PlainModel):
@@ -232,7 +232,7 @@ def test_what_follows_from_inputs_and_buffers_is_recomputed() -> None:
 
     chain = _chain(model, 4, x)
 
-    assert [(maker, user) for _, maker, user in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
+    assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
     assert [plan.inputs for plan in chain.plans] == [["x"]] * 4
     assert torch.equal(chain.forward({"x": x}), model(x))
 

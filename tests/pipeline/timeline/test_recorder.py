@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.p2p.link import LocalLink, RemoteLink
+from nxdpp.pipeline.p2p.channel import LocalChannel, RemoteChannel
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.timeline.recorder import Event, StepRecorder, What
@@ -77,12 +77,12 @@ def owners_of_calls(rank: int, folder: str | None) -> set[type[Any] | None]:
     wrapped = NxDPPModel(make("llama"), num_microbatches=4, virtual_pipeline_size=2, trace_file_path=path)
     wrapped.run_train(**padded_batch(4))
     (engine,) = [found for found in gc.get_objects() if type(found) is Engine]
-    links = [*engine._links_in.values(), *engine._links_out.values()]
-    plain = {type(link) for of_stage in links for link in of_stage.values()} <= {RemoteLink, LocalLink}
+    channels = [*engine._channels_in.values(), *engine._channels_out.values()]
+    plain = {type(channel) for of_stage in channels for channel in of_stage.values()} <= {RemoteChannel, LocalChannel}
     assert plain == (folder is None)
     return {type(getattr(call.func, "__self__", None)) if isinstance(call, partial) else None for call in engine._calls}
 
 
 def test_without_a_recorder_the_calls_are_the_plain_ones(tmp_path: Path) -> None:
-    assert run_ranks(2, owners_of_calls, None) == [{RemoteLink, StageRunner}] * 2
+    assert run_ranks(2, owners_of_calls, None) == [{RemoteChannel, StageRunner}] * 2
     assert None in run_ranks(2, owners_of_calls, str(tmp_path))[0]

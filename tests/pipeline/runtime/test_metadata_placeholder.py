@@ -1,4 +1,4 @@
-"""A tensor without data: its metadata can be used, its data cannot."""
+"""Metadata placeholders: their metadata can be used, their data cannot."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from nxdpp.pipeline.p2p.layout import layout_of
-from nxdpp.pipeline.runtime.stand_in import StandIn, stand_in
+from nxdpp.pipeline.runtime.metadata_placeholder import MetadataPlaceholder, metadata_placeholder
 
 CPU = torch.device("cpu")
 REAL = torch.randn(2, 3, 4, dtype=torch.bfloat16)
 
 
 def _make(tensor: torch.Tensor = REAL) -> torch.Tensor:
-    result = stand_in(layout_of(tensor), CPU)
-    assert isinstance(result, StandIn)
+    result = metadata_placeholder(layout_of(tensor), CPU)
+    assert isinstance(result, MetadataPlaceholder)
     return result
 
 
@@ -29,7 +29,7 @@ def test_metadata_is_that_of_the_tensor() -> None:
     assert tensor.device == CPU
     assert tensor.stride() == REAL.stride()
     assert tensor.is_floating_point()
-    assert repr(tensor) == "StandIn(size=[2, 3, 4], dtype=torch.bfloat16, device=cpu)"
+    assert repr(tensor) == "MetadataPlaceholder(size=[2, 3, 4], dtype=torch.bfloat16, device=cpu)"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_metadata_is_that_of_the_tensor() -> None:
         lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device),
     ],
 )
-def test_tensors_are_made_after_it(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_tensors_are_made_from_its_metadata(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     made = make(_make())
     expected = make(REAL)
 
@@ -59,7 +59,7 @@ def test_tensors_are_made_after_it(make: Callable[[torch.Tensor], torch.Tensor])
     assert torch.equal(made, expected)
 
 
-def test_empty_tensors_are_made_after_it() -> None:
+def test_empty_tensors_are_made_from_its_metadata() -> None:
     assert torch.empty_like(_make()).shape == REAL.shape
     assert torch.empty_like(_make(torch.randn(2, 3).T)).stride() == (1, 3)
     assert _make().new_empty(5).dtype is torch.bfloat16
@@ -80,15 +80,15 @@ def test_empty_tensors_are_made_after_it() -> None:
         lambda x: x.fill_(0),
     ],
 )
-def test_asking_for_its_data_says_what_to_do(use: Callable[[torch.Tensor], object]) -> None:
+def test_a_use_of_its_data_is_an_error_with_the_remedy(use: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(RuntimeError, match="data of a value that another stage computes") as caught:
         use(_make())
 
     assert "leaf_module_cls, autowrap_functions" in str(caught.value)
 
 
-def test_in_the_places_of_the_tensors_of_a_value() -> None:
-    first, nothing, second = stand_in(layout_of((REAL, None, torch.ones(2))), CPU)
+def test_it_replaces_the_tensors_of_a_value() -> None:
+    first, nothing, second = metadata_placeholder(layout_of((REAL, None, torch.ones(2))), CPU)
 
-    assert (type(first), nothing, type(second)) == (StandIn, None, StandIn)
+    assert (type(first), nothing, type(second)) == (MetadataPlaceholder, None, MetadataPlaceholder)
     assert second.shape == (2,)

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline that are about to run different things are told so, and do not wait for each other."""
+"""Ranks of a pipeline that are about to run different steps raise an error, and do not wait for each other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.agreement.fingerprint import fingerprint
-from nxdpp.pipeline.agreement.same_step import SameStep, Step, check_replicas
+from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
@@ -17,20 +17,20 @@ GRAPH, OTHER_GRAPH = fingerprint(["first", "second"]), fingerprint(["first", "th
 
 def compare(rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    same = SameStep(parallel_state.get_pipeline_control_group())
+    verifier = StepVerifier(parallel_state.get_pipeline_control_group())
     steps = [
-        (Step(GRAPH, "a"), Step(GRAPH, "a"), True, True),
-        (Step(GRAPH, "a"), Step(GRAPH, "a"), False, False),
-        (Step(GRAPH, "b"), Step(GRAPH, "a"), True, False),
-        (Step(GRAPH, "b"), Step(OTHER_GRAPH, "b"), False, True),
-        (Step(GRAPH, "b"), Step(GRAPH, "b"), True, False),
-        (Step(GRAPH, "b"), Step(GRAPH, "b"), False, True),
+        (StepIdentity(GRAPH, "a"), StepIdentity(GRAPH, "a"), True, True),
+        (StepIdentity(GRAPH, "a"), StepIdentity(GRAPH, "a"), False, False),
+        (StepIdentity(GRAPH, "b"), StepIdentity(GRAPH, "a"), True, False),
+        (StepIdentity(GRAPH, "b"), StepIdentity(OTHER_GRAPH, "b"), False, True),
+        (StepIdentity(GRAPH, "b"), StepIdentity(GRAPH, "b"), True, False),
+        (StepIdentity(GRAPH, "b"), StepIdentity(GRAPH, "b"), False, True),
     ]
     messages = []
     for first, second, new_to_first, new_to_second in steps:
         step, is_new = (second, new_to_second) if rank else (first, new_to_first)
         try:
-            same.check(step, step.digest, is_new)
+            verifier.check(step, step.digest, is_new)
             messages.append("")
         except RuntimeError as error:
             messages.append(str(error))
@@ -38,7 +38,7 @@ def compare(rank: int) -> list[str]:
     return messages
 
 
-def test_the_later_rank_says_what_differs() -> None:
+def test_the_later_rank_shows_the_difference() -> None:
     first, second = run_ranks(2, compare)
     assert first == [""] * 6
     assert second[:2] == ["", ""]
@@ -52,10 +52,10 @@ def test_the_later_rank_says_what_differs() -> None:
 
 def compare_origins(rank: int, origins: list[str | None]) -> str:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
-    same = SameStep(parallel_state.get_pipeline_control_group(), origins[rank])
-    step = Step(GRAPH, "a")
+    verifier = StepVerifier(parallel_state.get_pipeline_control_group())
+    step = StepIdentity(GRAPH, "a", origins[rank])
     try:
-        same.check(step, step.digest, True)
+        verifier.check(step, step.digest, True)
         message = ""
     except RuntimeError as error:
         message = str(error)
@@ -63,26 +63,11 @@ def compare_origins(rank: int, origins: list[str | None]) -> str:
     return message
 
 
-def test_ranks_that_drew_no_random_numbers_stand_between_those_that_did() -> None:
+def test_origins_are_compared_across_ranks_without_random_numbers() -> None:
     for origins in ([None, "seed 1", None], ["seed 1", None, "seed 1"], [None, None, "seed 1"]):
         assert run_ranks(3, compare_origins, origins) == ["", "", ""]
     *_, last = run_ranks(3, compare_origins, ["seed 1", None, "seed 2"])
     assert "pipeline rank 1 (rank 1): seed 1\n  pipeline rank 2 (rank 2): seed 2\n" in last
-
-
-def replicas(rank: int) -> str:
-    parallel_state.initialize_model_parallel()
-    group = parallel_state.get_data_parallel_group()
-    check_replicas(["weight", "bias"], group)
-    with pytest.raises(RuntimeError) as raised:
-        check_replicas(["weight", "bias"] if rank < 2 else ["weight"], group)
-    return str(raised.value)
-
-
-def test_replicas_with_other_parameters_are_told() -> None:
-    for message in run_ranks(3, replicas):
-        assert "data-parallel rank 2 (rank 2) has other parameters than data-parallel rank 0 (rank 0)" in message
-        assert "rank 0 (rank 0): bias\n  data-parallel rank 2 (rank 2): (no such line)\n" in message
 
 
 def without_mask(rank: int, wrapped: NxDPPModel) -> None:
@@ -155,7 +140,7 @@ def cut(*layers: int) -> dict[str, Any]:
         ([{}, {}, {}], [cut(1, 2), cut(1, 2), cut(1, 3)], "_layers_3 = call_module model.layers.3 (transformers."),
     ],
 )
-def test_models_that_differ_are_told(changes: Any, arguments: Any, words: str) -> None:
+def test_different_models_are_refused(changes: Any, arguments: Any, words: str) -> None:
     with pytest.raises(AssertionError) as raised:
         run_ranks(3, construct_differently, changes, arguments, timeout=30)
     assert "has another graph than pipeline rank" in str(raised.value)

@@ -1,0 +1,132 @@
+"""Shape of a stage's autograd graph, and its comparison with the graphs of later microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.autograd.graph import GradientEdge
+
+# (node, input of the node)
+Edge = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SplitNode:
+    """A node that runs a second time, for its other gradients.
+
+    ``takes`` has the position of each of these among the node's gradients, and its edge.
+    """
+
+    node: int
+    takes: list[tuple[int, Edge]]
+
+
+@dataclass
+class Bucket:
+    """Gradients of parameters that are computed together: by ``split_nodes``, and from ``roots`` outside of ``R``."""
+
+    leaves: list[int] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+    split_nodes: list[SplitNode] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a graph. Nodes are numbers: received values first, then roots, then in the order of the walk.
+
+    Attributes:
+        received: number of received values.
+        roots: node and output of each root.
+        types: the type of each node.
+        edges: the edges of each node: the next node, and its input.
+        buckets: the gradients of parameters that can wait.
+        immediate: leaves whose gradient cannot wait.
+        freeable: node and name of saved tensors that have no use after the input-gradients.
+        unhooked: node and name of saved tensors that must not have hooks.
+    """
+
+    received: int
+    roots: list[Edge]
+    types: list[Any]
+    edges: list[list[Edge]]
+    buckets: list[Bucket]
+    immediate: list[int]
+    freeable: list[tuple[int, str]]
+    unhooked: list[tuple[int, str]]
+
+    def match(self, received: Sequence[GradientEdge], roots: Sequence[GradientEdge]) -> list[Any] | None:
+        """The nodes of another graph in the same order, or ``None`` when it does not have exactly this shape.
+
+        This compares every node and every edge: nothing less would notice another path to a parameter. It also
+        compares the order in which nodes run, and the hooks of saved tensors.
+        """
+        nodes: list[Any] = list(dict.fromkeys(edge.node for edge in received))
+        known = len(nodes)
+        if known != self.received or len(roots) != len(self.roots):
+            return None
+        for root, (expected, position) in zip(roots, self.roots, strict=True):
+            if root.output_nr != position:
+                return None
+            if expected == known:
+                nodes.append(root.node)
+                known += 1
+            elif nodes[expected] is not root.node:
+                return None
+        types, all_edges = self.types, self.edges
+        # The list grows during the walk.
+        for number, node in enumerate(nodes):
+            if type(node) is not types[number]:
+                return None
+            if number < self.received:
+                continue
+            edges = node.next_functions
+            expected_edges = all_edges[number]
+            if len(edges) != len(expected_edges):
+                return None
+            for (child, output), (expected, expected_output) in zip(edges, expected_edges):  # noqa: B905
+                if output != expected_output:
+                    return None
+                if expected == known:
+                    if child is None:
+                        return None
+                    nodes.append(child)
+                    known += 1
+                elif (nodes[expected] if expected >= 0 else None) is not child:
+                    return None
+        # Another number of nodes, one node in the place of two, or another order.
+        if known != len(types) or len(set(nodes)) != known or not self._in_order(nodes):
+            return None
+        for number, name in self.unhooked:
+            if is_hooked(nodes[number], name):
+                return None
+        return nodes
+
+    def _in_order(self, nodes: Sequence[Any]) -> bool:
+        return all(
+            nodes[one.node]._sequence_nr() >= nodes[other.node]._sequence_nr()
+            for bucket in self.buckets
+            for one, other in zip(bucket.split_nodes, bucket.split_nodes[1:], strict=False)
+        )
+
+
+def is_hooked(node: Any, name: str) -> bool:
+    """True if a hook returns this saved tensor; activation checkpointing recomputes it there."""
+    return any(saved.unpack_hook is not None for saved in saved_tensors(node, name))
+
+
+def saved_tensors(node: Any, name: str) -> Sequence[Any]:
+    """The ``SavedTensor`` objects under the attribute ``name`` of a node."""
+    found = getattr(node, name)
+    if found is None:
+        return ()
+    return found if isinstance(found, (tuple, list)) else (found,)
+
+
+_SAVED_NAMES: dict[type, list[str]] = {}
+
+
+def saved_names(node_type: type) -> list[str]:
+    """The attributes of a type of node that hold ``SavedTensor`` objects."""
+    if node_type not in _SAVED_NAMES:
+        _SAVED_NAMES[node_type] = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+    return _SAVED_NAMES[node_type]

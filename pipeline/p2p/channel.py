@@ -1,0 +1,192 @@
+"""Channels: transfer of one boundary's tensors, to another rank or within one.
+
+::
+
+    source stage                                    destination stage
+    channel.give(ACTIVATION, mb, [(B, T, H)]) ────▶ channel.take(ACTIVATION, mb)    after channel.post(ACTIVATION, mb)
+    channel.take(GRADIENT, mb) ◀──── channel.give(GRADIENT, mb, [(B, T, H)])
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from nxdpp.pipeline.p2p.boundary import Boundary, BoundaryTensor
+from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
+
+
+class Channel(Protocol):
+    """Moves the tensors of one boundary, a microbatch at a time."""
+
+    boundary: Boundary
+
+    def receive_metadata(self) -> None:
+        """Wait until the layouts of the boundary's values are known."""
+
+    def send_metadata(self) -> None:
+        """Start to send the layouts of the boundary's values to the destination stage."""
+
+    def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
+        """Wait for the tensors of a microbatch, such as one of (B, T, H), in the boundary's order."""
+
+    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to send the tensors of a microbatch, such as one of (B, T, H); does not wait."""
+
+    def finish(self) -> None:
+        """Wait until all tensors of the step have been sent."""
+
+
+class LocalChannel:
+    """Channel between two stages of one rank: tensors change hands without a copy."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+        self._given: dict[tuple[Direction, int], list[torch.Tensor]] = {}
+
+    def receive_metadata(self) -> None:
+        """Check that the source stage has run."""
+        assert self.boundary.layouts, "the forward of the source stage comes first"
+
+    def send_metadata(self) -> None:
+        """Do nothing: both stages share the boundary."""
+
+    def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
+        """Return the tensors that the other stage gave."""
+        return self._given.pop((direction, microbatch))
+
+    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep the tensors until the other stage takes them."""
+        self._given[direction, microbatch] = list(tensors)
+
+    def finish(self) -> None:
+        """Free tensors that were not taken."""
+        self._given.clear()
+
+
+class ReceiveQueue:
+    """Receives from one rank in one direction, posted in the order of the schedule.
+
+    NCCL has no tags: it matches messages by their order alone. In a first step a receive waits for its layout. It
+    then delays the receives after it, until one of them is needed.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[tuple[RemoteChannel, Direction, int]] = deque()
+
+    def add(self, channel: "RemoteChannel", direction: Direction, microbatch: int) -> None:
+        """Post the receive now, or as soon as all receives before it have been posted."""
+        self._due.append((channel, direction, microbatch))
+        while self._due and self._due[0][0].boundary.layouts:
+            head, heading, number = self._due.popleft()
+            head.post_now(heading, number)
+
+    def post_up_to(self, channel: "RemoteChannel", microbatch: int) -> None:
+        """Post every receive up to this one, and wait for the layouts that this needs."""
+        while True:
+            head, heading, number = self._due.popleft()
+            head.receive_metadata()
+            head.post_now(heading, number)
+            if head is channel and number == microbatch:
+                return
+
+
+class Peer:
+    """Another rank, as all channels to it share it: order of receives and numbering of tags.
+
+    Args:
+        transport: the transfers of this rank.
+        rank: the other rank, in the transport's groups.
+        pairs: number of pairs of a stage here and a stage there.
+        microbatches: number of microbatches of a step.
+    """
+
+    def __init__(self, transport: Transport, rank: int, pairs: int, microbatches: int) -> None:
+        self.transport = transport
+        self.rank = rank
+        self.receives = {direction: ReceiveQueue() for direction in Direction}
+        self._pairs = pairs
+        self._microbatches = microbatches
+
+    def tag(self, pair: int, number: int, microbatch: int) -> int:
+        """The tag of a boundary tensor of one microbatch between the stages of ``pair``."""
+        return pair + self._pairs * (number * self._microbatches + microbatch)
+
+
+class RemoteChannel:
+    """Channel to a stage of another rank.
+
+    Args:
+        boundary: the boundary between the two stages.
+        peer: the other rank.
+        pair: number of the pair of stages, below the peer's ``pairs``.
+        in_flight: limit of the microbatches that are sent one way and not known to have been received. A further
+            send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has no limit either,
+            because ranks could wait for each other: a receive without a layout is posted late.
+    """
+
+    def __init__(self, boundary: Boundary, peer: Peer, pair: int, in_flight: int | None) -> None:
+        self.boundary = boundary
+        self._peer = peer
+        self._pair = pair
+        self._in_flight = in_flight
+        self._is_first_step = True
+        self._posted: dict[tuple[Direction, int], list[Callable[[], torch.Tensor]]] = {}
+        self._sent: dict[tuple[Direction, int], list[tuple[Work, torch.Tensor]]] = {}
+
+    def receive_metadata(self) -> None:
+        """Receive the layouts, unless they are known."""
+        if not self.boundary.layouts:
+            self.boundary.set_layouts(self._peer.transport.receive_object(self._peer.rank, self._pair))
+
+    def send_metadata(self) -> None:
+        """Start to send the layouts."""
+        self._peer.transport.send_object(self.boundary.layouts, self._peer.rank, self._pair)
+
+    def post(self, direction: Direction, microbatch: int) -> None:
+        """Start to receive, after all earlier receives from the same rank."""
+        self._peer.receives[direction].add(self, direction, microbatch)
+
+    def post_now(self, direction: Direction, microbatch: int) -> None:
+        """Start to receive."""
+        peer, pair = self._peer, self._pair
+        self._posted[direction, microbatch] = [
+            peer.transport.post_receive(entry.layout, peer.rank, direction, peer.tag(pair, entry.number, microbatch))
+            for entry in self._entries(direction)
+        ]
+
+    def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
+        """Wait for the tensors."""
+        if not self.boundary.values:
+            return []
+        if (direction, microbatch) not in self._posted:
+            self._peer.receives[direction].post_up_to(self, microbatch)
+        return [wait() for wait in self._posted.pop((direction, microbatch))]
+
+    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to send; the memory is held until ``release`` or the end of the step."""
+        peer, pair = self._peer, self._pair
+        self._sent[direction, microbatch] = [
+            peer.transport.send(
+                entry.layout.arrange(tensor), peer.rank, direction, peer.tag(pair, entry.number, microbatch)
+            )
+            for entry, tensor in zip(self._entries(direction), tensors, strict=True)
+        ]
+        limit = None if self._is_first_step else self._in_flight
+        if limit is not None and len(self._sent) > limit:
+            self.release(*next(iter(self._sent)))
+
+    def release(self, direction: Direction, microbatch: int) -> None:
+        """Wait for a finished send, which frees its memory; does nothing when that was done before."""
+        for work, _ in self._sent.pop((direction, microbatch), ()):
+            work.wait()
+
+    def finish(self) -> None:
+        """Wait until all tensors of the step have been sent."""
+        for sent in list(self._sent):
+            self.release(*sent)
+        self._is_first_step = False
+
+    def _entries(self, direction: Direction) -> list[BoundaryTensor]:
+        return self.boundary.activations if direction is Direction.ACTIVATION else self.boundary.gradients

@@ -1,0 +1,44 @@
+"""Engines that the step runner keeps: as many as the limit on every rank, and none after ``refresh``."""
+
+import gc
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.p2p.transport import Transport
+from nxdpp.pipeline.runtime import step_runner
+from nxdpp.pipeline.runtime.engine import Engine
+from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
+
+
+def engines() -> int:
+    gc.collect()
+    return sum(type(found) is Engine for found in gc.get_objects())
+
+
+def keep_two_engines(rank: int) -> tuple[list[int], int]:
+    """Numbers of engines after steps of three signatures and after ``refresh``; number of metadata exchanges."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    step_runner._ENGINES_KEPT = 2
+    sent = 0
+    send = Transport.send_object
+
+    def counting(self: Transport, value: object, destination: int, tag: int) -> None:
+        nonlocal sent
+        sent += 1
+        send(self, value, destination, tag)
+
+    Transport.send_object = counting  # type: ignore[method-assign]
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2)
+    counts = []
+    # The second step of length 8 is the only one with a known signature.
+    for length in (6, 8, 8, 10, 6):
+        wrapped.run_train(**padded_batch(4, length))
+        counts.append(engines())
+    wrapped.refresh()
+    return [*counts, engines()], sent
+
+
+def test_all_ranks_keep_the_same_engines() -> None:
+    first, last = run_ranks(2, keep_two_engines)
+    assert first == ([1, 2, 2, 2, 2, 0], 4)
+    assert last == ([1, 2, 2, 2, 2, 0], 0)

@@ -1,0 +1,68 @@
+"""Stamps of the device clock, and the share of a step in which a rank computed."""
+
+import time
+
+import pytest
+import torch
+
+from nxdpp.pipeline.timeline.clock import DeviceClock, StepTimer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A clock that does not run: its time, in nanoseconds, is the one number of the list."""
+    now = [100]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
+    return now
+
+
+def test_stamps_and_the_origin_are_the_hosts_time(clock: list[int]) -> None:
+    device_clock = DeviceClock(CPU)
+    start, at = device_clock.origin()
+    clock[0] += 7
+
+    assert at == 100
+    assert device_clock.between(start, device_clock.stamp()) == 7
+
+
+def test_the_share_of_all_blocks(clock: list[int]) -> None:
+    timer = StepTimer(CPU)
+    for _ in range(2):
+        timer.start()
+        for computing, waiting in ((1, 2), (3, 4)):
+            with timer:
+                clock[0] += computing
+            clock[0] += waiting
+        timer.stop()
+        clock[0] += 50
+
+        assert timer.busy_share == pytest.approx(0.4)
+
+
+def test_the_share_is_zero_before_the_end_and_in_a_step_without_time(clock: list[int]) -> None:
+    timer = StepTimer(CPU)
+    assert timer.busy_share == 0.0
+
+    timer.start()
+    with timer:
+        clock[0] += 1
+    assert timer.busy_share == 0.0
+
+    timer.start()
+    timer.stop()
+    assert timer.busy_share == 0.0
+
+
+def test_a_waiting_and_a_computing_step(clock: list[int]) -> None:
+    waiting, computing = StepTimer(CPU), StepTimer(CPU)
+    waiting.start()
+    computing.start()
+    with computing:
+        clock[0] += 2
+    waiting.stop()
+    computing.stop()
+
+    assert waiting.busy_share == 0.0
+    assert computing.busy_share == 1.0
