@@ -197,7 +197,7 @@ class StageRunner:
 
     def _receive_metadata(self) -> dict[str, Any]:
         """The metadata placeholders, once the source stages have sent their layouts."""
-        placeholders = {}
+        placeholders: dict[str, Any] = {}
         for channel in self._channels_in:
             channel.receive_metadata()
             boundary, layouts = channel.boundary, channel.boundary.layouts
