@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.local.upkeep import works_without_values
+from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
@@ -188,7 +188,7 @@ class NxDPPModel(LocalView):
         return super().train(mode)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        if not works_without_values(fn):
+        if not works_on_meta(fn):
             self._pipeline.check_materialised()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._pipeline.follow()

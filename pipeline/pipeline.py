@@ -22,7 +22,6 @@ from nxdpp.pipeline.agreement.replicas import check_replicas
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.local.part import LocalPart
-from nxdpp.pipeline.local.tied_weights import TiedWeights
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
 from nxdpp.pipeline.partition.partition import Partition, make_partition
@@ -104,9 +103,8 @@ class Pipeline:
             torch.initial_seed(),
             config.param_init_fn,
         )
-        self._tied = TiedWeights(self.part.module, self.part.tied, self.rank)
-        self._upkeep = LocalUpkeep(self.part, module, self._tied, self._programs.replace)
-        if self.part.is_made_at_once:
+        self._upkeep = LocalUpkeep(self.part, self._programs.replace)
+        if self.part.is_initialised_at_once:
             self.materialise()
 
     @property
@@ -154,9 +152,9 @@ class Pipeline:
         microbatches = self._microbatches(inputs)
         cut = self._programs.cut_graph(microbatches[0], self.module.training)
         program = self._programs.program(cut, "loss")
-        self._tied.set_aside()
+        self.part.tied.set_aside()
         results = self._steps.run(program, microbatches, self.device, train=True, origin=self.part.origin)
-        self._tied.add_up(self._steps.transport(self.device))
+        self.part.tied.add_up(self._steps.transport(self.device))
         return [result[0] for result in results if result]
 
     def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
@@ -243,7 +241,7 @@ class Pipeline:
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
-        without = self.part.without_values()
+        without = self.part.names_on_meta()
         if without:
             raise RuntimeError(
                 f"{len(without)} parameters or buffers of rank {self.rank} are on the meta device and have no values "

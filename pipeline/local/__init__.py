@@ -1,1 +1,1 @@
-"""This rank's part of the model."""
+"""The part of the model that this rank holds."""

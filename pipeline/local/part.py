@@ -1,4 +1,4 @@
-"""What one rank holds of a model: its modules, the copies of tied weights, and where their first values come from."""
+"""The part of a model that one rank holds, and the initial weights of what it holds on the meta device."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.record import record_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
-from nxdpp.pipeline.local.tied_weights import TiedWeight
+from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
 from nxdpp.pipeline.local.tree import (
     build_local_module,
-    check_has_values_here,
+    check_not_freed,
     free_others,
     local_names,
     names_elsewhere,
@@ -26,23 +26,24 @@ from nxdpp.pipeline.partition.assignment import Owners
 
 
 class LocalPart:
-    """The part of ``root`` that ``rank`` holds; what it does not hold is freed.
+    """The part of ``root`` that ``rank`` holds; the constructor frees the rest.
 
     Args:
         root: the whole model.
         owners: the ranks that hold each parameter.
-        rank: this rank of the pipeline.
+        rank: pipeline rank of this process.
         layers: names of the transformer layers.
-        seed: which random numbers parameters on the meta device get.
+        seed: for the random numbers of parameters on the meta device.
         param_init_fn: initialises a module; see ``initial_weights``.
 
     Attributes:
+        root: the whole model; parameters of other ranks are on the meta device.
         module: the tree of local modules, under their original names.
         tied: the weights that other ranks hold, too.
         any_ties: whether any ranks of the pipeline have such weights.
         aliases: the names, in the whole model, of each parameter and each buffer that has several.
-        origin: a line that says what random numbers the values came from; ``None`` where they came from none. It must
-            be the same on all ranks that have one.
+        origin: the seed or generator state of the initial weights, as text; ``None`` where none were drawn. It must
+            be equal on all ranks that have one.
     """
 
     def __init__(
@@ -54,53 +55,54 @@ class LocalPart:
         seed: int,
         param_init_fn: ParameterInitialiser | None,
     ) -> None:
-        local = local_names(owners, rank)
-        check_has_values_here(root, local)
-        # Numbered over the whole model: all ranks must mean the same weight by a number.
-        tied = tied_names(root, owners)
-        self.tied = [
-            TiedWeight(next(name for name in names if name in local), tuple(ranks), number)
-            for number, (names, ranks) in enumerate(tied)
-            if rank in ranks
-        ]
-        self.any_ties = bool(tied)
+        local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
+        check_not_freed(root, local)
+        self.root = root
         self.origin: str | None = None
-        self._root = root
         self._seed = seed
         self._param_init_fn = param_init_fn
         self._record = record_of(root)
-        # Now, while the model is whole: what is freed is no longer the same object.
+        # Names that share a tensor are found while the model is whole: freeing replaces tensors.
         first_names = _first_names(root)
         self.aliases = shared_names(root)
-        elsewhere = names_elsewhere(owners, rank)
+        tied = tied_names(root, owners)
         whole = dict(root.named_parameters())
         free_others(root, local, elsewhere)
         self.module = build_local_module(root, local, layers, elsewhere)
         kept = set(map(id, self.module.parameters()))
         watch_replaced({name: parameter for name, parameter in whole.items() if id(parameter) not in kept})
+        # Numbers count the ties of the whole model, so that a number is the same weight on all ranks.
+        weights = [
+            TiedWeight(next(name for name in names if name in local), tuple(ranks), number)
+            for number, (names, ranks) in enumerate(tied)
+            if rank in ranks
+        ]
+        self.tied = TiedWeights(self.module, weights, rank)
+        self.any_ties = bool(tied)
         self._first_names = {name: first_names[name] for name, _ in _named_tensors(self.module) if name in first_names}
-        self._built_without_memory = frozenset(self.without_values())
+        self._built_on_meta = frozenset(self.names_on_meta())
 
     @property
-    def is_made_at_once(self) -> bool:
-        """Whether values are made when the model is wrapped: by a function, or as a constructor would."""
+    def is_initialised_at_once(self) -> bool:
+        """True if initial weights are made at construction: by ``param_init_fn`` or a recorded constructor."""
         return self._param_init_fn is not None or self._record is not None
 
-    def without_values(self) -> list[str]:
-        """Names of what is still on the meta device."""
+    def names_on_meta(self) -> list[str]:
+        """Names of the parameters and buffers that have no values yet."""
         return [name for name, tensor in _named_tensors(self.module) if tensor.is_meta]
 
     def materialise(self) -> bool:
-        """Give values to all that is on the meta device; whether there was anything. Not collective.
+        """Give initial weights to all that is on the meta device; return whether there was any. Not collective.
 
-        Raises ``RuntimeError`` for what nothing gives a value to, and for an optimizer that holds a parameter without
-        values; nothing is changed then.
+        Raises:
+            RuntimeError: for a tensor that nothing initialises, and for an optimizer that holds a parameter on the
+                meta device; nothing is changed then.
         """
         places = self._places()
         if not places:
             return False
         is_loaded = any(
-            isinstance(tensor, nn.Parameter) and not tensor.is_meta and name in self._built_without_memory
+            isinstance(tensor, nn.Parameter) and not tensor.is_meta and name in self._built_on_meta
             for name, tensor in _named_tensors(self.module)
         )
         replaced = {place.name: place.tensor for place in places if isinstance(place.tensor, nn.Parameter)}
@@ -108,15 +110,24 @@ class LocalPart:
         values, origin = self._values(places)
         if origin is not None and not is_loaded:
             self.origin = f"initial values from {origin}"
-        replace_tensors([self.module, self._root], [place.tensor for place in places], values)
+        self.replace_tensors([place.tensor for place in places], values)
         watch_replaced(replaced)
         return True
 
+    def replace_tensors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+        """Put each tensor of ``new`` wherever the tensor of ``old`` at the same index is, in tree and whole model."""
+        replacements = {id(before): after for before, after in zip(old, new, strict=True)}
+        for module in {*self.module.modules(), *self.root.modules()}:
+            for registry in _registries(module):
+                for key, tensor in registry.items():
+                    if id(tensor) in replacements:
+                        registry[key] = replacements[id(tensor)]
+
     def _values(self, places: Sequence[MetaTensor]) -> tuple[list[torch.Tensor], str | None]:
-        """Values for ``places``, and what random numbers they are from."""
+        """Values for ``places``, and the origin of their random numbers."""
         recorded = [place for place in places if self._is_recorded(place.tensor)]
         others = [place for place in places if place not in recorded]
-        made, drawn = initial_weights(self._root, others, self._seed, self._param_init_fn, self._record)
+        made, drawn = initial_weights(self.root, others, self._seed, self._param_init_fn, self._record)
         if self._record is None or self._param_init_fn is not None:
             return made, f"torch.initial_seed() {self._seed}" if drawn else None
         values = dict(zip(others, made, strict=True))
@@ -124,14 +135,14 @@ class LocalPart:
         return [values[place] for place in places], self._record.origin
 
     def _is_recorded(self, tensor: torch.Tensor) -> bool:
-        # A function of the user's is asked in place of the constructor.
+        # param_init_fn replaces what the constructor drew.
         if self._record is None or self._param_init_fn is not None or not self._record.knows(tensor):
             return False
         # A parameter from torch.empty has no values; a buffer from there may be one that forward fills.
         return self._record.is_written(tensor) or not isinstance(tensor, nn.Parameter)
 
     def _places(self) -> list[MetaTensor]:
-        """One for each tensor without values, whatever names it has."""
+        """One place for each tensor on the meta device, however many names it has."""
         places: dict[int, MetaTensor] = {}
         for name, tensor in _named_tensors(self.module):
             if tensor.is_meta:
@@ -139,18 +150,8 @@ class LocalPart:
         return list(places.values())
 
 
-def replace_tensors(trees: Sequence[nn.Module], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
-    """Put each of ``new`` wherever the one of ``old`` is that has its number, in all modules of ``trees``."""
-    replacements = {id(before): after for before, after in zip(old, new, strict=True)}
-    for module in dict.fromkeys(module for tree in trees for module in tree.modules()):
-        for registry in _registries(module):
-            for key, tensor in registry.items():
-                if id(tensor) in replacements:
-                    registry[key] = replacements[id(tensor)]
-
-
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module keeps tensors: as parameters, as buffers, and as plain attributes."""
+    """The dicts in which a module keeps tensors: parameters, buffers and plain attributes."""
     return module._parameters, module._buffers, vars(module)
 
 
@@ -174,7 +175,7 @@ def _first_names(root: nn.Module) -> dict[str, str]:
 
 
 def _names_tied_to_others(root: nn.Module) -> set[str]:
-    """What models of transformers declare as a copy: ``lm_head.weight``, which is made to be the embedding's."""
+    """Names that transformers models declare as copies: ``lm_head.weight``, a copy of the embedding's weight."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in root.named_modules()

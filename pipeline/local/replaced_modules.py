@@ -1,13 +1,12 @@
-"""What was replaced in a rank's part of a model since it was cut, in its own tree or in the whole model.
+"""Replacements of modules, parameters and buffers after the model was cut, in the rank's tree or in the whole model.
 
-Parameters are listed from the tree, graphs run the modules of the whole model. Below a layer both are the same
-objects; above, modules stand in two places::
+Parameters are listed from the tree, graphs run the modules of the whole model. Below a layer both have the same
+objects. Above layers the tree has containers, and a replacement in one has to be made in the other::
 
     tree      lm_head ─▶ LoRA(Linear)    replaced by a hook
     model     lm_head ─▶ Linear          follows
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,82 +15,83 @@ _STORES = ("_modules", "_parameters", "_buffers")
 
 
 class _Slot(NamedTuple):
-    """A place for a module, parameter or buffer, in a vessel of the tree and in the module it stands for."""
+    """The place of one module, parameter or buffer, in a container of the tree and in the module that it mirrors."""
 
     name: str
     key: str
-    here: dict[str, Any]
-    there: dict[str, Any]
+    tree: dict[str, Any]
+    whole: dict[str, Any]
+
+    @property
+    def found(self) -> tuple[Any, Any]:
+        """The present values in the tree and in the whole model; ``None`` for a removed one."""
+        return self.tree.get(self.key), self.whole.get(self.key)
 
 
-class TwoPlaces:
-    """Keeps alike what stands both in a rank's tree and in the whole model.
+class ReplacementSync:
+    """Makes each replacement in the tree in the whole model, too, and the other way round.
 
     Args:
-        tree: of vessels and held modules, as ``build_local_module`` makes it.
+        tree: containers and held modules, as ``build_local_module`` makes it.
         root: the whole model.
     """
 
     def __init__(self, tree: nn.Module, root: nn.Module) -> None:
-        vessels = [(n, m, root.get_submodule(n)) for n, m in tree.named_modules() if m is not root.get_submodule(n)]
-        slots = [slot for vessel in vessels for slot in _slots(*vessel)]
-        self._vessels = [(slot, slot.here[slot.key], slot.there[slot.key]) for slot in slots if _differ(slot)]
-        self._held = [(slot, slot.here[slot.key]) for slot in slots if not _differ(slot)]
-        self._elsewhere = [
-            (vars(module)[store], key, value)
-            for _, vessel, module in vessels
-            for store in _STORES
-            for key, value in vars(module)[store].items()
-            if key not in vars(vessel)[store]
-        ]
+        self._containers: list[tuple[_Slot, tuple[Any, Any]]] = []
+        self._held: list[tuple[_Slot, Any]] = []
+        self._elsewhere: list[tuple[dict[str, Any], str, Any]] = []
+        for name, container in tree.named_modules():
+            module = root.get_submodule(name)
+            if container is not module:
+                for store in _STORES:
+                    self._note(name, vars(container)[store], vars(module)[store])
+
+    def _note(self, name: str, tree: dict[str, Any], whole: dict[str, Any]) -> None:
+        for key, value in whole.items():
+            slot = _Slot(f"{name}.{key}" if name else key, key, tree, whole)
+            if key not in tree:
+                self._elsewhere.append((whole, key, value))
+            elif tree[key] is value:
+                self._held.append((slot, value))
+            else:
+                self._containers.append((slot, slot.found))
 
     def follow(self) -> dict[str, nn.Module]:
-        """Put what was replaced in one place into the other; the modules that were replaced, by name.
+        """Make each replacement in both; return the modules that were replaced, by name.
 
-        What other ranks hold is put back: they replace it themselves.
+        Replacements of what other ranks hold are undone: those ranks make them themselves.
 
-        Raises ``RuntimeError``, before anything is changed, for what was taken away, what was replaced by two
-        different things, and for a module above layers, which no stage runs.
+        Raises:
+            RuntimeError: for a removal, for two different replacements of one module, and for a replaced container,
+                which no stage runs as a whole; nothing is changed then.
         """
-        for slot, vessel, module in self._vessels:
-            if slot.here.get(slot.key) is not vessel or slot.there.get(slot.key) is not module:
+        for slot, known in self._containers:
+            if any(now is not before for now, before in zip(slot.found, known, strict=True)):
                 raise RuntimeError(
-                    f"{slot.name} was replaced; it stands above transformer layers or is held by several stages, and "
+                    f"{slot.name} was replaced; it is above the transformer layers or is held by several stages, and "
                     f"no stage runs it as a whole. Replace modules in it."
                 )
-        now = [_present(slot, known) for slot, known in self._held]
+        present = [_newest(slot, known) for slot, known in self._held]
         replaced = {}
-        for (slot, known), present in zip(self._held, now, strict=True):
-            if present is not known:
-                slot.here[slot.key] = slot.there[slot.key] = present
+        for (slot, known), value in zip(self._held, present, strict=True):
+            if value is not known:
+                slot.tree[slot.key] = slot.whole[slot.key] = value
                 if isinstance(known, nn.Module):
                     replaced[slot.name] = known
-        for store_there, key, value in self._elsewhere:
-            store_there[key] = value
-        self._held = [(slot, present) for (slot, _), present in zip(self._held, now, strict=True)]
+        for whole, key, value in self._elsewhere:
+            whole[key] = value
+        self._held = [(slot, value) for (slot, _), value in zip(self._held, present, strict=True)]
         return replaced
 
 
-def _slots(name: str, vessel: nn.Module, module: nn.Module) -> Iterator[_Slot]:
-    for store in _STORES:
-        here, there = vars(vessel)[store], vars(module)[store]
-        for key in here:
-            yield _Slot(f"{name}.{key}" if name else key, key, here, there)
-
-
-def _differ(slot: _Slot) -> bool:
-    return slot.here[slot.key] is not slot.there[slot.key]
-
-
-def _present(slot: _Slot, known: Any) -> Any:
-    """What is in the slot now: the one of two that is new."""
-    found = slot.here.get(slot.key), slot.there.get(slot.key)
-    if any(value is None for value in found):
+def _newest(slot: _Slot, known: Any) -> Any:
+    """The value of ``slot`` that is not ``known``, if one of the two was replaced."""
+    if any(value is None for value in slot.found):
         raise RuntimeError(
             f"{slot.name} was taken away, and the stages of the pipeline need it. Put something in its place, such as "
             f"an nn.Identity()."
         )
-    new = {id(value): value for value in found if value is not known}
+    new = {id(value): value for value in slot.found if value is not known}
     if len(new) > 1:
         raise RuntimeError(
             f"{slot.name} was replaced by one thing in local_module and by another in original_module. Replace it in "

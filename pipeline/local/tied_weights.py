@@ -73,7 +73,7 @@ class TiedWeights:
             if name not in now or now[name].shape != before.shape:
                 found = f"replaced by one of {list(now[name].shape)}" if name in now else "taken away"
                 raise RuntimeError(
-                    f"{weight.name}, of shape {list(before.shape)}, is shared by the pipeline ranks "
+                    f"{weight.name}, of shape {list(before.shape)}, is tied over the pipeline ranks "
                     f"{list(weight.ranks)} and was {found} on rank {self._rank}. Keep the parameter, or put one of the "
                     f"same shape in its place."
                 )
@@ -166,7 +166,7 @@ def _check_alike(everyones: Sequence[Mapping[int, _Copy]]) -> None:
             first, theirs = known.setdefault(number, (rank, copy))
             if copy[1:] != theirs[1:]:
                 raise RuntimeError(
-                    f"a weight that several stages share is {theirs.dtype} of {list(theirs.shape)} on pipeline rank "
+                    f"a tied weight is {theirs.dtype} of {list(theirs.shape)} on pipeline rank "
                     f"{first} ({theirs.name}) and {copy.dtype} of {list(copy.shape)} on pipeline rank {rank} "
                     f"({copy.name}). Apply the same change on every rank."
                 )

@@ -1,6 +1,6 @@
-"""What a rank keeps of a model: a tree of its own modules under their original names, the rest freed."""
+"""The tree of a rank: its modules under their original names. Other parameters of the model are freed."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -9,26 +9,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nxdpp.pipeline.partition.assignment import Owners
 
 _freed = WeakIdKeyDictionary()
-"""Stand-ins on the meta device for parameters that had values."""
+"""Parameters on the meta device that replaced parameters with values."""
 
 
 def local_names(owners: Owners, rank: int) -> set[str]:
-    """Names of the parameters, and of the buffers that change, that ``rank`` holds."""
+    """Names of the parameters, and of the changing buffers, that ``rank`` holds."""
     return {name for name, ranks in owners.items() if rank in ranks}
 
 
 def names_elsewhere(owners: Owners, rank: int) -> set[str]:
-    """Names of the parameters, and of the buffers that change, that only other ranks hold."""
+    """Names of the parameters, and of the changing buffers, that only other ranks hold."""
     return {name for name, ranks in owners.items() if rank not in ranks}
 
 
-def owners_by_rank(owners: Owners, rank_of: Callable[[int], int]) -> Owners:
-    """For each name, the ranks that hold it; ``owners`` are stages."""
-    return {name: {rank_of(stage) for stage in stages} for name, stages in owners.items()}
-
-
 def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[int]]]:
-    """Parameters that several ranks hold: the names of each, and its ranks.
+    """The names and the ranks of each parameter that several ranks hold.
 
     Ties are found by identity: one parameter under several names, or one module that several ranks use.
     """
@@ -51,21 +46,22 @@ def shared_names(root: nn.Module) -> list[list[str]]:
 def build_local_module(
     root: nn.Module, local: Collection[str], layers: Collection[str], elsewhere: Collection[str] = ()
 ) -> nn.Module:
-    """A tree that holds, under their original names, the modules of ``root`` whose parameters are ``local``.
+    """Build the tree of the modules of ``root`` whose parameters are ``local``, under their original names.
 
-    Modules without parameters are held too: what follows from the inputs alone is computed on every rank. Those
-    with a buffer that is ``elsewhere``, because running them changes it, are not. Modules that stand above
-    ``layers``, or whose parameters are on several ranks, are empty vessels with their own local parameters and
-    buffers. The held modules and parameters are the same objects as in ``root``.
+    The tree has the same module and parameter objects as ``root``, except above ``layers`` and where several ranks
+    share a module's parameters. There it has containers: empty modules with their own local parameters and buffers.
+
+    Modules without parameters are in every rank's tree, because every rank computes what depends on the inputs alone.
+    Modules whose forward changes a buffer are an exception: where that buffer is ``elsewhere``, they are left out.
     """
-    vessel = nn.Module()
-    vessel.train(root.training)
-    _fill(vessel, root, "", _Held(local, elsewhere), layers)
-    return vessel
+    container = nn.Module()
+    container.train(root.training)
+    _fill(container, root, "", _Ownership(local, elsewhere), layers)
+    return container
 
 
-def check_has_values_here(root: nn.Module, local: Collection[str]) -> None:
-    """Raise ``ValueError`` where ``free_others`` has taken the values of a parameter that is now ``local``."""
+def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
+    """Raise ``ValueError`` where an earlier ``free_others`` freed a parameter that is now ``local``."""
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if name in local and parameter in _freed:
             raise ValueError(
@@ -75,13 +71,13 @@ def check_has_values_here(root: nn.Module, local: Collection[str]) -> None:
 
 
 def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[str] = ()) -> None:
-    """Put every parameter of ``root`` that is not ``local`` on the meta device, and the buffers beside it.
+    """Move the parameters of ``root`` that are not ``local`` to the meta device.
 
-    Buffers that are ``elsewhere`` go, too. What was one parameter stays one.
+    Buffers that are ``elsewhere`` and buffers of modules of other ranks are moved, too. Ties are kept.
     """
-    held = _Held(local, elsewhere)
+    ownership = _Ownership(local, elsewhere)
     replaced: dict[int, nn.Parameter] = {}
-    # A module may stand in several places of the model, and be wanted here in one of them.
+    # A module that occurs in several places of the model stays here if one of them is local.
     prefixes: dict[nn.Module, list[str]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
         prefixes.setdefault(module, []).append(prefix)
@@ -93,47 +89,50 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
                 if not parameter.is_meta or parameter in _freed:
                     _freed[module._parameters[key]] = True
         for key, buffer in module._buffers.items():
-            if buffer is not None and all(held.is_elsewhere(module, prefix) for prefix in places):
+            if buffer is not None and all(ownership.is_elsewhere(module, prefix) for prefix in places):
                 module._buffers[key] = torch.empty_like(buffer, device="meta")
 
 
-def _fill(vessel: nn.Module, module: nn.Module, prefix: str, held: "_Held", layers: Collection[str]) -> None:
+def _fill(
+    container: nn.Module, module: nn.Module, prefix: str, ownership: "_Ownership", layers: Collection[str]
+) -> None:
     for key, parameter in module._parameters.items():
-        if parameter is not None and _join(prefix, key) in held.local:
-            vessel.register_parameter(key, parameter)
+        if parameter is not None and _join(prefix, key) in ownership.local:
+            container.register_parameter(key, parameter)
     for key, buffer in module._buffers.items():
-        if buffer is not None and not held.is_elsewhere(module, prefix):
-            vessel.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
+        if buffer is not None and not ownership.is_elsewhere(module, prefix):
+            container.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
     for key, child in module.named_children():
         name = _join(prefix, key)
-        if held.is_elsewhere(child, name):
+        if ownership.is_elsewhere(child, name):
             continue
-        if any(layer.startswith(f"{name}.") for layer in layers) or not held.is_whole(child, name):
+        if any(layer.startswith(f"{name}.") for layer in layers) or not ownership.is_whole(child, name):
             below = nn.Module()
             below.train(child.training)
-            _fill(below, child, name, held, layers)
-            vessel.add_module(key, below)
+            _fill(below, child, name, ownership, layers)
+            container.add_module(key, below)
         else:
-            vessel.add_module(key, child)
+            container.add_module(key, child)
 
 
-class _Held:
-    """What one rank holds, asked module by module."""
+class _Ownership:
+    """Decides module by module whether this rank holds it."""
 
     def __init__(self, local: Collection[str], elsewhere: Collection[str]) -> None:
         self.local = local
         self._elsewhere = elsewhere
 
     def is_elsewhere(self, module: nn.Module, prefix: str) -> bool:
-        """Whether other ranks run ``module``, because all it has that belongs to a stage is there."""
+        """Return whether ``module`` has owned tensors and other ranks hold all of them."""
         names = self._names(module, prefix)
         return bool(names) and not any(name in self.local for name in names)
 
     def is_whole(self, module: nn.Module, prefix: str) -> bool:
-        """Whether all that ``module`` has is here."""
+        """Return whether this rank holds all owned tensors of ``module``."""
         return all(name in self.local for name in self._names(module, prefix))
 
     def _names(self, module: nn.Module, prefix: str) -> list[str]:
+        """Names of the tensors of ``module`` that have owners: parameters, and buffers that change."""
         parameters = [_join(prefix, key) for key, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [_join(prefix, key) for key, _ in module.named_buffers(remove_duplicate=False)]
         return parameters + [name for name in buffers if name in self.local or name in self._elsewhere]

@@ -1,4 +1,4 @@
-"""What stays true of a rank's part of the model whatever is done to it: replaced, moved, loaded."""
+"""Upkeep of a rank's part of the model: follows replaced modules, loads state, moves between devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,55 +11,50 @@ from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.move_model_to_device import checked_device, keep_attributes
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.agreement.replicas import check_replica_values
-from nxdpp.pipeline.local.part import LocalPart, replace_tensors
-from nxdpp.pipeline.local.replaced_modules import TwoPlaces
-from nxdpp.pipeline.local.tied_weights import TiedWeights
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.p2p.transport import Transport
 
 
 class LocalUpkeep:
-    """Keeps the whole model, the programs and the tied weights in step with this rank's tree.
+    """Keeps the whole model and the tied weights in step with this rank's tree.
 
     Args:
-        part: what this rank holds.
-        root: the whole model.
-        tied: the weights of this rank that others hold, too.
+        part: of this rank.
         on_replaced: called with the modules that were replaced, by name.
     """
 
-    def __init__(
-        self,
-        part: LocalPart,
-        root: nn.Module,
-        tied: TiedWeights,
-        on_replaced: Callable[[Mapping[str, nn.Module]], None],
-    ) -> None:
+    def __init__(self, part: LocalPart, on_replaced: Callable[[Mapping[str, nn.Module]], None]) -> None:
         self._part = part
         self._tree = part.module
-        self._root = root
-        self._places = TwoPlaces(part.module, root)
-        self._tied = tied
+        self._sync = ReplacementSync(part.module, part.root)
         self._on_replaced = on_replaced
 
     def follow(self) -> None:
-        """Take over what was replaced in the tree or in the whole model. Raises ``RuntimeError`` where that is not
-        possible.
+        """Take over replacements in the tree or in the whole model.
+
+        Raises:
+            RuntimeError: for a replacement with which the stages cannot run, see ``ReplacementSync`` and
+                ``TiedWeights``.
         """
-        replaced = self._places.follow()
+        replaced = self._sync.follow()
         if replaced:
             self._on_replaced(replaced)
-        self._tied.follow()
+        self._part.tied.follow()
 
     def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        """As ``Module.load_state_dict``; with ``assign``, attributes of parameters and ties survive.
+        """Load as ``Module.load_state_dict`` does; with ``assign``, attributes of parameters and ties are kept.
 
-        What is on the meta device gets memory for what it is given. Raises ``RuntimeError``, before anything is
-        changed, where an optimizer holds a parameter that is replaced.
+        Tensors on the meta device get memory if ``state_dict`` has values for them.
+
+        Raises:
+            RuntimeError: for other names or shapes, and for an optimizer that holds a parameter to be replaced;
+                nothing is replaced then.
         """
         try:
             return self._load_assigning(state_dict, strict) if assign else self._load_in_place(state_dict, strict)
         except RuntimeError as error:
-            elsewhere = (set(state_dict) & set(self._root.state_dict())) - set(self._tree.state_dict())
+            elsewhere = (set(state_dict) & set(self._part.root.state_dict())) - set(self._tree.state_dict())
             if elsewhere:
                 error.add_note(
                     f"{len(elsewhere)} of the {len(state_dict)} tensors given are of other stages: give this rank's "
@@ -93,43 +88,45 @@ class LocalUpkeep:
         try:
             return self._tree.load_state_dict(state_dict, strict=strict)
         except BaseException:
-            replace_tensors([self._tree, self._root], new, old)
+            self._part.replace_tensors(new, old)
             raise
 
     def replace(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Put for each pair the second wherever the first one is.
+        """For each pair, put the second tensor wherever the first one is.
 
-        Raises ``RuntimeError``, before anything is changed, where an optimizer holds a parameter that is replaced.
+        Raises:
+            RuntimeError: for an optimizer that holds a parameter to be replaced; nothing is changed then.
         """
         old, new = zip(*tensors, strict=True)
         ids = set(map(id, old))
         replaced = {name: parameter for name, parameter in self._tree.named_parameters() if id(parameter) in ids}
         check_no_optimizer_holds(replaced, "Make the optimizer after loading and after move_model_to_device().")
-        replace_tensors([self._tree, self._root], old, new)
+        self._part.replace_tensors(old, new)
         watch_replaced(replaced)
 
     def check_device(self, device: torch.device | str | int | None) -> torch.device:
-        """``device``, by default the rank's own. Raises ``ValueError`` for one that is not there or holds no values."""
+        """``device``, by default the rank's own. Raises ``ValueError`` for a missing device and for meta."""
         target = checked_device(parallel_state.local_device() if device is None else device)
         if target.type == "meta":
-            raise ValueError("the meta device has no memory, and what moves there loses its values: give another.")
+            raise ValueError("the meta device has no memory, and a move to it loses all values: give another device.")
         return target
 
     def make_equal(self, transport: Callable[[torch.device], Transport], device: torch.device) -> None:
-        """Make copies equal that several ranks have of one weight; collective over the pipeline where there are any.
+        """Make the copies of each tied weight equal and compare data-parallel replicas; on all ranks.
 
-        Also compares data-parallel replicas, collectively over them, and raises ``RuntimeError`` where they differ.
+        Raises:
+            RuntimeError: where copies have different shapes or dtypes, or replicas different values.
         """
         if parallel_state.is_debug():
             return
         if self._part.any_ties:
-            self._tied.make_equal(transport(device), parallel_state.get_pipeline_control_group())
+            self._part.tied.make_equal(transport(device), parallel_state.get_pipeline_control_group())
         replicas = parallel_state.get_data_parallel_group()
         check_replica_values(self._tree.named_parameters(), self._part.origin, replicas)
 
 
-def works_without_values(function: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether what ``Module.to``, ``cuda`` or ``half`` does to each tensor can be done on the meta device."""
+def works_on_meta(function: Callable[[torch.Tensor], Any]) -> bool:
+    """True if ``function``, which ``Module.to``, ``cuda`` or ``half`` applies to tensors, runs on the meta device."""
     try:
         function(torch.empty(0, device="meta"))
     except NotImplementedError:
@@ -138,5 +135,4 @@ def works_without_values(function: Callable[[torch.Tensor], Any]) -> bool:
 
 
 def _is_on_meta(value: Any) -> bool:
-    """Whether ``value``, of a state dict, is a tensor without memory."""
     return isinstance(value, torch.Tensor) and value.is_meta

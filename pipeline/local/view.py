@@ -1,4 +1,4 @@
-"""What a user sees of a rank's part of a model: the names are those of the whole model."""
+"""Methods with which a user reads a rank's part of a model, under the names of the whole model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -8,26 +8,29 @@ from torch import nn
 
 
 class LocalView(nn.Module):
-    """A module that lists what its ``local_module`` holds, and is itself neither called nor copied."""
+    """Lists the parameters, buffers, modules and state of its ``local_module``; cannot be called or copied.
+
+    No method is collective.
+    """
 
     local_module: nn.Module
 
     def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their original names; takes what ``named_parameters`` takes."""
+        """This rank's parameters under their original names; takes the arguments of ``named_parameters``."""
         return self.local_module.named_parameters(**kwargs)
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """This rank's parameters, for an optimizer."""
         return self.local_module.parameters()
 
     def local_named_buffers(self, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's buffers under their original names; takes what ``named_buffers`` takes."""
+        """This rank's buffers under their original names; takes the arguments of ``named_buffers``."""
         return self.local_module.named_buffers(**kwargs)
 
     def local_named_modules(self, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """This rank's modules under their original names; takes what ``named_modules`` takes.
+        """This rank's modules under their original names; takes the arguments of ``named_modules``.
 
-        What stands above the layers is in its place as an empty ``nn.Module``.
+        Modules above the layers are containers: empty ``nn.Module`` objects.
         """
         yield from self.local_module.named_modules(**kwargs)
 
@@ -36,19 +39,21 @@ class LocalView(nn.Module):
         return self.local_module.state_dict(**kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load this rank's part of a state dict; with ``strict`` the names must be just the local ones.
+        """Load this rank's part of a state dict; with ``strict`` the names must be exactly the local ones.
 
-        What is on the meta device gets memory for what it is given; ``RuntimeError`` then for an optimizer that holds
-        it.
+        Tensors on the meta device get memory if ``state_dict`` has values for them.
+
+        Raises:
+            RuntimeError: for other names or shapes, and for an optimizer that holds a parameter on the meta device.
         """
         return self.load_state_dict(state_dict, strict=strict)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The same as ``local_named_modules``; parameters and buffers of this module follow from it."""
+        """The same as ``local_named_modules``; ``named_parameters`` and ``named_buffers`` use it."""
         yield from self.local_module.named_modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The local module of this original name; ``get_parameter`` and ``get_buffer`` follow from it."""
+        """The local module of this original name; ``get_parameter`` and ``get_buffer`` use it."""
         return self.local_module.get_submodule(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,20 +61,20 @@ class LocalView(nn.Module):
         return self.local_module.state_dict(*args, **kwargs)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Not possible: raises ``RuntimeError``. What is in fresh memory would be trained on."""
+        """Raise ``RuntimeError``: the model would be trained on uninitialised memory."""
         raise RuntimeError(
-            "to_empty() would leave the parameters with whatever is in fresh memory: call move_model_to_device() or "
-            "materialise(), which initialise them, nxdpp.load_pretrained(model, directory), or load_state_dict, which "
-            "need no memory made before."
+            "to_empty() would leave parameters in fresh memory: call move_model_to_device() or materialise(), "
+            "which initialise them, nxdpp.load_pretrained(model, directory), or load_state_dict(). Each of them "
+            "allocates memory itself."
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not how a pipeline runs: raises ``RuntimeError``."""
+        """Raise ``RuntimeError``: a pipeline runs by ``run_train`` and ``run_eval``."""
         raise RuntimeError(
-            "a pipelined model is not called: use run_train(**inputs) for forward and backward, run_eval(**inputs) "
+            "a pipelined model cannot be called: use run_train(**inputs) for forward and backward, run_eval(**inputs) "
             "for forward alone."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Not possible: raises ``TypeError``. A stage has connections to its neighbours."""
-        raise TypeError("a pipelined model cannot be copied; keep its local_state_dict() instead.")
+        """Raise ``TypeError``: a stage has connections to other ranks."""
+        raise TypeError("a pipelined model cannot be copied; copy its local_state_dict() instead.")

@@ -1,4 +1,4 @@
-"""What wrapping does: names, what is kept, what is freed, and what is refused before anything is changed."""
+"""Wrapping: names, freed and kept parameters, and refusals before anything is changed."""
 
 import gc
 import weakref
@@ -64,7 +64,7 @@ def free(rank: int) -> None:
     assert not any(parameter.is_meta for parameter in wrapped.parameters())
 
 
-def test_what_other_stages_hold_is_freed() -> None:
+def test_parameters_of_other_stages_are_freed() -> None:
     run_ranks(2, free)
 
 
@@ -178,11 +178,11 @@ def wrap_on_meta(rank: int) -> None:
     wrapped.run_train(**padded_batch(4))
 
 
-def test_a_model_on_the_meta_device_is_cut_and_says_that_it_has_no_values_until_it_has() -> None:
+def test_model_on_meta_cannot_be_trained_before_it_has_values() -> None:
     run_ranks(2, wrap_on_meta)
 
 
-def test_it_needs_the_world_to_be_divided_first() -> None:
+def test_wrapping_needs_initialize_model_parallel() -> None:
     with pytest.raises(RuntimeError, match="initialize_model_parallel"):
         NxDPPModel(make("llama"))
 

@@ -1,4 +1,4 @@
-"""After a move everything local is there, copies of a weight are equal, and who was there before is still right."""
+"""Moves: all local tensors are on the device, copies of a weight are equal, and unmoved parameters stay the same."""
 
 import time
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.local import tied_weights
-from tests.pipeline.local.test_tied_weights import Block, SeveralTies
+from tests.pipeline.local.test_tied_weights import Layer, SeveralTies
 from tests.support.models import make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
 
@@ -20,20 +20,20 @@ def start(stages: int) -> None:
 def several_ties() -> SeveralTies:
     torch.manual_seed(0)
     model = SeveralTies()
-    model.blocks = nn.ModuleList(Block(4, 4) for _ in range(3))
+    model.blocks = nn.ModuleList(Layer(4, 4) for _ in range(3))
     return model
 
 
 def make_equal(rank: int, dtype: torch.dtype, transposed: bool) -> None:
     start(3)
     model = several_ties().to(dtype)
-    wrapped = NxDPPModel(model, transformer_layer_cls=Block)
+    wrapped = NxDPPModel(model, transformer_layer_cls=Layer)
     names = ["near.weight", "far.weight", "shared.weight", "near_twin.weight", "far_twin.weight"]
     with torch.no_grad():
         for name, parameter in wrapped.local_named_parameters():
             if transposed and name in names and rank == 1:
                 parameter.data = parameter.data.t().contiguous().t()
-            # One copy stays as it is.
+            # One copy keeps its values.
             if name != "near_twin.weight":
                 parameter.add_(rank)
     before = dict(wrapped.local_named_parameters())
@@ -66,7 +66,7 @@ def large_copies(rank: int) -> None:
     assert torch.equal(wrapped.local_module.get_parameter(name), expected[name])
 
 
-def test_a_copy_travels_in_pieces() -> None:
+def test_large_copy_is_sent_in_pieces() -> None:
     run_ranks(2, large_copies)
 
 
@@ -92,7 +92,7 @@ def move_thrice(rank: int) -> None:
     wrapped.run_train(**padded_batch(4))
 
 
-def test_where_nothing_moves_nothing_is_replaced_or_refused() -> None:
+def test_move_to_the_same_device_replaces_and_refuses_nothing() -> None:
     run_ranks(2, move_thrice)
 
 
@@ -123,7 +123,7 @@ def refuse_devices(rank: int) -> None:
     assert all(p is before[name] and not p.is_meta for name, p in wrapped.local_named_parameters())
 
 
-def test_a_bad_device_is_refused_before_anything_is_changed() -> None:
+def test_bad_device_is_refused_before_anything_is_changed() -> None:
     run_ranks(2, refuse_devices)
 
 
@@ -142,7 +142,7 @@ def other_seeds(rank: int, differs: bool) -> None:
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_replicas_of_other_values_are_refused(differs: bool) -> None:
+def test_replicas_with_different_values_are_refused(differs: bool) -> None:
     run_ranks(2, other_seeds, differs)
 
 
@@ -172,7 +172,7 @@ def assign(rank: int) -> None:
         torch.optim.SGD(before.values(), lr=0.1).step()
 
 
-def test_assigning_names_an_optimizer_and_keeps_attributes() -> None:
+def test_assign_refuses_an_optimizer_and_keeps_attributes() -> None:
     run_ranks(2, assign)
 
 
@@ -184,12 +184,12 @@ def assign_on_one_rank(rank: int) -> None:
     assert tree.get_parameter("lm_head.weight") is tree.get_parameter("model.embed_tokens.weight")
 
 
-def test_assigning_keeps_what_is_tied_on_one_rank() -> None:
+def test_assign_keeps_ties_of_one_rank() -> None:
     run_ranks(1, assign_on_one_rank)
 
 
 class Noted(nn.Parameter):
-    """A class of a user's own."""
+    """A parameter class of a user."""
 
 
 def freeze_norms(wrapped: NxDPPModel) -> None:
@@ -230,7 +230,7 @@ def move_from_meta(rank: int) -> None:
     late.step()
 
 
-def test_from_the_meta_device() -> None:
+def test_move_from_the_meta_device() -> None:
     run_ranks(2, move_from_meta)
 
 
@@ -240,7 +240,7 @@ def move_one_wrongly(rank: int) -> None:
     wrapped.move_model_to_device("near" if rank == 1 else None)
 
 
-def test_a_rank_that_fails_ends_the_others() -> None:
+def test_failing_rank_ends_the_others() -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError, match="there is no device 'near' here"):
         run_ranks(2, move_one_wrongly)

@@ -1,4 +1,4 @@
-"""Whatever a hook does to its rank's part, the numbers are those of one process that does it to its model."""
+"""Hooks that change a rank's part: loss and gradients equal those of one process that changes its model alike."""
 
 import functools
 import zlib
@@ -20,12 +20,12 @@ from tests.support.run_ranks import run_ranks
 Change = Callable[[nn.Module], None]
 Place = Callable[[NxDPPModel], nn.Module]
 
-# The gradient of a tied weight is a sum in another order.
+# Gradients of a tied weight are summed in another order.
 TIED = {"model.embed_tokens.weight", "lm_head.weight", "lm_head.base.weight"}
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank addition; a class that nobody knows, with a buffer."""
+    """A linear layer with a low-rank addition and a buffer; a class that the tracer does not know."""
 
     scale: torch.Tensor
 
@@ -43,7 +43,7 @@ class Adapted(nn.Module):
 
 
 class Enclosing(nn.Module):
-    """What the guide puts around a layer to checkpoint it."""
+    """The wrapper that the pipeline guide puts around a layer to checkpoint it."""
 
     def __init__(self, mod: nn.Module) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def compare(rank: int, name: str, change: Change, place: Place) -> None:
     differences = gradient_differences(wrapped, whole)
     tied = TIED if name == "tied_llama" else set()
     assert all(n in tied and distance is not None and distance < 1e-6 for n, distance in differences.items())
-    # Another set of inputs is traced anew.
+    # Other inputs need a new trace.
     batch = padded_batch(4, length=6)
     del batch["attention_mask"]
     evaluated = wrapped.run_eval(**batch)
@@ -142,18 +142,18 @@ def compare(rank: int, name: str, change: Change, place: Place) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_local_module(name: str, change: Change) -> None:
+def test_change_of_the_local_module(name: str, change: Change) -> None:
     run_ranks(2, compare, name, change, local)
 
 
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
 @pytest.mark.parametrize("change", [adapt_layers, adapt_head, enclose_layers, drop_norm, new_parameters])
-def test_a_change_of_the_original_module(name: str, change: Change) -> None:
+def test_change_of_the_original_module(name: str, change: Change) -> None:
     run_ranks(2, compare, name, change, whole_model)
 
 
 class Positions(nn.Module):
-    """A parameter and a buffer above the layers."""
+    """A model with a parameter and a buffer above the layers."""
 
     shift: torch.Tensor
 
@@ -244,7 +244,7 @@ def adapt(tree: nn.Module) -> None:
     adapt_head(tree)
 
 
-def adapt_without_memory(rank: int, directory: str, built: str) -> None:
+def adapt_on_meta(rank: int, directory: str, built: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     whole = reference(make("tied_llama"))
     adapt(whole)
@@ -265,9 +265,9 @@ def adapt_without_memory(rank: int, directory: str, built: str) -> None:
 
 
 @pytest.mark.parametrize("built", ["deferred", "meta"])
-def test_a_model_built_without_memory(built: str, tmp_path: Path) -> None:
+def test_model_built_on_meta(built: str, tmp_path: Path) -> None:
     make("tied_llama").save_pretrained(tmp_path)
-    run_ranks(2, adapt_without_memory, str(tmp_path), built)
+    run_ranks(2, adapt_on_meta, str(tmp_path), built)
 
 
 def break_it(model: NxDPPModel) -> None:
@@ -304,11 +304,11 @@ def resize_tie(model: NxDPPModel) -> None:
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (take_away, RuntimeError, r"model\.(embed_tokens|norm) was taken away"),
-    (replace_above, RuntimeError, "model was replaced; it stands above transformer layers"),
-    (replace_above_in_whole, RuntimeError, "model was replaced; it stands above transformer layers"),
+    (replace_above, RuntimeError, "model was replaced; it is above the transformer layers"),
+    (replace_above_in_whole, RuntimeError, "model was replaced; it is above the transformer layers"),
     (replace_by_two, RuntimeError, "model.rotary_emb was replaced by one thing in local_module and by another"),
-    (lose_tie, RuntimeError, r"of shape \[61, 32\], is shared by the pipeline ranks \[0, 1\] and was taken away"),
-    (resize_tie, RuntimeError, r"is shared by the pipeline ranks \[0, 1\] and was replaced by one of \[7, 32\]"),
+    (lose_tie, RuntimeError, r"of shape \[61, 32\], is tied over the pipeline ranks \[0, 1\] and was taken away"),
+    (resize_tie, RuntimeError, r"is tied over the pipeline ranks \[0, 1\] and was replaced by one of \[7, 32\]"),
 ]
 
 
@@ -329,11 +329,11 @@ def refuse(rank: int) -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-def test_what_cannot_be_honoured_is_named() -> None:
+def test_wrong_hooks_are_refused() -> None:
     run_ranks(2, refuse)
 
 
-def test_hooks_come_in_a_list() -> None:
+def test_hooks_must_be_a_list() -> None:
     assert checked_hooks(None) == ()
     with pytest.raises(TypeError, match="must be a list of functions"):
         checked_hooks(print)

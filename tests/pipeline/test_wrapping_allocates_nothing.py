@@ -1,4 +1,4 @@
-"""A model far larger than memory is built on meta, traced, cut and wrapped with nothing allocated."""
+"""Wrapping a model on the meta device that is far larger than memory allocates nothing."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LAYER_PARAMETERS = 3_187_703_808
 
 
 def growth(_: int, rank: int, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that wrapping took at its peak, in a process of its own, and the parameters that the rank has then."""
+    """Peak growth of this process in bytes during wrapping, and the number of parameters of the rank."""
     reset_peak()
     before = resident_bytes()
     parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=RANKS)
@@ -35,7 +35,7 @@ def microbatch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rank", [0, 7, 15])
 @pytest.mark.parametrize("partition", ["even", "balanced"])
 @pytest.mark.parametrize("virtual_pipeline_size", [1, 2])
-def test_a_rank_of_the_405b_model_takes_no_memory(rank: int, partition: str, virtual_pipeline_size: int) -> None:
+def test_rank_of_the_405b_model_takes_no_memory(rank: int, partition: str, virtual_pipeline_size: int) -> None:
     batch = microbatch() if partition == "balanced" else None
     arguments = {"virtual_pipeline_size": virtual_pipeline_size, "partition": partition, "partition_batch": batch}
     ((taken, parameters),) = run_ranks(1, growth, rank, arguments)

@@ -1,4 +1,4 @@
-"""A model built without memory gets the same values however it is cut, and trains like any other."""
+"""Initial weights of models built on the meta device: equal under any partition, and trained like any others."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def initial_values(rank: int, name: str, ranks: int, arguments: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_values_do_not_depend_on_the_partition(name: str) -> None:
+def test_initial_weights_do_not_depend_on_the_partition(name: str) -> None:
     (whole,) = run_ranks(1, initial_values, name, 1, {})
     for ranks, arguments in ((2, {}), (2, {"virtual_pipeline_size": 2}), (4, {})):
         seen = set()
@@ -68,9 +68,9 @@ def train_materialised(rank: int, name: str) -> dict[str, float | None]:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_it_trains_as_one_process_with_these_values(name: str) -> None:
+def test_training_equals_one_process_with_these_weights(name: str) -> None:
     for differences in run_ranks(2, train_materialised, name):
-        # The gradients of a tied weight are summed in another order.
+        # Gradients of a tied weight are summed in another order.
         assert set(differences) <= TIED.get(name, set())
         assert all(difference is not None and difference < 1e-6 for difference in differences.values())
 
@@ -85,7 +85,7 @@ def step_with_seeds(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_that_drew_from_different_seeds_are_told_apart(ranks: int) -> None:
+def test_different_seeds_of_ranks_are_refused(ranks: int) -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(2, step_with_seeds, ranks)
 
@@ -95,7 +95,7 @@ def test_ranks_that_drew_from_different_seeds_are_told_apart(ranks: int) -> None
 
 
 def guides_function(module: nn.Module) -> None:
-    """As the pipeline guide prints it."""
+    """The ``param_init_fn`` that the pipeline guide prints."""
     if isinstance(module, nn.Linear):
         module.weight.data.normal_(mean=0.0, std=0.5)
         if module.bias is not None:
@@ -129,7 +129,7 @@ def with_function(rank: int, ranks: int) -> Values:
     return values | dict(wrapped.local_named_buffers())
 
 
-def test_the_guides_function_initialises_when_the_model_is_wrapped() -> None:
+def test_param_init_fn_initialises_at_construction() -> None:
     (whole,) = run_ranks(1, with_function, 1)
     parts = run_ranks(4, with_function, 4)
 
@@ -150,7 +150,7 @@ def deferred_values(rank: int, name: str, ranks: int, arguments: dict[str, Any])
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_deferred_values_are_those_of_the_eager_constructor(name: str) -> None:
+def test_deferred_weights_equal_those_of_the_eager_constructor(name: str) -> None:
     whole = dict(make(name).named_parameters(remove_duplicate=False))
     for ranks, arguments in ((1, {}), (2, {"virtual_pipeline_size": 2}), (4, {})):
         parts = run_ranks(ranks, deferred_values, name, ranks, arguments)
@@ -173,12 +173,12 @@ def step_partly_on_meta(rank: int) -> bool:
     return had_values
 
 
-def test_a_rank_may_have_values_where_another_draws_them() -> None:
+def test_one_rank_has_values_while_another_draws_them() -> None:
     assert run_ranks(2, step_partly_on_meta) == [True, False]
 
 
 class WithBuffer(nn.Module):
-    """Has a buffer that only its constructor knows how to make."""
+    """A model with a buffer that only its constructor can make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class WithBuffer(nn.Module):
         return (x * self.get_buffer("scale")).sum()
 
 
-def test_a_function_leaves_buffers_to_the_recorded_constructor() -> None:
+def test_param_init_fn_leaves_buffers_to_the_recorded_constructor() -> None:
     def ones(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             nn.init.ones_(parameter)
@@ -208,7 +208,7 @@ def test_a_function_leaves_buffers_to_the_recorded_constructor() -> None:
 
 
 class Unwritten(nn.Module):
-    """Its weight has no values in one process either."""
+    """A model whose constructor leaves its weight uninitialised, in one process, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Unwritten(nn.Module):
         return (x * self.weight).sum()
 
 
-def test_a_parameter_that_the_constructor_leaves_without_values_is_refused() -> None:
+def test_parameter_that_the_constructor_does_not_write_is_refused() -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=1)
     try:
         with pytest.raises(RuntimeError, match=r"left without values by .*\n  weight of Unwritten: 4 of 4 elements"):
@@ -237,12 +237,12 @@ def other_states(rank: int) -> None:
     NxDPPModel(deferred_init(MODELS["llama"]), num_microbatches=2).run_train(**padded_batch(4))
 
 
-def test_ranks_that_recorded_other_random_numbers_are_told_apart() -> None:
+def test_different_recorded_random_numbers_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"initial values from torch.initial_seed\(\) 7, state \w{16} of its"):
         run_ranks(2, other_states)
 
 
-def test_a_state_dict_fills_a_model_without_memory() -> None:
+def test_state_dict_fills_a_model_on_meta() -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
     try:
         whole = make("llama")
@@ -269,7 +269,7 @@ def test_a_state_dict_fills_a_model_without_memory() -> None:
         parallel_state.destroy_model_parallel()
 
 
-def test_what_needs_values_is_refused_without_them() -> None:
+def test_moves_of_tensors_without_values_are_refused() -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
     try:
         wrapped = NxDPPModel(on_meta("llama"), num_microbatches=2)
@@ -289,8 +289,7 @@ def test_what_needs_values_is_refused_without_them() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_a_model_that_is_wrapped_where_it_was_built(checkpoint: bool, tmp_path: Path) -> None:
-    """Inside of ``torch.device("meta")``."""
+def test_model_built_and_wrapped_in_the_meta_context(checkpoint: bool, tmp_path: Path) -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
     try:
         whole = make("llama")
@@ -312,7 +311,7 @@ def test_a_model_that_is_wrapped_where_it_was_built(checkpoint: bool, tmp_path: 
         parallel_state.destroy_model_parallel()
 
 
-def test_an_optimizer_made_before_wrapping_is_named_when_it_steps() -> None:
+def test_optimizer_made_before_wrapping_is_refused_at_its_step() -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
     try:
         model, other = make("llama"), make("llama")

@@ -1,4 +1,4 @@
-"""Tied weights over any stages: every owner ends with the sum of all, and nobody waits for a frozen copy."""
+"""Tied weights over any stages: every owner gets the sum of all gradients, and a frozen copy blocks no rank."""
 
 import torch
 from torch import nn
@@ -25,17 +25,17 @@ class SeveralTies(nn.Module):
         return self.blocks[2](self.far_twin(self.shared(x))).square().mean()  # type: ignore[no-any-return]
 
 
-class Block(nn.Linear):
-    """What is cut after; the tied layers are plain."""
+class Layer(nn.Linear):
+    """The layer class to cut after; the tied layers are plain ``nn.Linear``."""
 
 
 def several_ties(rank: int) -> dict[str, float | None]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
     torch.manual_seed(0)
     model = SeveralTies()
-    model.blocks = nn.ModuleList(Block(4, 4) for _ in range(3))
+    model.blocks = nn.ModuleList(Layer(4, 4) for _ in range(3))
     whole = reference(model)
-    wrapped = NxDPPModel(model, transformer_layer_cls=Block, num_microbatches=2)
+    wrapped = NxDPPModel(model, transformer_layer_cls=Layer, num_microbatches=2)
     x = torch.randn(4, 4)
     for _ in range(3):
         wrapped.run_train(x=x)
@@ -63,7 +63,7 @@ def freeze_one_copy(rank: int) -> bool:
     return dict(wrapped.local_named_parameters())[name].grad is None
 
 
-def test_a_frozen_copy_keeps_nobody_waiting() -> None:
+def test_frozen_copy_blocks_no_rank() -> None:
     assert run_ranks(2, freeze_one_copy) == [True, False]
 
 
@@ -86,6 +86,6 @@ def train_long(rank: int, set_to_none: bool) -> float:
     return float(max(distances))
 
 
-def test_copies_stay_what_one_weight_would_be() -> None:
+def test_copies_train_like_a_single_weight() -> None:
     for set_to_none in (True, False):
         assert max(run_ranks(2, train_long, set_to_none)) < 1e-6

@@ -1,4 +1,4 @@
-"""What a rank keeps: its own modules under their names; the rest is freed."""
+"""The tree of a rank: its own modules under their names; other parameters are freed."""
 
 import weakref
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.local.replaced_modules import TwoPlaces
 from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, tied_names
 from nxdpp.pipeline.partition.assignment import Owners
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
+from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model
 
 
 def _cut(model: nn.Module, architecture: str, stages: int) -> tuple[Owners, list[str]]:
@@ -19,7 +18,7 @@ def _cut(model: nn.Module, architecture: str, stages: int) -> tuple[Owners, list
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "tied_llama"])
-def test_the_stages_hold_every_parameter_under_its_name(architecture: str) -> None:
+def test_stages_hold_every_parameter_under_its_name(architecture: str) -> None:
     whole = make_model(architecture)
     names = dict(whole.named_parameters(remove_duplicate=False))
     held: set[str] = set()
@@ -59,7 +58,7 @@ def test_freed_parameters_are_not_in_memory() -> None:
     assert [name for name, reference in away.items() if reference() is not None] == []
 
 
-def test_freeing_keeps_ties_and_what_is_frozen() -> None:
+def test_freeing_keeps_ties_and_requires_grad() -> None:
     model = make_model("tied_llama")
     model.model.embed_tokens.weight.requires_grad_(False)
 
@@ -71,7 +70,7 @@ def test_freeing_keeps_ties_and_what_is_frozen() -> None:
     assert model.model.norm.weight.is_meta
 
 
-def test_modules_without_parameters_are_everywhere() -> None:
+def test_modules_without_parameters_are_on_every_rank() -> None:
     for stage in range(4):
         model = make_model("llama")
         owners, layers = _cut(model, "llama", 4)
@@ -83,7 +82,7 @@ def test_modules_without_parameters_are_everywhere() -> None:
         assert not any(buffer.is_meta for _, buffer in tree.named_buffers())
 
 
-def test_what_stands_above_layers_is_an_empty_vessel() -> None:
+def test_modules_above_layers_are_containers() -> None:
     model = make_model("llama").eval()
     owners, layers = _cut(model, "llama", 2)
 
@@ -110,38 +109,3 @@ def test_no_ties(architecture: str, stages: int) -> None:
     owners, _ = _cut(model, "llama", stages)
 
     assert tied_names(model, owners) == []
-
-
-class WithState(PlainModel):
-    """Parameters and buffers of the model itself."""
-
-    table: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * self.scale + self.table
-
-
-def test_the_model_follows_a_moved_tree() -> None:
-    model = WithState()
-    x = {"x": torch.ones(3, 4)}
-    chain = InProcessPipeline(model, 2, x, options_for(model, PlainLayer))
-    local = local_names(chain.partition.owners, 0)
-    tree = build_local_module(model, local, list(chain.partition.layer_stages))
-    assert "scale" in local
-    assert "table" not in tree.state_dict()
-
-    places = TwoPlaces(tree, model)
-
-    tree._apply(lambda tensor: tensor.double())
-    assert places.follow() == {}
-
-    assert model.scale is tree.scale
-    assert model.table is tree.table
-    assert model.table.dtype is torch.float64
-    assert model.layers[0].get_parameter("linear.weight").dtype is torch.float64
-    assert model.layers[3].get_parameter("linear.weight").dtype is torch.float32

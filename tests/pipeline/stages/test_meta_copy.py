@@ -1,4 +1,4 @@
-"""A copy on the meta device keeps classes and ties, and leaves the original alone."""
+"""A copy on the meta device keeps classes and ties and does not change the original."""
 
 from torch import nn
 

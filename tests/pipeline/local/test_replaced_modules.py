@@ -1,0 +1,74 @@
+"""Replacements after the cut: the rank's tree and the whole model follow each other."""
+
+import torch
+from torch import nn
+
+from nxdpp.pipeline.local.replaced_modules import ReplacementSync
+from nxdpp.pipeline.local.tree import build_local_module, local_names
+from tests.support.in_process import InProcessPipeline
+from tests.support.traced_models import PlainLayer, PlainModel, options_for
+
+
+class WithState(PlainModel):
+    """Parameters and buffers of the model itself."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.scale + self.table
+
+
+def build(model: nn.Module) -> nn.Module:
+    """Build the tree of stage 0 of 2."""
+    chain = InProcessPipeline(model, 2, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer))
+    local = local_names(chain.partition.owners, 0)
+    assert "scale" in local
+    return build_local_module(model, local, list(chain.partition.layer_stages))
+
+
+def test_whole_model_follows_a_moved_tree() -> None:
+    model = WithState()
+    tree = build(model)
+    assert "table" not in tree.state_dict()
+
+    sync = ReplacementSync(tree, model)
+
+    tree._apply(lambda tensor: tensor.double())
+    assert sync.follow() == {}
+
+    assert model.scale is tree.scale
+    assert model.table is tree.table
+    assert model.table.dtype is torch.float64
+    assert model.layers[0].get_parameter("linear.weight").dtype is torch.float64
+    assert model.layers[3].get_parameter("linear.weight").dtype is torch.float32
+
+
+def test_a_replaced_layer_is_found_in_either_tree() -> None:
+    model = WithState()
+    tree = build(model)
+    sync = ReplacementSync(tree, model)
+    first, second = model.layers[0], model.layers[1]
+
+    tree.get_submodule("layers").register_module("0", nn.Identity())
+    model.layers[1] = nn.Identity()
+
+    assert sync.follow() == {"layers.0": first, "layers.1": second}
+    assert model.layers[0] is tree.get_submodule("layers.0") is not first
+    assert model.layers[1] is tree.get_submodule("layers.1") is not second
+    assert sync.follow() == {}
+
+
+def test_a_replaced_layer_of_another_rank_is_put_back() -> None:
+    model = WithState()
+    sync = ReplacementSync(build(model), model)
+    last = model.layers[3]
+
+    model.layers[3] = nn.Identity()
+
+    assert sync.follow() == {}
+    assert model.layers[3] is last
