@@ -1,12 +1,14 @@
-"""The costs of nodes summed up for each transformer layer with what runs before it, and for what follows the last.
+"""Costs of transformer layers: sums over their nodes.
+
+A layer has the nodes between the previous layer and itself. The head has the nodes after the last layer.
 
 ::
 
     embed   layers.0   layers.1   layers.2   layers.3   norm   lm_head   loss
-    └──────────────┘   └──────┘   └──────┘   └──────┘   └──────────────────┘      between any two can be cut
+    └──────────────┘   └──────┘   └──────┘   └──────┘   └──────────────────┘      a cut falls between any two
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -16,9 +18,7 @@ from nxdpp.pipeline.partition.assignment import assign_layers, assign_nodes, par
 from nxdpp.pipeline.partition.balance import LayerCost
 from nxdpp.tracing.trace import TracedGraph
 
-HEAD = "what follows the last layer"
-
-# AdamW keeps two moments for each parameter that is trained, of its dtype.
+# AdamW keeps two moments, of the dtype of the parameter.
 _MOMENTS = 2
 
 
@@ -38,61 +38,59 @@ class StateBytes:
 
 
 def state_bytes(parameters: Iterable[nn.Parameter]) -> StateBytes:
-    """What the distinct ones of ``parameters`` take; frozen ones have neither gradients nor moments."""
+    """Return the sizes of ``parameters``, each once. Frozen ones have neither gradients nor moments."""
     distinct = list({id(parameter): parameter for parameter in parameters}.values())
     weights = sum(parameter.numel() * parameter.element_size() for parameter in distinct)
     trained = sum(parameter.numel() * parameter.element_size() for parameter in distinct if parameter.requires_grad)
     return StateBytes(sum(parameter.numel() for parameter in distinct), weights, trained, _MOMENTS * trained)
 
 
-def layer_costs(
-    traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]
-) -> list[LayerCost]:
-    """The cost of each of ``layers``, in order, then of what follows the last one, named ``HEAD``.
+def layer_costs(traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.Node, NodeCost]) -> list[LayerCost]:
+    """Return the cost of each layer of ``traced`` in order, then of the head.
 
-    Where no parameter follows the last layer, what does belongs to it. What follows from the inputs alone runs on
-    every stage and belongs to no layer. Work is in the unit of the ``costs``.
+    Without parameters after the last layer, that layer has the later nodes and there is no head. Nodes that follow
+    from the inputs alone run on every stage and belong to no layer. ``work`` has the unit of ``node_costs``.
     """
-    names = [*layers, HEAD]
-    numbers = {layer: index for index, layer in enumerate(layers)}
-    placed = assign_nodes(traced, root, numbers, len(names))
-    owners = parameter_owners(placed, root)
-    if not any(len(layers) in places for places in owners.values()):
+    names = [*traced.layers, "head"]
+    assigned = assign_nodes(traced, root, {layer: index for index, layer in enumerate(traced.layers)}, len(names))
+    owners = parameter_owners(assigned, root)
+    if not any(len(traced.layers) in held for held in owners.values()):
         names.pop()
-        placed = assign_layers(traced, root, layers)
-        owners = parameter_owners(placed, root)
+        assigned = assign_layers(traced, root, traced.layers)
+        owners = parameter_owners(assigned, root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
-    unplaced = {node.name for node in traced.graph.nodes} - {node.name for node in placed}
+    shared = _shared(traced, assigned)
     found = []
     for index, name in enumerate(names):
-        nodes = [node for node, place in placed.items() if place == index]
-        own = [parameters[parameter] for parameter, places in owners.items() if index in places]
-        found.append(
-            LayerCost(
-                name,
-                sum(costs[node].work for node in nodes),
-                state_bytes(own).total,
-                activation_bytes(nodes, costs, traced, unplaced),
-            )
-        )
+        nodes = [node for node, layer in assigned.items() if layer == index]
+        state = state_bytes(parameters[parameter] for parameter, held in owners.items() if index in held).total
+        work = sum(node_costs[node].work for node in nodes)
+        found.append(LayerCost(name, work, state, activation_bytes(nodes, node_costs, traced, shared)))
     return found
 
 
 def activation_bytes(
     nodes: Iterable[fx.Node],
-    costs: Mapping[fx.Node, NodeCost],
+    node_costs: Mapping[fx.Node, NodeCost],
     traced: TracedGraph,
     without: Iterable[str] = (),
 ) -> int:
-    """What ``nodes`` together keep for the backward of one microbatch, each value once, but those of ``without``."""
+    """Return the bytes that ``nodes`` together keep for the backward of one microbatch.
+
+    Each value counts once. Values of the nodes named in ``without`` do not count.
+    """
     chosen = list(nodes)
-    kept = {name for node in chosen for name in costs[node].kept_values}.difference(without)
-    values = sum(costs[node].output_bytes for node in traced.graph.nodes if node.name in kept)
-    return values + sum(costs[node].kept_bytes for node in chosen)
+    saved = {name for node in chosen for name in node_costs[node].saved_values}.difference(without)
+    values = sum(node_costs[node].output_bytes for node in traced.graph.nodes if node.name in saved)
+    return values + sum(node_costs[node].saved_bytes for node in chosen)
 
 
-def shared_bytes(traced: TracedGraph, root: nn.Module, costs: Mapping[fx.Node, NodeCost], layers: Sequence[str]) -> int:
-    """What every stage keeps of a microbatch at most beside its layers' own: masks, rotary tables, inputs."""
-    placed = assign_layers(traced, root, layers)
-    everything = activation_bytes(placed, costs, traced)
-    return everything - activation_bytes(placed, costs, traced, {n.name for n in traced.graph.nodes if n not in placed})
+def shared_bytes(traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.Node, NodeCost]) -> int:
+    """Return the bytes of values of no layer that a stage keeps of one microbatch: masks, rotary tables, inputs."""
+    assigned = assign_layers(traced, root, traced.layers)
+    everything = activation_bytes(assigned, node_costs, traced)
+    return everything - activation_bytes(assigned, node_costs, traced, _shared(traced, assigned))
+
+
+def _shared(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> set[str]:
+    return {node.name for node in traced.graph.nodes if node not in assigned}

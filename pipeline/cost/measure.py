@@ -1,62 +1,57 @@
-"""How long the nodes of a traced graph take on a device, forward and backward, measured one after the other.
+"""Seconds that the nodes of a traced graph take on a device, forward and backward, measured one node at a time.
 
-A module is copied to the device for its turn only, so that a model which is larger than the device can be measured.
-Of layers that are alike only the first is measured.
+A module is copied to the device only while it is measured. The model may thus be larger than the device. Of equal
+layers only the first is measured.
 """
 
 import copy
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.cost.run_node import NodeRun, map_tensors, run_of, signature, tensors_in
+from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, detached, initial_value, map_tensors, run_of
 from nxdpp.tracing.trace import TracedGraph
 
 _WARM_UPS = 2
 _REPETITIONS = 7
 
 
-def profile_nodes(
-    traced: TracedGraph,
-    root: nn.Module,
-    inputs: Mapping[str, Any],
-    timed: Collection[fx.Node],
-    device: torch.device,
+def measure_nodes(
+    traced: TracedGraph, root: nn.Module, inputs: Mapping[str, Any], timed: Collection[fx.Node], device: torch.device
 ) -> dict[fx.Node, float]:
-    """Seconds of forward and backward of each of the ``timed`` nodes for one microbatch: medians of 7 runs.
+    """Return the seconds of forward and backward of each of the ``timed`` nodes for one microbatch.
+
+    The seconds are wall time: the median of 7 runs after 2 warm-up runs. Gradients are added to those of an earlier
+    run, as in every microbatch but the first. An error of a node is raised as it is.
 
     Args:
         traced: the graph of ``root``.
-        root: it is as before afterwards, as are ``.grad`` and the random numbers to come. Parameters on the meta
-            device are stood in for by random ones.
-        inputs: values of the graph's inputs. Tensors on the meta device are stood in for: by ones, or by random
-            numbers where they are floating-point.
-        timed: the nodes whose times are wanted; the others run once.
+        root: the model. The model, its gradients and the random state are not changed. Random numbers replace
+            parameters on the meta device.
+        inputs: values of the graph's inputs. Random numbers replace floating-point tensors on the meta device, ones
+            replace the others.
+        timed: nodes to measure. The others run once.
         device: where the nodes run.
-
-    Gradients are added to those of an earlier run, as in every microbatch but the first. Raises what a node raises.
     """
     devices = [] if device.type == "cpu" else [device.index or 0]
     with (
         torch.enable_grad(),
         torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
     ):
-        return _Profile(root, device, timed).run(traced, inputs)
+        return _Measurement(root, device, timed).run(traced, inputs)
 
 
-@dataclass
-class _Measured:
-    seconds: float
-    value: Any
+# Seconds and value of a node.
+_Measured = tuple[float, Any]
 
 
-class _Profile:
-    """One pass over a graph; ``values`` are those of the nodes so far that later ones take."""
+class _Measurement:
+    """One pass over a graph. A value is freed after its last use."""
 
     def __init__(self, root: nn.Module, device: torch.device, timed: Collection[fx.Node]) -> None:
         self._root = root
@@ -71,62 +66,55 @@ class _Profile:
         for node in traced.graph.nodes:
             if node.op == "output":
                 continue
-            if node.op == "placeholder":
-                self._values[node] = map_tensors(self._placed, inputs[str(node.target)])
-            elif node.op == "get_attr":
-                owner, _, name = str(node.target).rpartition(".")
-                self._values[node] = map_tensors(self._placed, getattr(self._root.get_submodule(owner), name))
+            if node.op in ("placeholder", "get_attr"):
+                self._values[node] = map_tensors(self._on_device, initial_value(node, self._root, inputs))
             else:
-                measured = self._run(node)
-                seconds[node] = measured.seconds
-                self._values[node] = measured.value
+                taken, self._values[node] = self._run(node)
+                if node in self._timed:
+                    seconds[node] = taken
             for argument in node.all_input_nodes:
                 if last_use[argument] is node:
                     del self._values[argument]
-        return {node: taken for node, taken in seconds.items() if node in self._timed}
+        return seconds
 
     def _run(self, node: fx.Node) -> _Measured:
-        module = self._root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        run = run_of(node, module, self._values)
-        same = signature(run)
-        if same is not None and same in self._known:
-            known = self._known[same]
-            return _Measured(known.seconds, map_tensors(_detached, known.value))
-        run.module = self._copied(module)
-        measured = self._measure(run)
-        if same is not None:
-            self._known[same] = measured
+        run = run_of(node, self._root, self._values)
+        key = cost_key(run)
+        if key is not None and key in self._known:
+            seconds, value = self._known[key]
+            return seconds, map_tensors(detached, value)
+        measured = self._measure(replace(run, module=self._copied(run.module)))
+        if key is not None:
+            self._known[key] = measured
         return measured
 
     def _measure(self, run: NodeRun) -> _Measured:
         if run.node not in self._timed:
             with torch.no_grad():
-                return _Measured(0.0, run.forward())
+                return 0.0, run.forward()
         try:
-            return self._repeat(run, _detached)
+            return self._repeat(run, detached)
         except RuntimeError as error:
             if "in-place" not in str(error):
                 raise
-            # A node may not change a leaf of the autograd graph in place.
-            return self._repeat(run, lambda tensor: _detached(tensor).clone())
+            # Autograd refuses a change in place of a leaf.
+            return self._repeat(run, lambda tensor: detached(tensor).clone())
 
     def _repeat(self, run: NodeRun, prepare: Callable[[torch.Tensor], torch.Tensor]) -> _Measured:
-        taken = []
+        seconds = []
         value = None
         for _ in range(_WARM_UPS + _REPETITIONS):
-            # What the run before keeps must not lie in memory beside this one's.
+            # The activations of the previous run are freed first, so that two runs never need memory at once.
             value = None
             args, kwargs = map_tensors(prepare, (run.args, run.kwargs))
-            again = NodeRun(run.node, run.module, args, kwargs)
+            repeated = replace(run, args=args, kwargs=kwargs)
             self._wait()
             started = time.perf_counter()
-            value = again.forward()
-            ends = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-            if ends:
-                torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+            value = repeated.forward()
+            backward(value, torch.ones_like)
             self._wait()
-            taken.append(time.perf_counter() - started)
-        return _Measured(statistics.median(taken[_WARM_UPS:]), map_tensors(_detached, value))
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[_WARM_UPS:]), map_tensors(detached, value)
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
@@ -136,21 +124,17 @@ class _Profile:
         if module is None:
             return None
         state = (*module.parameters(), *module.buffers())
-        return copy.deepcopy(module, {id(tensor): self._placed(tensor, own=True) for tensor in state})
+        return copy.deepcopy(module, {id(tensor): self._on_device(tensor, copied=True) for tensor in state})
 
-    def _placed(self, tensor: torch.Tensor, own: bool = False) -> torch.Tensor:
-        """``tensor`` on the device, or one like it; its ``own`` memory if that is asked for."""
+    def _on_device(self, tensor: torch.Tensor, copied: bool = False) -> torch.Tensor:
+        """Return ``tensor`` on the device, or a replacement for a meta tensor."""
         if tensor.is_meta:
-            placed = torch.ones_like(tensor, device=self._device)
+            value = torch.ones_like(tensor, device=self._device)
             if tensor.is_floating_point():
-                # Of the spread of weights, so that nothing overflows or becomes denormal.
-                placed.normal_(std=0.02)
+                # This is a usual spread of weights. Nothing overflows or becomes denormal.
+                value.normal_(std=0.02)
         else:
-            placed = tensor.detach().to(self._device, copy=own)
+            value = tensor.detach().to(self._device, copy=copied)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(placed, requires_grad=tensor.requires_grad)
-        return placed.requires_grad_(tensor.requires_grad)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+            return nn.Parameter(value, requires_grad=tensor.requires_grad)
+        return value.requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""How long an operation takes, in FLOPs: those it does, or those the device could do while it moves the bytes.
+"""Work of an operation: its FLOPs, or the FLOPs that the device could do while it moves the bytes, if more.
 
 ::
 
@@ -6,13 +6,14 @@
     linear layer, 4096 to 4096           69 GFLOPs   moves 0.07 GB, worth 10 GFLOPs    work  69 G
     gradient of 128,256 embeddings        0 GFLOPs   writes 1.05 GB, worth 158         work 158 G
 
-The model is the roofline of Williams, Waterman and Patterson (2009): an operation is bound by one of the two. It is
-what makes embeddings, norms, softmax and the addition of gradients count, of which FLOPs know nothing.
+This is the roofline model of Williams, Waterman and Patterson (2009). FLOPs alone give no cost to embeddings, norms,
+softmax and the addition of gradients.
 """
 
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,7 +27,7 @@ _SINGLE_BALANCE = 15.0
 _CPU_BALANCE = 10.0
 _HALF_BYTES = 2
 
-# They read, of their first argument, as much as they give.
+# These read as many bytes of their first argument as they return.
 _GATHERS = frozenset({_aten.embedding, _aten.gather, _aten.index, _aten.index_select})
 _FREE = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view}
@@ -34,16 +35,18 @@ _FREE = frozenset(
 
 
 def machine_balance(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs that a device of this kind does on ``dtype`` while it moves one byte of its memory; a typical figure."""
+    """Return the FLOPs on ``dtype`` that a typical device of this type does while it moves one byte of its memory."""
     if device.type == "cpu":
         return _CPU_BALANCE
     return _HALF_BALANCE if dtype.itemsize <= _HALF_BYTES else _SINGLE_BALANCE
 
 
 class WorkCounter(TorchDispatchMode):
-    """Sums up the ``work`` of the operations that run under it, in FLOPs, for a device of that ``balance``.
+    """Mode that adds up the work, in FLOPs, of the operations that run under it.
 
-    ``flops`` counts those of the same operations, and is entered before it.
+    Args:
+        flops: counts the FLOPs of the same operations. The caller enters it before this mode.
+        balance: FLOPs for each byte.
     """
 
     def __init__(self, flops: FlopCounterMode, balance: float) -> None:
@@ -53,7 +56,7 @@ class WorkCounter(TorchDispatchMode):
         self._balance = balance
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and add what it takes."""
+        """Run ``func`` and add its work."""
         before = self._flops.get_total_flops()
         result = func(*args, **(kwargs or {}))
         flops = self._flops.get_total_flops() - before
@@ -61,9 +64,9 @@ class WorkCounter(TorchDispatchMode):
         return result
 
 
-def accumulation_work(parameter: torch.Tensor, balance: float) -> float:
-    """The work of adding one microbatch's gradient of ``parameter`` to what others left: two reads and a write."""
-    return 3 * balance * parameter.numel() * parameter.element_size() if parameter.requires_grad else 0.0
+def accumulation_work(module: nn.Module, balance: float) -> float:
+    """Return the work of adding the gradients of a microbatch to those of earlier ones: two reads and a write."""
+    return 3 * balance * sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def _bytes_moved(func: Any, arguments: Any, result: Any) -> int:
@@ -71,7 +74,7 @@ def _bytes_moved(func: Any, arguments: Any, result: Any) -> int:
     if packet in _FREE or getattr(func, "is_view", False):
         return 0
     read, written = tensors_in(arguments), tensors_in(result)
-    if not written:  # a question about metadata
+    if not written:  # only metadata is read
         return 0
     if packet in _GATHERS:
         read = [*written, *read[1:]]
@@ -81,3 +84,27 @@ def _bytes_moved(func: Any, arguments: Any, result: Any) -> int:
 def _bytes(tensor: torch.Tensor) -> int:
     # An expanded tensor has fewer bytes than elements.
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    batch, heads, queries, width = query
+    return 2 * int(batch * heads * queries * key[-2] * (width + value[-1]))
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    # The backward computes the scores again, then two products for each of the two of the forward.
+    batch, heads, queries, width = query
+    return 2 * int(batch * heads * queries * key[-2] * (3 * width + 2 * value[-1]))
+
+
+def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    experts = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * int(experts * left[-2] * left[-1] * right[-1])
+
+
+# FLOPs from the shapes of the arguments, for operations that torch's counter does not know.
+FLOP_FORMULAS = {
+    _aten._grouped_mm: _grouped_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}

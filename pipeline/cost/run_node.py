@@ -1,4 +1,4 @@
-"""Running the nodes of a traced graph one by one, forward and backward, each alone."""
+"""Runs of single nodes of a traced graph, forward and backward, each node alone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from torch import fx, nn
 from nxdpp.tracing.containers import flatten, leaves_of, map_leaves
 
 
-@dataclass
+@dataclass(frozen=True)
 class NodeRun:
-    """A node with its arguments, cut off from the graph that made them: gradients end at ``sources``."""
+    """Node with its module and its arguments. Gradients end at the tensors among the arguments."""
 
     node: fx.Node
     module: nn.Module | None
@@ -20,12 +20,12 @@ class NodeRun:
     kwargs: dict[str, Any]
 
     @property
-    def arguments(self) -> list[torch.Tensor]:
-        """The tensors among the arguments."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors among the arguments."""
         return tensors_in((self.args, self.kwargs))
 
     def forward(self) -> Any:
-        """What the node gives."""
+        """Run the node and return its value."""
         if self.node.op == "call_module":
             assert self.module is not None
             return self.module(*self.args, **self.kwargs)
@@ -35,40 +35,61 @@ class NodeRun:
         return self.node.target(*self.args, **self.kwargs)
 
 
-def run_of(node: fx.Node, module: nn.Module | None, values: Mapping[fx.Node, Any]) -> NodeRun:
-    """``node`` ready to run on ``values``, whose tensors it takes detached from what made them."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: cut_off(values[argument]))
+def run_of(node: fx.Node, root: nn.Module, values: Mapping[fx.Node, Any]) -> NodeRun:
+    """Return the run of ``node`` on ``values``, whose tensors become leaves of the autograd graph."""
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda source: map_tensors(detached, values[source]))
     return NodeRun(node, module, args, kwargs)
 
 
-def cut_off(value: Any) -> Any:
-    """``value`` with leaves of the autograd graph, of the same memory, in the place of its tensors."""
-    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+def backward(value: Any, gradient_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Run the backward of the tensors in ``value`` that need gradients."""
+    ends = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [gradient_like(end) for end in ends])
+
+
+def initial_value(node: fx.Node, root: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Return the input or the attribute of ``root`` that ``node`` reads."""
+    if node.op == "placeholder":
+        return inputs[str(node.target)]
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(root.get_submodule(owner), name)
+
+
+def cost_key(run: NodeRun) -> Any:
+    """Return a key that runs of equal cost share: classes and parameters of the module, specs of the arguments.
+
+    Return ``None`` without parameters: such a node is cheap, and its cost may depend on values.
+    """
+    if run.module is None or not has_parameters(run.module):
+        return None
+    leaves, structure = flatten((run.args, run.kwargs))
+    arguments = tuple(_spec(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    modules = tuple((name, type(module), module.training) for name, module in run.module.named_modules())
+    parameters = tuple((name, _spec(parameter)) for name, parameter in run.module.named_parameters())
+    return modules, parameters, arguments, str(structure)
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Return True if ``module`` has parameters."""
+    return any(True for _ in module.parameters())
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function`` applied to each tensor in it."""
+    """Return ``value`` with ``function`` applied to each tensor in it."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value``."""
+    """Return the tensors in ``value``."""
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
-def signature(run: NodeRun) -> Any:
-    """What runs of the same cost share: class and parameters of the module, and the metadata of the arguments.
-
-    ``None`` for a node that runs no module of parameters: such a one is cheap, and may depend on values.
-    """
-    if run.module is None or not any(True for _ in run.module.parameters()):
-        return None
-    leaves, structure = flatten((run.args, run.kwargs))
-    arguments = tuple(_kind(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-    modules = tuple((name, type(module), module.training) for name, module in run.module.named_modules())
-    parameters = tuple((name, _kind(parameter)) for name, parameter in run.module.named_parameters())
-    return modules, parameters, arguments, str(structure)
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf of the autograd graph with the memory of ``tensor``."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _spec(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

@@ -1,1 +1,1 @@
-"""The command ``python -m nxdpp plan``: stages of a configuration, without memory."""
+"""``python -m nxdpp plan``: stages of a model configuration, without memory for weights."""

@@ -1,4 +1,4 @@
-"""``python -m nxdpp plan``: work, memory and sent bytes of each stage, from a configuration alone."""
+"""``python -m nxdpp plan``: table of work, memory and sent bytes of each stage of a configuration."""
 
 import argparse
 import sys
@@ -13,25 +13,30 @@ _GIB = 2**30
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to those of ``python -m nxdpp``."""
+    """Add the command to ``python -m nxdpp``."""
     parser = commands.add_parser(
         "plan",
-        help="print what each stage will compute, hold and send",
-        description="Print what each stage of a pipeline will compute, hold and send. Nothing is allocated.",
+        help="print work, memory and sent bytes of each stage",
+        description="Print work, memory and sent bytes of each stage of a pipeline. No weights are allocated.",
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
-    parser.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="number of stages")
+    parser.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--num-microbatches", type=_count, required=True, metavar="N", help="microbatches of a step")
     parser.add_argument("--virtual-pipeline-size", type=_count, default=1, metavar="N", help="stages of a rank (1)")
     parser.add_argument("--batch-size", type=_count, metavar="N", help="samples of a step (one a microbatch)")
-    parser.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample (2048, or what there is)")
-    parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="how to cut (even)")
+    parser.add_argument(
+        "--seq-length", type=_count, metavar="N", help="length of a sequence (2048 tokens, or all positions)"
+    )
+    parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="choice of the cuts (even)")
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table of stages for ``options``; ``ValueError`` for options that cannot be planned."""
+    """Print the table of stages.
+
+    Raises ``ValueError`` for options that do not fit together or do not fit the model.
+    """
     from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
     from nxdpp.pipeline.planning.stage_summary import summarise_stages
 
@@ -60,7 +65,7 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
     table = Table("stage (rank)" if chunked else "stage", "layers", title=title)
     for name in (
         "parameters", "TFLOPs forward", "TFLOPs backward", "work / mean", "weights", "gradients", "AdamW",
-        "peak activations", "crosses: tensors", "bytes",
+        "peak activations", "sent tensors", "sent bytes",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     mean = sum(stage.work for stage in stages) / len(stages)
@@ -80,18 +85,20 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
             str(stage.sent_tensors),
             _bytes(stage.sent_bytes),
         )
-    # Read by people and by scripts: as wide as it is, where the output is no terminal.
+    # A script that reads the output needs whole lines.
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     slowest = max(sum(stage.work for stage in stages[rank::ranks]) for rank in range(ranks))
-    what = "rank" if chunked else "stage"
-    console.print(f"slowest {what} / mean: {slowest / (mean * len(stages) / ranks):.3f}")
+    unit = "rank" if chunked else "stage"
+    console.print(f"slowest {unit} / mean: {slowest / (mean * len(stages) / ranks):.3f}")
     if any(stage.estimated for stage in stages):
-        console.print("* estimated from the parameters: layers there cannot run without data")
-    console.print("FLOPs, and what crosses in the forward, are of one microbatch; activations are peaks under 1F1B.")
+        console.print("* estimated from the parameters: layers of this stage cannot run without data")
+    console.print("FLOPs, and tensors sent in the forward, are of one microbatch; activations are peaks under 1F1B.")
     if chunked:
-        console.print("1F1B is interleaved; not all stages of a rank need be at their peak at the same time.")
-    console.print("Work is FLOPs, or those that an accelerator could do while it moves the bytes, where that is more.")
+        console.print("1F1B is interleaved; the stages of a rank may reach their peaks at different times.")
+    console.print(
+        "Work of an operation: its FLOPs, or the FLOPs that an accelerator could do while it moves the bytes, if more."
+    )
 
 
 def _short(layer: str) -> str:

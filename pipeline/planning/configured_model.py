@@ -1,4 +1,4 @@
-"""The model that a Hugging Face configuration describes, on the meta device, and the shape of a microbatch for it."""
+"""Model and microbatch of a Hugging Face configuration, on the meta device."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
-# In the order in which a type of several tasks is taken for one of them.
+# The first task that has a model of the type is taken.
 _TASKS = {
     "sequence-to-sequence LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     "masked LM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
@@ -22,23 +22,24 @@ _TASKS = {
 }
 _ENCODES_AND_DECODES = ("sequence-to-sequence LM", "speech recognition")
 _DEFAULT_LENGTH = 2048
-# Ten seconds of 16 kHz.
-_DEFAULT_SAMPLES = 160_000
+_DEFAULT_SAMPLES = 160_000  # ten seconds of 16 kHz
 
 
 def read_configuration(path: Path) -> PreTrainedConfig:
-    """The configuration in a file, or in ``config.json`` of a folder.
+    """Read a configuration file, or the ``config.json`` of a folder.
 
-    Raises ``ValueError`` where there is none, where it is no JSON object, and where transformers does not take it.
+    Raises ``ValueError`` for a missing file, for one that is not a JSON object, and for one that transformers refuses.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        wanted = "it has no config.json" if path.is_dir() else "there is no such file"
-        raise ValueError(f"{path}: {wanted}. Give a Hugging Face configuration file, or a folder with its config.json.")
+        missing = "the folder has no config.json" if path.is_dir() else "no such file"
+        raise ValueError(
+            f"{path}: {missing}. Give a Hugging Face configuration file, or a folder with its config.json."
+        )
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}.") from error
+        raise ValueError(f"{file} is not JSON: {error}.") from error
     model_type = content.get("model_type") if isinstance(content, dict) else None
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
@@ -52,9 +53,9 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model that ``architectures`` names, or else the first of its type's; in the configuration's dtype.
+    """Build the model that ``architectures`` names, or the first one of the type, in the configuration's dtype.
 
-    Raises ``ValueError`` where it is of none of the six tasks, and where the model refuses its configuration.
+    Raises ``ValueError`` for a model of none of the six tasks, and for a configuration that the model refuses.
     """
     model_class = _model_class(config)
     try:
@@ -64,37 +65,44 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         raise ValueError(
             f"{model_class.__name__} cannot be built from this configuration: {type(error).__name__}: {error}"
         ) from error
-    nn.Module.to(model, "meta")  # a few parameters are made elsewhere regardless
+    nn.Module.to(model, "meta")  # some models make a few parameters on another device
     model.train()
     return model
 
 
 def microbatch_on_meta(model: PreTrainedModel, size: int, length: int | None) -> dict[str, torch.Tensor]:
-    """Inputs and labels of ``size`` samples without data.
+    """Return inputs and labels of ``size`` samples ``B`` without data.
 
-    ``length`` is that of tokens (by default 2048, or as many as there are positions), or of a waveform (ten seconds
-    of 16 kHz); images and spectrograms have the configuration's size.
+    Tokens have the shape ``(B, T)``, waveforms ``(B, samples)``, spectrograms ``(B, frames, bins)`` or, with a decoder,
+    ``(B, bins, frames)``, and images ``(B, C, height, width)``.
 
-    Raises ``ValueError`` for a length that the model has no positions for, and for a model of other inputs.
+    Args:
+        model: the model.
+        size: number of samples.
+        length: number of tokens, by default 2048 or all positions, or of samples of a waveform, by default 160,000.
+            Images and spectrograms have the configuration's size.
+
+    Raises:
+        ValueError: for a length beyond the positions of the model, and for a model of other inputs.
     """
     config, name = model.config, str(model.main_input_name)
     if name == "input_ids":
         length = _length(config, "max_position_embeddings", length)
         return {name: _tokens(size, length), "labels": _tokens(size, length)}
     if name == "input_features" and config.is_encoder_decoder and hasattr(config, "num_mel_bins"):
-        # Two frames make one position of the encoder.
+        # The encoder makes one position of two frames.
         frames = _floats(model, size, config.num_mel_bins, 2 * config.max_source_positions)
         return {name: frames, "labels": _tokens(size, _length(config, "max_target_positions", length))}
     if name == "input_values" and not hasattr(config, "num_mel_bins"):
         return {name: _floats(model, size, length or _DEFAULT_SAMPLES), "labels": _tokens(size)}
     if name not in ("pixel_values", "input_values"):
         raise ValueError(
-            f"{type(model).__name__} takes {name}; stages are planned for models of tokens (input_ids), of images "
+            f"{type(model).__name__} takes {name}; plans support models of tokens (input_ids), of images "
             f"(pixel_values), of waveforms or spectrograms (input_values), and of spectrograms with an encoder, a "
             f"decoder and num_mel_bins (input_features)."
         )
     if length is not None:
-        raise ValueError(f"{type(model).__name__} takes {name} of the configuration's size: leave --seq-length out.")
+        raise ValueError(f"{type(model).__name__} takes {name} of the configuration's size. Leave --seq-length out.")
     if name == "input_values":
         return {name: _floats(model, size, config.max_length, config.num_mel_bins), "labels": _tokens(size)}
     sides = getattr(config, "image_size", None) or 224
@@ -124,7 +132,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             return found[0]
     if config.architectures:
         raise ValueError(
-            f"architectures names {config.architectures}, none of which is a model of type {config.model_type} for "
+            f"architectures names {config.architectures}, but type {config.model_type} has no such model for "
             f"{', '.join(_TASKS)}. Name another in the configuration, or leave the field out."
         )
     encodes_and_decodes = bool(config.is_encoder_decoder)

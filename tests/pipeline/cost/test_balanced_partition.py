@@ -1,4 +1,4 @@
-"""Wrapping with partition="balanced": every rank cuts by the same costs, and training stays exact."""
+"""``partition="balanced"`` and ``"profiled"`` over ranks: equal cuts on all ranks, exact training."""
 
 import time
 from typing import Any
@@ -37,14 +37,14 @@ def train_balanced(rank: int) -> tuple[list[str], dict[str, float | None]]:
     return wrapped.pipeline_cuts, gradient_differences(wrapped, whole)
 
 
-def test_a_heavy_head_leaves_its_stage_one_layer() -> None:
+def test_stage_with_a_heavy_head_has_one_layer() -> None:
     for cuts, differences in run_ranks(2, train_balanced):
         assert cuts == ["model.layers.2"]
         assert differences == {}
 
 
 class Slow(nn.Module):
-    """Two linear layers; ``seconds`` are slept in the forward."""
+    """Linear layer that sleeps in its forward."""
 
     seconds = 0.02
 
@@ -65,7 +65,7 @@ class Slower(Slow):
 class Failing(Slow):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is torch.Tensor and dist.get_rank() == 0:
-            raise RuntimeError("this device is out of order")
+            raise RuntimeError("this device is broken")
         return super().forward(x)
 
 
@@ -85,14 +85,14 @@ def train_profiled(rank: int) -> list[str]:
     torch.manual_seed(0)
     model, x = Sleepers(Slower(), Slow(), Slow(), Slow()), torch.rand(4, 4)
     whole = reference(model)
-    # The replicas and the stages are told what rank 0 measured, also where they would have measured another thing.
+    # Other ranks would measure other times. They use those of rank 0.
     Slower.seconds, Slow.seconds = (0.06, 0.02) if rank == 0 else (0.0, 0.05)
     wrapped = NxDPPModel(model, Slow, partition="profiled", partition_batch={"x": torch.empty(4, 4, device="meta")})
     Slower.seconds = Slow.seconds = 0.0
     wrapped.run_train(x=x)
     whole(x).backward()
     assert gradient_differences(wrapped, whole) == {}
-    with pytest.raises(RuntimeError, match="this device is out of order"):
+    with pytest.raises(RuntimeError, match="this device is broken"):
         NxDPPModel(Sleepers(Failing(), Slow()), Slow, partition="profiled", partition_batch={"x": x})
     with pytest.raises(ValueError, match="no cut over 2 stages fits into the limit"):
         NxDPPModel(
@@ -105,7 +105,7 @@ def train_profiled(rank: int) -> list[str]:
     return wrapped.pipeline_cuts
 
 
-def test_all_ranks_cut_by_what_the_first_has_measured() -> None:
+def test_all_ranks_use_the_measurement_of_rank_0() -> None:
     assert run_ranks(4, train_profiled) == [["layers.0"]] * 4
 
 
@@ -113,21 +113,21 @@ def limit_memory(rank: int) -> tuple[list[str], list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
     arguments: dict[str, Any] = {"partition": "balanced", "partition_batch": {"input_ids": ids, "labels": ids}}
-    free = NxDPPModel(llama(8), num_microbatches=4, **arguments).pipeline_cuts
-    thrifty = llama(8)
-    before = dict(thrifty.named_parameters())
-    with pytest.raises(ValueError, match=r"limit of 1\.86e-09 GiB.*thriftiest needs 0\.001\d* GiB on stage \d"):
-        NxDPPModel(thrifty, num_microbatches=4, partition_memory_limit=2, **arguments)
-    assert all(parameter is before[name] for name, parameter in thrifty.named_parameters())
-    limited = NxDPPModel(thrifty, num_microbatches=4, partition_memory_limit=1_100_000, **arguments)
-    # With one microbatch in flight on either stage less has to fit.
+    unlimited = NxDPPModel(llama(8), num_microbatches=4, **arguments).pipeline_cuts
+    model = llama(8)
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"limit of 1\.86e-09 GiB.*smallest one needs 0\.001\d* GiB on rank \d"):
+        NxDPPModel(model, num_microbatches=4, partition_memory_limit=2, **arguments)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    limited = NxDPPModel(model, num_microbatches=4, partition_memory_limit=1_100_000, **arguments)
+    # With one microbatch in flight a stage needs less memory.
     once = NxDPPModel(llama(8), num_microbatches=1, partition_memory_limit=1_100_000, **arguments)
-    assert once.pipeline_cuts == free
-    return free, limited.pipeline_cuts
+    assert once.pipeline_cuts == unlimited
+    return unlimited, limited.pipeline_cuts
 
 
-def test_a_limit_of_memory_moves_the_cut() -> None:
-    # The first stage keeps activations of two microbatches: 1.14 MB of weights, their state and activations.
+def test_memory_limit_moves_the_cut() -> None:
+    # The first stage has two microbatches in flight: 1.14 MB of weights, their state and activations.
     assert run_ranks(2, limit_memory) == [(["model.layers.3"], ["model.layers.2"])] * 2
 
 
@@ -146,7 +146,7 @@ BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
         ("even", {}, None, False, "to be the inputs of one microbatch"),
     ],
 )
-def test_what_does_not_go_together(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
+def test_contradicting_arguments(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
     def check() -> None:
         check_auto_partition(auto, cuts, partition)
         check_partition(partition, batch, None, cuts)
@@ -155,7 +155,7 @@ def test_what_does_not_go_together(partition: str, batch: Any, cuts: Any, auto: 
         check()
 
 
-def test_what_does() -> None:
+def test_valid_arguments() -> None:
     check_partition("even", None, None, ["model.layers.0"])
     check_auto_partition(True, None, "even")
     check_partition("balanced", BATCH, None, None)
@@ -167,6 +167,6 @@ def test_what_does() -> None:
     ("partition", "limit", "message"),
     [("even", 10, "consider no memory"), ("balanced", 1.5, "whole number of bytes"), ("balanced", 0, "at least one")],
 )
-def test_limits_that_are_none(partition: str, limit: Any, message: str) -> None:
+def test_invalid_memory_limits(partition: str, limit: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_partition(partition, None if partition == "even" else BATCH, limit, None)

@@ -1,4 +1,4 @@
-"""Costs counted on fake tensors are those of the whole model, and nothing is allocated for them."""
+"""Costs of nodes, counted on fake tensors: equal to those of the whole model."""
 
 from typing import Any
 
@@ -10,14 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes
-from nxdpp.tracing.trace import TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 from tests.support.models import llama, make, padded_batch, reference
 
 
-def _costs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[fx.Node, NodeCost]:
+def _trace(model: nn.Module, inputs: dict[str, torch.Tensor], layer_class: Any = None) -> TracedGraph:
     specs = {name: InputSpec(value.ndim, value.dtype) for name, value in inputs.items()}
-    traced = trace(model, specs, {}, TracingOptions(find_layer_classes(model, None)))
-    return count_costs(traced, model, inputs)
+    return trace(model, specs, {}, TracingOptions(find_layer_classes(model, layer_class)))
+
+
+def _costs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[fx.Node, NodeCost]:
+    return count_costs(_trace(model, inputs), model, inputs)
 
 
 def _batch(device: str | None = None) -> dict[str, torch.Tensor]:
@@ -31,7 +34,7 @@ def _of(costs: dict[fx.Node, NodeCost], target: str) -> NodeCost:
 
 
 def _whole(model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """FLOPs of the matrix products of forward and backward, and bytes that autograd saves, each memory once."""
+    """Return FLOPs of forward and backward, and bytes that autograd saves. Memory counts once."""
     whole = reference(model)
     state = {tensor.untyped_storage().data_ptr() for tensor in (*whole.parameters(), *whole.buffers())}
     saved: dict[int, torch.Tensor] = {}
@@ -47,16 +50,16 @@ def _whole(model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied_llama", "gpt2", "qwen3", "bert"])
-def test_nodes_add_up_to_the_whole_model(name: str) -> None:
+def test_sum_over_nodes_equals_the_whole_model(name: str) -> None:
     model = make(name)
     model.set_attn_implementation("eager")
     costs = _costs(model, _batch())
-    flops, kept_bytes = _whole(model, _batch())
+    flops, saved_bytes = _whole(model, _batch())
 
     assert sum(cost.forward + cost.backward for cost in costs.values()) == flops
-    names = {value for cost in costs.values() for value in cost.kept_values}
+    names = {value for cost in costs.values() for value in cost.saved_values}
     values = sum(cost.output_bytes for node, cost in costs.items() if node.name in names)
-    assert values + sum(cost.kept_bytes for cost in costs.values()) == pytest.approx(kept_bytes, rel=0.02)
+    assert values + sum(cost.saved_bytes for cost in costs.values()) == pytest.approx(saved_bytes, rel=0.02)
     assert not any(cost.estimated for cost in costs.values())
 
 
@@ -71,73 +74,71 @@ class LinearStack(nn.Module):
         return x.sum()
 
 
-def test_a_stack_of_linear_layers_by_hand() -> None:
+def test_linear_layers_by_hand() -> None:
     model = LinearStack()
     model.layers[2].requires_grad_(False)
-    traced = trace(model, {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
-    costs = count_costs(traced, model, {"x": torch.empty(5, 8, device="meta")}, torch.device("cpu"))
+    inputs = {"x": torch.empty(5, 8, device="meta")}
+    costs = count_costs(_trace(model, inputs, nn.Linear), model, inputs, torch.device("cpu"))
     layers = [_of(costs, f"layers.{index}") for index in range(3)]
 
     assert [layer.forward for layer in layers] == [2 * 5 * 8 * 16, 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
-    # Of the first's products in the backward that for its input's gradient is left out, of the last's its weight's.
+    # The first layer needs no gradient of its input. The last layer needs none of its weight.
     assert [layer.backward for layer in layers] == [2 * 5 * 8 * 16, 2 * 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
-    assert [layer.kept_values for layer in layers] == [("x",), ("model_layers_0",), ()]
+    assert [layer.saved_values for layer in layers] == [("x",), ("model_layers_0",), ()]
     assert [layer.output_bytes for layer in layers] == [5 * 16 * 4, 5 * 4 * 4, 5 * 32 * 4]
-    # At 10 FLOPs a byte each of these small products waits for memory: in, weight, bias and out, 4 bytes each.
+    # At 10 FLOPs a byte memory bounds these small products: input, weight, bias and output, 4 bytes a value.
     forward = 10 * 4 * (5 * 4 + 4 * 32 + 32 + 5 * 32)
     backward = 10 * 4 * (5 * 32 + 4 * 32 + 5 * 4)
     assert layers[2].work == forward + backward
 
 
-def test_what_has_no_flops_has_work() -> None:
-    costs = count_costs_of_llama(vocab_size=1000)
+def test_work_of_operations_without_flops() -> None:
+    costs = _costs_of_llama(vocab_size=1000)
     embedding, norm = _of(costs, "model.embed_tokens"), _of(costs, "model.norm")
 
     assert embedding.forward == embedding.backward == norm.forward == norm.backward == 0
-    # A gradient of 1000 x 32 is made, and added to an earlier one (two reads, a write); and 32 rows go in and out.
+    # The backward writes a gradient of 1000 x 32 and adds it to an earlier one: two reads and a write.
     table, rows = 1000 * 32 * 4, 2 * 16 * 32 * 4
     indices = 2 * 16 * 8
     assert embedding.work == 10 * (4 * table + 3 * rows + 2 * indices)
     assert norm.work > 10 * 5 * rows
-    # A frozen table is looked up only.
-    frozen = _of(count_costs_of_llama(vocab_size=1000, frozen="model.embed_tokens"), "model.embed_tokens")
+    # A frozen embedding has no backward.
+    frozen = _of(_costs_of_llama(vocab_size=1000, frozen="model.embed_tokens"), "model.embed_tokens")
     assert frozen.work == 10 * (2 * rows + indices)
     assert _of(costs, "lm_head").work >= _of(costs, "lm_head").forward + _of(costs, "lm_head").backward
 
 
-def test_a_large_product_takes_its_flops() -> None:
+def test_work_of_a_large_product_is_its_flops() -> None:
     model = nn.Sequential(nn.Linear(512, 512, bias=False))
-    traced = trace(model, {"input": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,)))
     inputs = {"input": torch.empty(4096, 512, device="meta")}
-    (linear,) = [cost for cost in count_costs(traced, model, inputs, torch.device("cpu")).values() if cost.forward]
+    costs = count_costs(_trace(model, inputs, nn.Linear), model, inputs, torch.device("cpu"))
+    (linear,) = [cost for cost in costs.values() if cost.forward]
 
     accumulation = 10 * 3 * 512 * 512 * 4
     assert linear.work == linear.forward + linear.backward + accumulation
 
 
-def count_costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.Node, NodeCost]:
+def _costs_of_llama(frozen: str | None = None, **changes: Any) -> dict[fx.Node, NodeCost]:
     model = llama(**changes)
     if frozen is not None:
         model.get_submodule(frozen).requires_grad_(False)
     batch = _batch("meta")
-    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
-    traced = trace(model, specs, {}, TracingOptions(find_layer_classes(model, None)))
-    return count_costs(traced, model, batch, torch.device("cpu"))
+    return count_costs(_trace(model, batch), model, batch, torch.device("cpu"))
 
 
-def test_fused_attention_costs_what_its_products_do() -> None:
+def test_fused_attention_has_the_flops_of_its_products() -> None:
     model = make("llama")
     fused = _of(_costs(model, _batch()), "model.layers.0")
     model.set_attn_implementation("eager")
     eager = _of(_costs(model, _batch()), "model.layers.0")
 
     assert fused.forward == eager.forward
-    # The fused backward computes the scores once more: 2 x 2 rows, 4 heads, 16 x 16 positions, width 8.
+    # The fused backward computes the scores again: 2 FLOPs, 2 samples, 4 heads, 16 x 16 positions, width 8.
     assert fused.backward == eager.backward + 2 * 2 * 4 * 16 * 16 * 8
-    assert fused.kept_bytes < eager.kept_bytes
+    assert fused.saved_bytes < eager.saved_bytes
 
 
-def test_the_head_and_its_loss() -> None:
+def test_head_and_loss() -> None:
     costs = _costs(make("llama"), _batch())
     head = _of(costs, "lm_head")
 
@@ -146,10 +147,10 @@ def test_the_head_and_its_loss() -> None:
     assert head.output_bytes == 2 * 16 * 61 * 4
     assert head.output_tensors == 1
     (loss,) = [cost for node, cost in costs.items() if node.name == "ForCausalLMLoss"]
-    assert loss.kept_bytes >= head.output_bytes
+    assert loss.saved_bytes >= head.output_bytes
 
 
-def test_layers_that_are_alike_cost_alike_and_others_do_not() -> None:
+def test_equal_layers_have_equal_costs() -> None:
     model = make("llama", layers=3)
     model.model.layers[1].mlp.gate_proj = nn.Linear(32, 48, bias=True)
     model.model.layers[2].requires_grad_(False)
@@ -157,14 +158,30 @@ def test_layers_that_are_alike_cost_alike_and_others_do_not() -> None:
 
     assert costs[0].forward == costs[1].forward == costs[2].forward
     assert costs[2].backward < costs[0].backward
-    assert [cost.kept_values[0] for cost in costs] == [
+    assert [cost.saved_values[0] for cost in costs] == [
         "model_model_embed_tokens",
         "model_model_layers_0",
         "model_model_layers_1",
     ]
 
 
-def test_a_model_on_the_meta_device_costs_the_same_and_stays_as_it_is() -> None:
+def test_only_the_first_of_equal_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama", layers=8)
+    layer_class = type(model.model.layers[0])
+    forward, runs = layer_class.forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(args[0])
+        return forward(*args, **kwargs)
+
+    traced = _trace(model, _batch())
+    monkeypatch.setattr(layer_class, "forward", counted)
+    count_costs(traced, model, _batch())
+
+    assert len(runs) == 1
+
+
+def test_model_on_the_meta_device_has_equal_costs_and_is_not_changed() -> None:
     with torch.device("meta"):
         on_meta = make("llama")
     before = dict(on_meta.named_parameters())
@@ -174,7 +191,7 @@ def test_a_model_on_the_meta_device_costs_the_same_and_stays_as_it_is() -> None:
     assert all(parameter.grad is None for parameter in on_meta.parameters())
 
 
-def test_counting_leaves_gradients_and_chance_alone() -> None:
+def test_counting_changes_neither_gradients_nor_random_state() -> None:
     model = make("gpt2", dropout=0.1)
     state = torch.get_rng_state()
 
@@ -205,11 +222,10 @@ class DataDependent(nn.Module):
         return x.sum()
 
 
-def test_what_looks_at_its_data_is_estimated_and_says_so() -> None:
+def test_data_dependent_layers_are_estimated() -> None:
     model = DataDependent()
-    specs = {"x": InputSpec(2, torch.float32)}
-    traced = trace(model, specs, {}, TracingOptions((DataDependentLayer,)))
-    costs = count_costs(traced, model, {"x": torch.empty(5, 8, device="meta")})
+    inputs = {"x": torch.empty(5, 8, device="meta")}
+    costs = count_costs(_trace(model, inputs, DataDependentLayer), model, inputs)
 
     for index in range(2):
         layer = _of(costs, f"layers.{index}")
@@ -218,7 +234,7 @@ def test_what_looks_at_its_data_is_estimated_and_says_so() -> None:
         assert layer.output_bytes == 5 * 8 * 4
 
 
-def test_experts_are_estimated_or_counted_but_never_free() -> None:
+def test_experts_have_a_cost() -> None:
     costs = _costs(make("mixtral"), _batch())
     tokens, expert = 32, 3 * 32 * 48
 
@@ -226,7 +242,7 @@ def test_experts_are_estimated_or_counted_but_never_free() -> None:
     assert layer.forward >= 2 * tokens * 2 * expert
 
 
-def test_a_padded_batch() -> None:
+def test_padding_does_not_change_flops() -> None:
     costs = _costs(llama(), padded_batch(2, 16))
 
     assert _of(costs, "model.layers.3").forward == _of(_costs(llama(), _batch()), "model.layers.3").forward

@@ -1,4 +1,4 @@
-"""Nodes are timed on the device one by one; the model, its gradients and chance stay as they were."""
+"""Measured seconds of nodes. The model, its gradients and the random state do not change."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.cost.measure import profile_nodes
+from nxdpp.pipeline.cost.measure import measure_nodes
 from nxdpp.pipeline.partition.assignment import assign_layers
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes, layer_names
@@ -15,19 +15,19 @@ from nxdpp.tracing.trace import TracingOptions, trace
 from tests.support.models import MODELS, make, padded_batch
 
 
-def _profile(model: nn.Module, inputs: dict[str, torch.Tensor], classes: Any = None) -> dict[str, float]:
+def _measure(model: nn.Module, inputs: dict[str, torch.Tensor], classes: Any = None) -> dict[str, float]:
     options = TracingOptions(find_layer_classes(model, classes))
     specs = {name: InputSpec(value.ndim, value.dtype) for name, value in inputs.items()}
     traced = trace(model, specs, {}, options)
     layers = layer_names(model, options.layer_classes)
-    placed = assign_layers(traced, model, layers)
-    seconds = profile_nodes(traced, model, inputs, placed, torch.device("cpu"))
-    assert seconds.keys() == placed.keys()
+    assigned = assign_layers(traced, model, layers)
+    seconds = measure_nodes(traced, model, inputs, assigned, torch.device("cpu"))
+    assert seconds.keys() == assigned.keys()
     return {node.name: taken for node, taken in seconds.items()}
 
 
 class Timed(torch.autograd.Function):
-    """Ten milliseconds forward and twenty backward."""
+    """Function that takes 10 ms forward and 20 ms backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -64,10 +64,10 @@ class Model(nn.Module):
         return x.relu_().square().mean()
 
 
-def test_forward_and_backward_are_timed_and_layers_that_are_alike_once() -> None:
+def test_forward_and_backward_are_measured_once_for_equal_layers() -> None:
     Layer.calls = 0
-    # The first needs no gradient for its input, the others do.
-    seconds = _profile(Model(), {"x": torch.rand(3, 4)}, Layer)
+    # The first layer needs no gradient of its input. The others do.
+    seconds = _measure(Model(), {"x": torch.rand(3, 4)}, Layer)
 
     assert seconds["model_layers_0"] >= 0.03
     assert Layer.calls == 2 * 9
@@ -78,12 +78,12 @@ def test_forward_and_backward_are_timed_and_layers_that_are_alike_once() -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_stays_as_it_is(name: str) -> None:
+def test_model_is_not_changed(name: str) -> None:
     model, batch = make(name), padded_batch(2)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
 
-    _profile(model, batch)
+    _measure(model, batch)
 
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -91,11 +91,11 @@ def test_a_model_stays_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_on_the_meta_device_is_stood_in_for_a_module_at_a_time(name: str) -> None:
+def test_model_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model, batch = make(name), {key: value.to("meta") for key, value in padded_batch(2).items()}
 
-    seconds = _profile(model, batch)
+    seconds = _measure(model, batch)
 
     assert all(parameter.is_meta for parameter in model.parameters())
     assert all(taken > 0 for taken in seconds.values())
@@ -108,9 +108,9 @@ class Broken(Layer):
         raise RuntimeError("out of memory")
 
 
-def test_what_a_layer_raises_is_raised() -> None:
+def test_error_of_a_layer_is_raised() -> None:
     model = Model()
     model.layers[3] = Broken(timed=False)
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        _profile(model, {"x": torch.rand(3, 4)}, Layer)
+        _measure(model, {"x": torch.rand(3, 4)}, Layer)

@@ -1,6 +1,5 @@
-"""The balanced cut is the best there is: checked against all cuts."""
+"""Balanced cuts, compared with all possible cuts."""
 
-import time
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -24,12 +23,12 @@ def _measure(
     memory: MemoryLimit | None,
     rank_of: Sequence[int] | None = None,
 ) -> tuple[float, float] | None:
-    """The work of the slowest rank and the sum of squares, for chunks that end before ``ends``; None: too big."""
+    """Return the work of the slowest rank and the sum of squares. Return None if a rank exceeds the memory."""
     work = [0.0] * ranks
     bytes_ = [0] * ranks
-    for chunk, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        rank = rank_of[chunk] if rank_of else chunk % ranks
-        in_flight = memory.in_flight[chunk] if memory else 0
+    for stage, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        rank = rank_of[stage] if rank_of else stage % ranks
+        in_flight = memory.in_flight[stage] if memory else 0
         bytes_[rank] += in_flight * memory.shared_bytes if memory else 0
         for cost in costs[start:end]:
             work[rank] += cost.work
@@ -87,7 +86,7 @@ def test_no_cut_is_better(layers: list[tuple[int, int, int]], data: st.DataObjec
 
 @given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=4, max_size=9), st.data())
 @settings(max_examples=100, deadline=None)
-def test_no_cut_into_interleaved_chunks_is_better(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
+def test_no_cut_into_chunks_is_better(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, min(3, len(layers) // 2)))
     chunks = data.draw(st.integers(2, len(layers) // ranks))
     limit = data.draw(st.none() | st.integers(0, 150))
@@ -106,7 +105,7 @@ def test_no_cut_into_interleaved_chunks_is_better(layers: list[tuple[int, int, i
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=3, max_size=8))
 @settings(max_examples=50, deadline=None)
-def test_seconds_are_as_good_as_whole_numbers(work: list[float]) -> None:
+def test_fractional_work(work: list[float]) -> None:
     costs = _layers(work)
 
     ends = _ends(costs, balanced_cuts(costs, 3))
@@ -117,21 +116,21 @@ def test_seconds_are_as_good_as_whole_numbers(work: list[float]) -> None:
     assert measured[0] == pytest.approx(best[0], rel=1e-6)
 
 
-def test_a_heavy_head_takes_layers_from_its_stage() -> None:
+def test_heavy_head() -> None:
     costs = _layers([3, 2, 2, 2, 2, 2, 2, 7])
 
     assert balanced_cuts(costs, 4) == ["layers.1", "layers.3", "layers.6"]
 
 
-def test_the_others_are_evened_out_beside_the_slowest() -> None:
-    # Every cut leaves the last stage 10; only one gives the first two 3 and 3.
+def test_other_stages_are_even_beside_the_slowest() -> None:
+    # The last stage has at least 10. Only one cut gives the first two stages 3 each.
     costs = _layers([1, 1, 1, 1, 1, 1, 10])
 
     assert balanced_cuts(costs, 3) == ["layers.2", "layers.5"]
 
 
-def test_memory_moves_the_cut() -> None:
-    # Two layers are 20 bytes of state and 10 of activations for each microbatch in flight.
+def test_memory_limit_moves_the_cut() -> None:
+    # Two layers have 20 bytes of state, and 10 of activations for each microbatch in flight.
     costs = _layers([1, 1, 1, 1], state=[10] * 4, activations=[5] * 4)
 
     assert balanced_cuts(costs, 2) == ["layers.1"]
@@ -141,21 +140,21 @@ def test_memory_moves_the_cut() -> None:
     assert balanced_cuts(costs, 2, memory=MemoryLimit(60, [4, 1], shared_bytes=1)) == ["layers.0"]
 
 
-def test_what_does_not_fit_is_said_in_numbers() -> None:
+def test_error_of_a_memory_limit_has_numbers() -> None:
     gib = 2**30
     costs = _layers([1] * 4, state=[2 * gib] * 4, activations=[gib] * 4)
 
     with pytest.raises(ValueError, match=r"no cut over 2 .* limit of 7 GiB") as caught:
         balanced_cuts(costs, 2, memory=MemoryLimit(7 * gib, [2, 1]))
 
-    assert "needs 8 GiB on stage 0" in str(caught.value)
+    assert "needs 8 GiB on rank 0" in str(caught.value)
     assert "2 microbatches in flight" in str(caught.value)
     assert "more pipeline stages" in str(caught.value)
-    # Two layers on each rank: 4 GiB of state, and activations of 2 + 1 and of 1 + 1 microbatches.
+    # Each rank has two layers, 4 GiB of state. Activations are of 2 + 1 and of 1 + 1 microbatches.
     with pytest.raises(ValueError, match=r"into 2 chunks on each of 2 .* limit of 6 GiB") as caught:
         balanced_cuts(costs, 2, 2, MemoryLimit(6 * gib, [2, 1, 1, 1]))
 
-    assert "needs 7 GiB on stage 0" in str(caught.value)
+    assert "needs 7 GiB on rank 0" in str(caught.value)
     assert "2, 1 microbatches in flight" in str(caught.value)
 
 
@@ -165,14 +164,13 @@ def test_fewer_layers_than_stages() -> None:
 
 
 @pytest.mark.parametrize(("layers", "ranks", "chunks"), [(126, 16, 1), (80, 8, 2), (96, 8, 4)])
-def test_large_models_take_a_moment(layers: int, ranks: int, chunks: int) -> None:
+def test_search_of_large_models_ends(layers: int, ranks: int, chunks: int) -> None:
+    """The number of cuts is exponential in the number of stages. A search of all of them would not end."""
     work = [11.0, *[10.0] * (layers - 2), 25.0]
     costs = _layers(work)
-    started = time.perf_counter()
 
     ends = _ends(costs, balanced_cuts(costs, ranks, chunks))
 
-    assert time.perf_counter() - started < 10
     measured = _measure(costs, ends, ranks, None)
     assert measured is not None
     assert measured[0] <= sum(work) / ranks + 10

@@ -1,4 +1,4 @@
-"""The stage table: its sums are the model's, and what a limit of memory does to it."""
+"""Summaries of stages: sums equal to the whole model, and memory limits."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _plan(name: str, stages: int = 2, microbatches: int = 4, **changes: object) 
     return summarise_stages(model, {"input_ids": ids, "labels": ids}, stages, microbatches, **arguments)  # type: ignore[arg-type]
 
 
-def test_stages_hold_what_the_model_holds() -> None:
+def test_sum_over_stages_equals_the_model() -> None:
     model = make("llama")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stages = _plan("llama", 3)
@@ -36,27 +36,27 @@ def test_stages_hold_what_the_model_holds() -> None:
     assert sum(stage.backward for stage in stages) == whole.backward
 
 
-def test_one_hidden_state_crosses() -> None:
+def test_one_hidden_state_is_sent() -> None:
     stages = _plan("llama", 4)
 
     assert [stage.sent_tensors for stage in stages] == [1, 1, 1, 0]
     assert [stage.sent_bytes for stage in stages] == [2 * 16 * 32 * 4] * 3 + [0]
 
 
-def test_activations_are_those_of_the_microbatches_in_flight() -> None:
+def test_peak_activations_are_of_the_microbatches_in_flight() -> None:
     many, few = _plan("llama", 4, 8), _plan("llama", 4, 2)
 
     assert many[1].peak_activations == 3 * many[2].peak_activations // 2
     assert [a.peak_activations / b.peak_activations for a, b in zip(many, few, strict=True)] == [2, 1.5, 1, 1]
 
 
-def test_each_stage_has_its_copy_of_a_tied_weight() -> None:
+def test_tied_weight_counts_on_each_stage() -> None:
     stages, whole = _plan("tied_llama", 2), _plan("tied_llama", 1)
 
     assert sum(stage.state.parameters for stage in stages) == whole[0].state.parameters + 61 * 32
 
 
-def test_balanced_moves_layers_from_a_heavy_head() -> None:
+def test_balanced_moves_layers_away_from_a_heavy_head() -> None:
     even, balanced = (_plan("llama", 2, vocab_size=700, partition=how) for how in ("even", "balanced"))
 
     assert [len(stage.layers) for stage in even] == [2, 2]
@@ -64,41 +64,41 @@ def test_balanced_moves_layers_from_a_heavy_head() -> None:
     assert max(stage.work for stage in balanced) < max(stage.work for stage in even)
 
 
-def test_a_head_that_is_heavier_than_the_layers_is_a_stage_of_its_own() -> None:
+def test_very_heavy_head_is_a_stage_without_layers() -> None:
     layers, head = _plan("llama", 2, vocab_size=2000, partition="balanced")
 
     assert (len(layers.layers), len(head.layers)) == (4, 0)
     assert head.state.parameters == 2000 * 32 + 32
-    # Matrix products of the head for 32 tokens; what is done to its logits moves more bytes than that.
+    # FLOPs are the matrix products of the head for 32 tokens. Other operations on the logits add work.
     assert head.forward == 2 * 32 * 32 * 2000
     assert head.work > head.forward + head.backward
 
 
-def test_a_limit_of_memory_moves_the_cut_and_is_kept() -> None:
-    free = _plan("llama", 2, layers=8, partition="balanced")
-    used = [stage.state.total + stage.peak_activations for stage in free]
+def test_memory_limit_moves_the_cut() -> None:
+    unlimited = _plan("llama", 2, layers=8, partition="balanced")
+    used = [stage.state.total + stage.peak_activations for stage in unlimited]
     limit = int(0.97 * max(used))
     limited = _plan("llama", 2, layers=8, partition="balanced", memory_limit=limit)
 
-    assert [len(stage.layers) for stage in limited] != [len(stage.layers) for stage in free]
+    assert [len(stage.layers) for stage in limited] != [len(stage.layers) for stage in unlimited]
     assert all(stage.state.total + stage.peak_activations <= limit for stage in limited)
     with pytest.raises(ValueError, match="no cut over 2 stages fits"):
         _plan("llama", 2, layers=8, partition="balanced", memory_limit=limit // 3)
 
 
-def test_chunks_even_out_what_the_head_weighs() -> None:
+def test_chunks_even_out_a_heavy_head() -> None:
     one, two = (_plan("llama", 2, layers=8, vocab_size=700, partition="balanced", chunks=n) for n in (1, 2))
     ranks = [sum(stage.work for stage in two[rank::2]) for rank in range(2)]
 
     assert (len(one), len(two)) == (2, 4)
     assert max(ranks) <= max(stage.work for stage in one)
     assert sum(len(stage.layers) for stage in two) == 8
-    # Of four microbatches the first stage keeps all, before the last stage gives back the first.
+    # Of four microbatches stage 1 and stage 2 have at most three and two in flight.
     (even,) = [_plan("llama", 2, chunks=2)]
     assert [stage.peak_activations / even[1].peak_activations for stage in even[1:3]] == [1, pytest.approx(2 / 3)]
 
 
-def test_bad_arguments() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="'even', 'balanced'"):
         _plan("llama", partition="best")
     with pytest.raises(ValueError, match="--partition balanced"):
