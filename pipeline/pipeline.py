@@ -30,8 +30,8 @@ from nxdpp.pipeline.runtime.mean_loss import mean_everywhere
 from nxdpp.pipeline.runtime.step_runner import Steps
 from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.pipeline.timeline.chrome_trace import check_path
 from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.huggingface import refuse_packed_positions
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.trace import TracingOptions, trace

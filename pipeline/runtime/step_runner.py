@@ -12,7 +12,7 @@ from nxdpp.pipeline.agreement.same_step import SameStep, Step
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.stages.program import RankProgram
-from nxdpp.pipeline.timeline.step_trace import StepTrace
+from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.lowering import lower, lower_rank
@@ -43,7 +43,7 @@ class Steps:
         self._rank = rank
         self._keep_outputs = keep_outputs
         self._transport: Transport | None = None
-        self._trace = None if trace_path is None else StepTrace(trace_path, schedule.name)
+        self._trace = None if trace_path is None else StepTimeline(trace_path, schedule.name)
         self._same_step: SameStep | None = None
 
     def transport(self, device: torch.device) -> Transport:
