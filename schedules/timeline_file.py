@@ -116,7 +116,8 @@ class TimelineWriter:
             file.write(b",\n" + _lines(rows) + _END)
 
     def _slice(self, step: int, description: str, rank: int, event: Event) -> dict[str, Any]:
-        name, arguments = f"step {step}, {description}", {"step": step}
+        name = f"step {step}, {description}"
+        arguments: dict[str, Any] = {"step": step}
         if event.activity is not Activity.STEP:
             told = {"kind": event.kind, "stage": event.stage, "microbatch": event.microbatch, "other": event.other}
             name = event.name
@@ -127,9 +128,11 @@ class TimelineWriter:
     def _arrows(self, each: Sequence[tuple[int, Event]]) -> list[dict[str, Any]]:
         """Arrows from each send to the wait for it."""
         arrows: list[dict[str, Any]] = []
-        sends = {e[1:5]: (rank, e.start) for rank, e in each if e.activity is Activity.SEND}
+        sends: dict[Any, tuple[int, int]] = {
+            (e.kind, e.stage, e.other, e.microbatch): (rank, e.start) for rank, e in each if e.activity is Activity.SEND
+        }
         for rank, wait in each:
-            sent = sends.get((wait.kind, wait.other, wait.microbatch, wait.stage))
+            sent = sends.get((wait.kind, wait.other, wait.stage, wait.microbatch))
             if wait.activity is Activity.WAIT and sent is not None:
                 arrow = {"name": "transfer", "cat": "transfer", "pid": self._pipeline, "id": next(self._transfers)}
                 arrows.append(arrow | {"ph": "s", "tid": sent[0], "ts": sent[1] / 1000})

@@ -72,7 +72,8 @@ class RecordedStep:
         A wait that began after the action ended only gives an upper bound. Without other waits, the lowest counts.
         """
         ends = {span.action: span.end for spans in self.timeline.spans for span in spans}
-        known, bounds = [], []
+        known: list[float] = []
+        bounds: list[float] = []
         for event in (event for events in self.ranks for event in events):
             if event.activity is Activity.WAIT and event.other is not None and {event.stage, event.other} == stages:
                 actions = [Action(event.other, kind, event.microbatch or 0) for kind in _MADE_BY.get(event.kind, ())]
