@@ -68,8 +68,8 @@ def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline) -> "Table":
         times = (computed, simulated, waited, started, real.makespan - computed - waited - started)
         bubbles = (_percent(real.bubbles[rank]), _percent(ideal.bubbles[rank]))
         rows.append([str(rank), stages_of(spans), *bubbles, *map(_milliseconds, times)])
-    columns = ("rank", "stages", "bubble", "simulated", "computed", "simulated", "waited", "sends", "other")
-    return figures_table(columns, rows, "sends: starting sends and receives; other: the rest of the makespan")
+    columns = ("rank", "stages", "bubble", "sim.", "computed", "sim.", "waited", "sends", "other")
+    return figures_table(columns, rows, "sim.: simulated; sends: calls that start transfers; other: the rest")
 
 
 def _stages(times: Times, step: RecordedStep) -> "Table":
