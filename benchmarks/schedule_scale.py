@@ -1,4 +1,4 @@
-"""What long schedules cost to make: all ranks' lists, checked, and one rank's list alone.
+"""Cost of building, checking and simulating long schedules.
 
     python -m benchmarks.schedule_scale
 
@@ -22,10 +22,7 @@ from nxdpp.schedules.simulate import simulate
 
 # Chunks a rank.
 CHUNKS = {"1f1b": 1, "interleaved": 4, "zb-v": 2, "zb-h1": 1, "zb1p": 4, "v-half": 2, "v-min": 2}
-# The families whose ranks can be made alone.
-ALONE = ("1f1b", "interleaved", "zb-v", "zb-h1", "zb1p")
 RANKS, MICROBATCHES = 64, 1024
-RANKS_ALONE, MICROBATCHES_ALONE = 1024, 4096
 
 
 def measure(work: Callable[[], object], rounds: int) -> float:
@@ -50,17 +47,6 @@ def all_ranks(name: str, rounds: int) -> tuple[int, float, float, float, float]:
     return sum(map(len, schedule)), build, checked, simulated, memory
 
 
-def one_rank(name: str, rounds: int) -> tuple[int, float]:
-    """Actions and seconds of the slowest of the first, middle and last rank."""
-    family = FAMILIES[name]
-    ranks = (0, RANKS_ALONE // 2, RANKS_ALONE - 1)
-    seconds = [
-        measure(lambda at=rank: family.rank_actions(at, RANKS_ALONE, MICROBATCHES_ALONE, CHUNKS[name]), rounds)  # type: ignore[misc]
-        for rank in ranks
-    ]
-    return len(family.rank_actions(0, RANKS_ALONE, MICROBATCHES_ALONE, CHUNKS[name])), max(seconds)
-
-
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -77,13 +63,6 @@ def main() -> None:
         figures = [f"{seconds:.2f}" for seconds in (build, checked, build + checked, simulated)]
         whole.add_row(name, str(chunks), f"{actions:,}", *figures, f"{memory:.0f}")
     console.print(whole)
-    alone = Table(title=f"One rank alone: p = {RANKS_ALONE}, m = {MICROBATCHES_ALONE}; CPU seconds")
-    for column in ("schedule", "v", "actions", "build"):
-        alone.add_column(column, justify="left" if column == "schedule" else "right")
-    for name in ALONE:
-        actions, seconds = one_rank(name, rounds)
-        alone.add_row(name, str(CHUNKS[name]), f"{actions:,}", f"{seconds:.3f}")
-    console.print(alone)
 
 
 def _peak() -> float:

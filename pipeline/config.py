@@ -14,8 +14,8 @@ from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
 from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
-from nxdpp.pipeline.timeline.chrome_trace import check_path
 from nxdpp.schedules.chosen import ChosenSchedule, Written
+from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.layers import find_layer_classes, resolve_classes
 from nxdpp.tracing.trace import TracingOptions
 

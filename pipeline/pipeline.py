@@ -28,8 +28,8 @@ from nxdpp.pipeline.partition.partition import Partition, make_partition
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
 from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.pipeline.timeline.chrome_trace import check_path
 from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.huggingface import refuse_packed_positions
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.trace import TracingOptions, trace

@@ -1,1 +1,1 @@
-"""Who runs what when: schedules as data, with no torch in them."""
+"""Schedules as data: the order of the actions of each rank. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The actions of a rank, and their text form (``2F0``: stage 2, forward, microbatch 0)."""
+"""Actions of a rank and their text form: ``2F0`` is stage 2, forward, microbatch 0."""
 
 import re
 from enum import Enum
@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 
 class ActionKind(Enum):
-    """What a rank does; the value is the middle of the text form.
+    """Kind of an action; the value is the middle of its text form.
 
-    A backward is full, or split: its input-gradient, which the stage before waits for, and its weight-gradient,
-    which nobody waits for.
+    A backward is full or split. The stage before waits for the input-gradient, no stage for the weight-gradient.
     """
 
     FORWARD = "F"
@@ -21,16 +20,16 @@ class ActionKind(Enum):
     SEND_GRADIENT = "SEND_B"
     RECEIVE_GRADIENT = "RECV_B"
 
-    # Members are singletons; Enum's own hashes the name, in Python, and schedules are long.
+    # Members are singletons. Enum's own hash runs in Python, which is slow for long schedules.
     __hash__ = object.__hash__
 
 
 class Action(NamedTuple):
     """One action on one microbatch of one stage.
 
-    A send belongs to the stage that sends, a receive to the stage that receives. ``RECEIVE_*`` only posts the
-    receive; the compute action that needs the value waits for it. ``peer`` is the stage at the other end, where a
-    send or receive moves what one pair of stages exchanges; without it, all that the stage exchanges.
+    A send belongs to the sending stage, a receive to the receiving stage. ``RECEIVE_*`` only posts the receive; the
+    compute action that needs the tensors waits for them. ``peer`` is the stage at the other end; a send or receive
+    without a peer is for all stages that ``stage`` exchanges tensors with.
     """
 
     stage: int
@@ -43,7 +42,7 @@ class Action(NamedTuple):
         return text if self.peer is None else f"{text}@{self.peer}"
 
 
-# For each rank, what it does in order.
+# The actions of each rank, in order.
 Schedule = list[list[Action]]
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -51,7 +50,7 @@ _KINDS = {kind.value: kind for kind in ActionKind}
 
 
 def parse_action(text: str) -> Action:
-    """The compute action that ``text`` writes: stage, ``F``, ``B``, ``I`` or ``W``, microbatch.
+    """Parse a compute action: stage, ``F``, ``B``, ``I`` or ``W``, microbatch.
 
     Raises ``ValueError`` for any other text.
     """

@@ -1,8 +1,7 @@
-"""Whether a schedule can run: what a rank may not do, and in which order all ranks come to their end.
+"""Check of a schedule: its rules, and that no rank waits forever.
 
-Sends start at once and are waited for by nobody, receives are posted in the order of the sends (``lowering``), so
-ranks wait for each other for ever exactly where the actions wait for each other in a circle. ``rendezvous`` says the
-same of a lowered schedule with a limit on the sends in flight.
+No rank waits for a send, and receives are posted in the order of the sends (``lowering``). A deadlock is therefore a
+circle of actions that wait for each other. ``rendezvous`` checks a lowered schedule with a limit on sends in flight.
 """
 
 from typing import NamedTuple
@@ -18,7 +17,7 @@ class ScheduleError(ValueError):
 
 
 class Sizes(NamedTuple):
-    """Of a schedule: its ranks, stages, and microbatches; ``trains`` where it has backwards."""
+    """Numbers of ranks, stages and microbatches of a schedule; ``trains`` if it has backwards."""
 
     ranks: int
     stages: int
@@ -29,12 +28,12 @@ class Sizes(NamedTuple):
 def check(schedule: Schedule) -> Sizes:
     """Check the compute actions of all ranks.
 
-    The rules: a stage is on one rank, and no rank is without one; every stage runs every microbatch, forward once,
-    backward once (or input- and weight-gradient once each); a forward comes before its backward, an input-gradient
-    before its weight-gradient; no rank waits for ever. A schedule without any backward is one for evaluation.
+    The rules: a stage is on one rank, and every rank has a stage. Every stage runs every microbatch once forward and
+    once backward (or one input- and one weight-gradient). A forward comes before its backward, an input-gradient
+    before its weight-gradient. No rank waits forever. A schedule without backwards is for evaluation.
 
     Raises:
-        ScheduleError: where one is broken.
+        ScheduleError: for a broken rule.
     """
     placed = _place(schedule)
     stages = len(placed)
@@ -60,7 +59,7 @@ def check(schedule: Schedule) -> Sizes:
 
 
 def _check_number(microbatches: int, schedule: Schedule) -> None:
-    """Before there is memory for each: a mistyped number may be of any size."""
+    """Bound the microbatches before memory is allocated for each: a mistyped number may have any size."""
     if microbatches <= max(map(len, schedule)):
         return
     rank, at, action = next(
@@ -75,12 +74,12 @@ def _check_number(microbatches: int, schedule: Schedule) -> None:
     )
 
 
-# How far a microbatch is on a stage.
+# Progress of a microbatch on a stage; 0 before its forward.
 _FORWARD_DONE, _INPUT_GRADIENT_DONE, _ALL_DONE = 1, 2, 3
 
 
 def _place(schedule: Schedule) -> dict[int, int]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     placed: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         for stage in {action[0] for action in actions}:

@@ -1,4 +1,4 @@
-"""What ``schedule`` and ``virtual_pipeline_size`` ask for: which rank has which stage, and what it does when."""
+"""Schedule of a pipeline, as chosen by ``schedule`` and ``virtual_pipeline_size``."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,20 +13,19 @@ from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.placement import ListedPlacement, Placement
 from nxdpp.schedules.written import parse_schedule, read_schedule
 
-# A schedule of the user's own: a CSV file, or the actions of each rank.
+# A schedule written by the user: a CSV file, or the actions of each rank.
 Written = str | Path | Sequence[Sequence[str]]
 
 
 class ChosenSchedule:
-    """The schedule of a pipeline.
+    """Placement and actions of all ranks for training and evaluation.
 
     Args:
-        schedule: the name of a family, the path of a CSV file, the actions of each rank, or ``None`` for 1F1B, which
-            with several chunks is interleaved.
-        ranks: of the pipeline.
-        microbatches: of a step.
-        chunks: stages a rank (``virtual_pipeline_size``); 1 leaves it to the schedule, which
-            has two where stages are interleaved or in a V.
+        schedule: the name of a family, the path of a CSV file, or the actions of each rank. ``None`` is 1F1B, or
+            interleaved 1F1B with several chunks.
+        ranks: number of ranks of the pipeline.
+        microbatches: number of microbatches of a step.
+        chunks: stages a rank (``virtual_pipeline_size``); 1 takes the default of the family.
 
     Raises ``ValueError`` for a schedule that does not exist, cannot run, or is for other numbers.
     """
@@ -50,20 +49,20 @@ class ChosenSchedule:
             if not is_file:
                 _check_lists(schedule)
             self._written = read_schedule(Path(schedule)) if is_file else parse_schedule(schedule)  # type: ignore[arg-type]
-            # Ranks with other lists would wait for each other; where the file lies is nobody's business.
+            # Ranks compare names. The actions have to agree, the path of the file may differ.
             self.name = f"written: {[' '.join(map(str, actions)) for actions in self._written]}"
             self.placement = self._placement_of_written(chunks)
 
     @cached_property
     def training(self) -> Schedule:
-        """The compute actions of each rank in ``run_train``."""
+        """Compute actions of each rank in ``run_train``."""
         if self._family is None:
             return self._written
         return self._family.build(self.ranks, self.microbatches, self.placement.chunks)
 
     @cached_property
     def evaluation(self) -> Schedule:
-        """Those in ``run_eval``: forwards alone."""
+        """Compute actions of each rank in ``run_eval``: forwards alone."""
         if isinstance(self.placement, Placement):
             return forward_only(self.placement, self.microbatches)
         return [
@@ -74,13 +73,6 @@ class ChosenSchedule:
             ]
             for rank in range(self.ranks)
         ]
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether input- and weight-gradients are actions of their own."""
-        if self._family is not None:
-            return self._family.splits_backward
-        return any(action.kind is ActionKind.INPUT_GRADIENT for actions in self._written for action in actions)
 
     def _placement_of_written(self, chunks: int) -> ListedPlacement:
         sizes = check(self._written)
@@ -100,7 +92,7 @@ class ChosenSchedule:
 
 
 def _check_lists(schedule: Any) -> None:
-    """Raise ``TypeError`` for what is no list of lists of texts."""
+    """Raise ``TypeError`` for anything but a list of lists of text."""
     lists = list(schedule) if isinstance(schedule, list | tuple) else [schedule]
     for actions in lists:
         texts = actions if isinstance(actions, list | tuple | str) else [actions]

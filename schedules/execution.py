@@ -1,7 +1,7 @@
-"""All ranks going through their lists, each action as soon as its rank and what it needs are there.
+"""Execution of a schedule in simulated time: each action starts as soon as its rank and its inputs are ready.
 
-A forward needs that of the stage before, a backward or input-gradient that of the stage behind. What else a model
-may send (past several stages) is made earlier than that.
+A forward needs the forward of the stage before, a backward or input-gradient that of the stage behind. Tensors that
+skip stages are ready earlier.
 """
 
 from collections import deque
@@ -12,10 +12,10 @@ from nxdpp.schedules.actions import Action, ActionKind, Schedule
 
 
 class Times(NamedTuple):
-    """How long each stage takes, in any unit; the ``s``-th of each is stage ``s``'s.
+    """Times of each stage in any unit; item ``s`` of each is for stage ``s``.
 
-    A full backward takes the input- and the weight-gradient's time. ``transfer`` is that between stage ``s`` and the
-    next, either way, where they are on different ranks; the last stage's is not used.
+    A full backward takes the time of the input- and the weight-gradient. ``transfer`` is between stage ``s`` and the
+    next one, either way, if they are on different ranks; the last item is not used.
     """
 
     forward: Sequence[float]
@@ -25,14 +25,14 @@ class Times(NamedTuple):
 
 
 class Blocked(RuntimeError):
-    """Ranks that wait for each other; says which action of which rank waits for what."""
+    """Ranks that wait for each other; the message names the actions."""
 
 
 def run_in_order(schedule: Schedule, stages: int, microbatches: int, times: Times | None = None) -> list[list[float]]:
-    """When each action of each rank starts; without ``times``, all of them take none.
+    """Return the start of each action of each rank; without ``times``, every time is 0.
 
     Raises:
-        Blocked: where no rank can go on.
+        Blocked: if no rank can go on.
     """
     execution = _Execution(schedule, stages, microbatches, times or Times(*[[0.0] * stages] * 4))
     execution.run()
@@ -50,10 +50,10 @@ class _Execution:
             0.0 if self._rank_of[stage] == self._rank_of.get(stage + 1) else times.transfer[stage]
             for stage in range(stages)
         ]
-        # When what a stage makes of a microbatch is there, going forward and going back; -1 where it is not yet.
+        # When the activation and the gradient of a microbatch arrive from a stage; -1 before they are computed.
         self._forward = [[-1.0] * microbatches for _ in range(stages)]
         self._backward = [[-1.0] * microbatches for _ in range(stages)]
-        # The rank that waits for anything of a stage.
+        # The rank that waits for a tensor of a stage.
         self._waits_for_forward: list[int | None] = [None] * stages
         self._waits_for_backward: list[int | None] = [None] * stages
         self._clocks = [0.0] * len(schedule)
@@ -71,7 +71,7 @@ class _Execution:
             raise Blocked(self._describe(stuck))
 
     def _advance(self, rank: int) -> None:
-        """Run actions of ``rank`` until one has to wait; a long loop, and most of the time of a check."""
+        """Run actions of ``rank`` until one has to wait. Most of the time of a check is spent here."""
         forward_kind, weight_kind, full_kind = ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD
         forward, backward, transfer = self._forward, self._backward, self._transfer
         takes_forward, takes_input, takes_weight, _ = self._times
@@ -110,22 +110,22 @@ class _Execution:
         self._clocks[rank] = clock
 
     def _describe(self, stuck: dict[int, Action]) -> str:
-        """One circle of ranks that wait for each other."""
+        """Describe one circle of ranks that wait for each other."""
         circle: list[int] = []
         rank = next(iter(stuck))
         while rank not in circle:
             circle.append(rank)
             rank = self._rank_of[_needed(stuck[rank]).stage]
         circle = circle[circle.index(rank) :]
-        waits = ", ".join(
+        waits = "; ".join(
             f"rank {rank}, action {len(self.starts[rank])} ({stuck[rank]}) waits for {_needed(stuck[rank])} of rank "
             f"{self._rank_of[_needed(stuck[rank]).stage]}"
             for rank in circle
         )
-        return f"the ranks wait for each other for ever: {waits}, which comes later there."
+        return f"deadlock: {waits}."
 
 
 def _needed(action: Action) -> Action:
-    """What an action that waits is waiting for."""
+    """Return the action that ``action`` waits for."""
     step = -1 if action.kind is ActionKind.FORWARD else 1
     return Action(action.stage + step, action.kind, action.microbatch)

@@ -1,10 +1,10 @@
-"""Which rank holds which stage: stages follow each other along the model, ranks come back to each other.
+"""Placement of stages on ranks.
 
 Four ranks with two chunks each::
 
               rank 0   rank 1   rank 2   rank 3
-    looped     0 4      1 5      2 6      3 7       from the last rank back to the first
-    V          0 7      1 6      2 5      3 4       the last rank turns around: 3 and 4 need no transfer
+    loop       0 4      1 5      2 6      3 7       stage 4 follows on the first rank
+    V          0 7      1 6      2 5      3 4       stage 4 follows on the last rank, without a transfer
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """``ranks`` times ``chunks`` stages; ``v_shaped`` turns around where the other placement starts again."""
+    """``ranks * chunks`` stages in a loop, or in a V if ``v_shaped``."""
 
     ranks: int
     chunks: int = 1
@@ -20,7 +20,7 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages."""
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
@@ -33,21 +33,21 @@ class Placement:
         return [self.stage(rank, chunk) for chunk in range(self.chunks)]
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage that is the ``chunk``-th of ``rank``."""
+        """The stage of ``rank`` with the number ``chunk``."""
         turned = self.v_shaped and chunk % 2
         return chunk * self.ranks + (self.ranks - 1 - rank if turned else rank)
 
 
 @dataclass(frozen=True)
 class ListedPlacement:
-    """Any placement: ``rank_of_stage`` has the rank of each stage, of ``ranks``."""
+    """Any placement on ``ranks`` ranks: ``rank_of_stage`` has the rank of each stage."""
 
     rank_of_stage: tuple[int, ...]
     ranks: int
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages."""
         return len(self.rank_of_stage)
 
     @property

@@ -1,7 +1,7 @@
-"""How long a schedule takes, and what it holds, for given times of each stage.
+"""Simulation of a schedule: its times, bubbles and memory for given times of each stage.
 
-Every action starts as soon as its rank is done with the one before and what it needs has come; transfers cost time,
-and nobody's attention.
+An action starts as soon as the one before it on its rank has ended and its inputs have arrived. A transfer takes time,
+but no time of a rank.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Time = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it starts and ends."""
+    """An action with its start and end."""
 
     action: Action
     start: float
@@ -26,16 +26,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What became of a schedule.
+    """The actions of a schedule in time.
 
     Attributes:
         spans: of each rank, in order.
         makespan: from the start of the first action to the end of the last one.
-        bubbles: the share of the makespan in which each rank computes nothing.
-        peaks: how many microbatches each rank holds at most. One counts for the share of the model that a rank has
-            on average, so that families with different numbers of chunks can be compared (as in arXiv 2405.15362): a
-            chunk counts 1/v. It is held from its forward to the end of its backward, or of its weight-gradient
-            where that is apart.
+        bubbles: share of the makespan in which a rank computes nothing, for each rank.
+        peaks: most microbatches that a rank holds, for each rank. A microbatch of one of v chunks counts 1/v, so that
+            families can be compared (as in arXiv 2405.15362). It is held from its forward to the end of its
+            backward or weight-gradient.
     """
 
     spans: list[list[Span]]
@@ -45,7 +44,7 @@ class Timeline:
 
     @property
     def mean_bubble(self) -> float:
-        """The share of the makespan in which a rank computes nothing, on average."""
+        """Mean bubble of the ranks."""
         return sum(self.bubbles) / len(self.bubbles)
 
 
@@ -56,19 +55,19 @@ def simulate(
     weight_gradient: Time = 1.0,
     transfer: Time = 0.0,
 ) -> Timeline:
-    """Run ``schedule`` on paper.
+    """Simulate ``schedule``.
 
     Args:
         schedule: compute actions of each rank.
-        forward: time of a stage's forward of a microbatch, in any unit; one for all stages or a list of each.
-        input_gradient: of its input-gradient.
-        weight_gradient: of its weight-gradient; a full backward takes both.
-        transfer: time from the end of an action until the next stage on another rank can use what it made. In a list,
-            that between stage ``s`` and the next, either way, is the ``s``-th; the last one is not used.
+        forward: time of a forward of one microbatch, in any unit; one number, or one for each stage.
+        input_gradient: time of an input-gradient.
+        weight_gradient: time of a weight-gradient; a full backward takes both.
+        transfer: time between the end of an action and the arrival of its result on another rank. In a list, item
+            ``s`` is between stage ``s`` and the next one, either way; the last item is not used.
 
     Raises:
         ScheduleError: for a schedule that cannot run.
-        ValueError: for times that cannot be, or not as many as stages.
+        ValueError: for negative or infinite times, or a list that does not have one for each stage.
     """
     sizes = check(schedule)
     times = Times(
@@ -92,7 +91,7 @@ def simulate(
 
 
 def timeline_of(spans: list[list[Span]]) -> Timeline:
-    """What ``spans`` of each rank, the first of all starting at 0, come to."""
+    """Return the timeline of the spans of each rank; the first span of all starts at 0."""
     schedule = [[span.action for span in rank] for rank in spans]
     makespan = max(span.end for rank in spans for span in rank)
     bubbles = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in spans]
@@ -101,7 +100,7 @@ def timeline_of(spans: list[list[Span]]) -> Timeline:
 
 
 def live_peaks(schedule: Schedule) -> list[int]:
-    """For each rank, how many (stage, microbatch) pairs are between their forward and the end of their backward."""
+    """Return for each rank the most (stage, microbatch) pairs between forward and end of the backward."""
     peaks = []
     for actions in schedule:
         live = peak = 0
@@ -120,5 +119,5 @@ def _each(name: str, time: Time, stages: int) -> list[float]:
     if len(times) != stages:
         raise ValueError(f"{name} has {len(times)} times for {stages} stages. Give one number, or one for each stage.")
     if bad := [each for each in times if not 0 <= each < float("inf")]:
-        raise ValueError(f"{name}={bad[0]} is no time: give a number that is not negative.")
+        raise ValueError(f"{name}={bad[0]} must be a finite number of at least 0.")
     return times

@@ -1,7 +1,6 @@
-"""Schedules that a user wrote: action strings for each rank, as lists or as a CSV file.
+"""Schedules written by a user: the actions of each rank as lists of text or as a CSV file.
 
-A CSV file has one row a rank and one action a cell, ``0F0`` (see ``actions.parse_action``); empty cells are time in
-which nothing is done, and mean nothing::
+A CSV file has one row a rank and one action a cell, ``0F0`` (see ``parse_action``). Empty cells are ignored::
 
     0F0,0F1,,,0B0,0B1
     ,1F0,1B0,1F1,1B1,
@@ -16,7 +15,7 @@ from nxdpp.schedules.check import check
 
 
 def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
-    """The schedule whose actions of each rank are written in ``ranks``, checked.
+    """Parse and check the schedule of the action texts of each rank.
 
     Raises:
         ValueError: for a text that is no action, with its rank and place.
@@ -28,13 +27,13 @@ def parse_schedule(ranks: Sequence[Sequence[str]]) -> Schedule:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule in a CSV file, checked; raises as ``parse_schedule``, or ``ValueError`` where it cannot be read."""
+    """Read and check a CSV file; raises as ``parse_schedule``, and ``ValueError`` for a file that cannot be read."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read as a CSV file of actions: {error}") from None
-    # A line at the end without anything is no rank.
+    # Empty lines at the end are no ranks.
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     try:

@@ -14,7 +14,7 @@ from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.stages.program import RankProgram
-from nxdpp.pipeline.timeline.step_trace import StepTrace
+from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.lowering import lower, lower_rank
@@ -47,7 +47,7 @@ class StepRunner:
         self._rank = rank
         self._keep_outputs = keep_outputs
         self._transport: Transport | None = None
-        self._trace = None if trace_path is None else StepTrace(trace_path, schedule.name)
+        self._trace = None if trace_path is None else StepTimeline(trace_path, schedule.name)
         self._verifier: StepVerifier | None = None
         # Each engine with the digest of its steps.
         self._engines: WeakKeyDictionary[RankProgram, dict[Any, tuple[Engine, int]]] = WeakKeyDictionary()

@@ -1,1 +1,1 @@
-"""Recording of steps and their Chrome trace."""
+"""Recording of steps and their timeline file."""

@@ -1,8 +1,8 @@
-"""What one rank does in a step, and when: recorded by calls and channels that take the place of the plain ones."""
+"""Recording of the events of this rank's steps, by calls and channels that take the place of the plain ones."""
 
-from collections.abc import Callable, Sequence
-from enum import StrEnum
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -10,91 +10,51 @@ from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.timeline.clock import DeviceClock, Stamp
 from nxdpp.schedules.actions import Action
+from nxdpp.schedules.timeline_file import Activity, Event
 
-# Activations travel for forwards, their gradients for backwards.
+# Activations are sent for forwards, gradients for backwards.
 _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
 
 
-class What(StrEnum):
-    """What a rank was at; the value is the event's category in the trace."""
-
-    STEP = "step"
-    COMPUTE = "compute"
-    WAIT = "wait"
-    SEND = "send"
-    RECEIVE = "receive"
-    WAIT_SENT = "wait sent"
-    WAIT_LAYOUTS = "wait layouts"
-
-
-class Event(NamedTuple):
-    """One thing that a rank did, from ``start`` to ``end``, in nanoseconds.
-
-    ``kind`` is the letter of a compute action, or ``F`` for activations and ``B`` for gradients. ``other`` is the stage
-    at the other end. A send or receive is the time that this rank spent to start it, not that of the transfer.
-    """
-
-    what: What
-    kind: str
-    stage: int
-    microbatch: int | None
-    other: int | None
-    start: int
-    end: int
-
-    @property
-    def name(self) -> str:
-        """``F s2 mb5``, ``send F s2 mb5 to s3``, ``wait B s2 mb5 from s3``."""
-        words = [] if self.what is What.COMPUTE else [self.what.value]
-        words += [self.kind] if self.kind else []
-        words.append(f"s{self.stage}")
-        if self.microbatch is not None:
-            words.append(f"mb{self.microbatch}")
-        if self.other is not None:
-            words.append(f"{'to' if self.what in (What.SEND, What.WAIT_SENT) else 'from'} s{self.other}")
-        return " ".join(words)
-
-
 class StepRecorder:
-    """Collects the events of this rank's steps, one step at a time."""
+    """The events of this rank, one step at a time."""
 
     def __init__(self) -> None:
-        self._clock = DeviceClock(torch.device("cpu"))
         self._events: list[Event] = []
-        self._began, self._began_at = self._clock.origin()
         self._waited: Stamp | None = None
+        self.begin(torch.device("cpu"))
 
     def begin(self, device: torch.device) -> None:
-        """A step on ``device`` begins; what was recorded before is forgotten."""
+        """Begin a step on ``device``; the events of the step before are dropped."""
         self._events.clear()
         self._clock = DeviceClock(device)
         self._began, self._began_at = self._clock.origin()
 
     def end(self, ahead: int) -> list[Event]:
-        """The step itself, then its events; on a clock that is ``ahead`` nanoseconds ahead of this rank's."""
-        ended = self._clock.stamp()
-        events = [Event(What.STEP, "", 0, None, None, self._began, ended), *self._events]
-        return [
-            event._replace(start=self._at(event.start) + ahead, end=self._at(event.end) + ahead) for event in events
-        ]
+        """Return the step itself, then its events, on a clock that is ``ahead`` nanoseconds ahead of this rank's."""
+        events = [Event(Activity.STEP, "", 0, None, None, self._began, self._clock.stamp()), *self._events]
+        shift = self._began_at + ahead
 
-    def _at(self, stamp: Stamp) -> int:
-        """This rank's ``time.perf_counter_ns`` at ``stamp``."""
-        return self._began_at + self._clock.between(self._began, stamp)
+        def at(stamp: Stamp) -> int:
+            return shift + self._clock.between(self._began, stamp)
+
+        return [event._replace(start=at(event.start), end=at(event.end)) for event in events]
 
     def stamp(self) -> Stamp:
-        """Now, or when the device comes to it."""
+        """Return the present time, on CUDA that of the device's stream."""
         return self._clock.stamp()
 
-    def add(self, what: What, kind: str, stage: int, microbatch: int | None, other: int | None, start: Stamp) -> None:
-        """Something is over that began at ``start``."""
+    def add(
+        self, activity: Activity, kind: str, stage: int, microbatch: int | None, other: int | None, start: Stamp
+    ) -> None:
+        """Add an event from ``start`` to now; see ``Event``."""
         end = self._clock.stamp()
-        self._events.append(Event(what, kind, stage, microbatch, other, start, end))
-        if what is What.WAIT:
+        self._events.append(Event(activity, kind, stage, microbatch, other, start, end))
+        if activity is Activity.WAIT:
             self._waited = end
 
     def computing(self, action: Action, call: Callable[[], None]) -> Callable[[], None]:
-        """``call``, which does the compute ``action``, recorded from the end of what it waits for."""
+        """Return ``call``, which runs the compute ``action``, with recording from the end of its last wait."""
         kind, stage, microbatch = action.kind.value, action.stage, action.microbatch
 
         def recorded() -> None:
@@ -103,8 +63,9 @@ class StepRecorder:
             try:
                 call()
             finally:
-                # Also the one that failed, so that the trace of a step that is cut short ends with it.
-                self.add(What.COMPUTE, kind, stage, microbatch, None, start if self._waited is None else self._waited)
+                # Also where it fails: the timeline of a step that is cut short ends with this event.
+                start = start if self._waited is None else self._waited
+                self.add(Activity.COMPUTE, kind, stage, microbatch, None, start)
 
         return recorded
 
@@ -117,49 +78,45 @@ class RecordedChannel(RemoteChannel):
         self._recorder = recorder
 
     def receive_metadata(self) -> None:
-        """Recorded where the description is not known yet."""
+        """Record the wait for the metadata, in the first step."""
         if not self.boundary.layouts:
             start = self._recorder.stamp()
             super().receive_metadata()
-            self._recorder.add(What.WAIT_LAYOUTS, "", self.boundary.destination, None, self.boundary.source, start)
+            boundary = self.boundary
+            self._recorder.add(Activity.WAIT_LAYOUTS, "", boundary.destination, None, boundary.source, start)
 
     def post_now(self, direction: Direction, microbatch: int) -> None:
-        """Start to receive."""
-        start = self._recorder.stamp()
-        super().post_now(direction, microbatch)
-        if self._entries(direction):
-            here, there = self._ends(direction, sends=False)
-            self._recorder.add(What.RECEIVE, _KINDS[direction], here, microbatch, there, start)
+        """Record the start of a receive."""
+        with self._recorded(Activity.RECEIVE, direction, microbatch):
+            super().post_now(direction, microbatch)
 
     def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
-        """Wait for the tensors."""
-        start = self._recorder.stamp()
-        try:
+        """Record the wait for the tensors."""
+        with self._recorded(Activity.WAIT, direction, microbatch):
             return super().take(direction, microbatch)
-        finally:
-            if self._entries(direction):
-                here, there = self._ends(direction, sends=False)
-                self._recorder.add(What.WAIT, _KINDS[direction], here, microbatch, there, start)
 
     def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to send."""
-        start = self._recorder.stamp()
-        super().give(direction, microbatch, tensors)
-        if tensors:
-            here, there = self._ends(direction, sends=True)
-            self._recorder.add(What.SEND, _KINDS[direction], here, microbatch, there, start)
+        """Record the start of a send."""
+        with self._recorded(Activity.SEND, direction, microbatch):
+            super().give(direction, microbatch, tensors)
 
     def release(self, direction: Direction, microbatch: int) -> None:
-        """Wait for sends that are over, or have to be."""
-        sent = bool(self._sent.get((direction, microbatch)))
-        start = self._recorder.stamp()
-        super().release(direction, microbatch)
-        if sent:
-            here, there = self._ends(direction, sends=True)
-            self._recorder.add(What.WAIT_SENT, _KINDS[direction], here, microbatch, there, start)
+        """Record the wait for a send that is still held."""
+        held = bool(self._sent.get((direction, microbatch)))
+        with self._recorded(Activity.WAIT_SENT, direction, microbatch) if held else nullcontext():
+            super().release(direction, microbatch)
 
-    def _ends(self, direction: Direction, sends: bool) -> tuple[int, int]:
-        """This rank's stage and the other one."""
-        at_source = sends == (direction is Direction.ACTIVATION)
-        source, destination = self.boundary.source, self.boundary.destination
-        return (source, destination) if at_source else (destination, source)
+    @contextmanager
+    def _recorded(self, activity: Activity, direction: Direction, microbatch: int) -> Iterator[None]:
+        """Record the block, where tensors are sent in ``direction``."""
+        start = self._recorder.stamp()
+        try:
+            yield
+        finally:
+            if self._entries(direction):
+                source, destination = self.boundary.source, self.boundary.destination
+                if direction is Direction.GRADIENT:
+                    source, destination = destination, source
+                sends = activity in (Activity.SEND, Activity.WAIT_SENT)
+                here, there = (source, destination) if sends else (destination, source)
+                self._recorder.add(activity, _KINDS[direction], here, microbatch, there, start)

@@ -1,17 +1,16 @@
-"""V-shaped schedules with controllable memory: one building block repeated, then squeezed (arXiv 2405.15362).
+"""V-shaped schedules with controllable memory: a building block repeated, then squeezed (arXiv 2405.15362).
 
-A building block says at which slot a rank runs the two forwards and the two input-gradients of microbatch 0; microbatch
-j runs 6 j slots later, since six actions of a microbatch fill a rank. The offsets decide how long a microbatch lives,
-and so how many are live. Weight-gradients go into the slots that are left.
+A building block has the slots of the two forwards and the two input-gradients of microbatch 0 on a rank. Microbatch j
+runs 6 j slots later: a microbatch has six actions on a rank. The offsets set how long a microbatch is live, and so how
+many are. Weight-gradients take the slots that are left.
 
-Repeated alone, the block leaves more time unused at the start and at the end than memory demands. Squeezing makes
-use of it, in two steps:
+The repeated block leaves a larger bubble at the start and the end than memory demands. Squeezing reduces it:
 
-1. each action, in the order of the slots, moves to the earliest free slot in which what it needs is there and in
-   which its rank still holds no more than it may;
-2. all ranks run in the order that results, but weight-gradients wait until there is nothing else to do.
+1. Each action, in the order of the slots, moves to the earliest free slot. Its inputs must be ready there, and its
+   rank must not exceed its memory.
+2. All ranks run in the resulting order, but weight-gradients run only while a rank would wait.
 
-The blocks of ``v_half`` and ``v_min``, and the first step, follow the authors' published scheduler
+The blocks of ``v_half`` and ``v_min`` and the first step follow the authors' scheduler
 (sail-sg/zero-bubble-pipeline-parallelism, ``zbv_greedy.py``).
 """
 
@@ -28,7 +27,7 @@ _FORWARD, _INPUT, _WEIGHT = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, Actio
 
 
 class BuildingBlock(NamedTuple):
-    """Slots of a rank's actions on microbatch 0; they differ modulo 6."""
+    """Slots of a rank's actions on microbatch 0; no two are equal modulo 6."""
 
     first_forward: int
     second_forward: int
@@ -42,9 +41,9 @@ class _Placed(NamedTuple):
 
 
 def squeeze(placement: Placement, microbatches: int, block: Callable[[int], BuildingBlock], most_live: int) -> Schedule:
-    """The schedule that repeats ``block(rank)``, with no rank ever holding more than ``most_live`` chunks.
+    """Return the squeezed schedule of ``block(rank)``, in which no rank holds more than ``most_live`` chunks.
 
-    Repeated as it is, the block must hold no more than that.
+    The repeated block itself must not hold more.
     """
     repeated = [_repeat(placement.stages_of(rank), microbatches, block(rank)) for rank in range(placement.ranks)]
     moved = _move_earlier(repeated, placement, microbatches, most_live)
@@ -52,7 +51,7 @@ def squeeze(placement: Placement, microbatches: int, block: Callable[[int], Buil
 
 
 def _repeat(stages: Sequence[int], microbatches: int, block: BuildingBlock) -> list[_Placed]:
-    """A rank's actions by slot; weight-gradients, the oldest first, wherever nothing else is."""
+    """Return a rank's actions by slot; weight-gradients, the oldest first, take the free slots."""
     first, second = stages
     kinds = ((first, _FORWARD), (second, _FORWARD), (second, _INPUT), (first, _INPUT))
     at = {
@@ -77,7 +76,7 @@ def _repeat(stages: Sequence[int], microbatches: int, block: BuildingBlock) -> l
 
 
 class _Slots:
-    """A rank's slots: which are free, and how many chunks it holds in each."""
+    """Slots of a rank: the free ones, and the number of live chunks in each."""
 
     def __init__(self, placed: Sequence[_Placed]) -> None:
         length = placed[-1].slot + 1
@@ -93,7 +92,7 @@ class _Slots:
             before = slot + 1
 
     def move(self, slot: int, kind: ActionKind, earliest: int, most_live: int) -> int:
-        """Move the action in ``slot`` to the first free one from ``earliest`` on; where it is then."""
+        """Move the action in ``slot`` to the first free slot from ``earliest`` on, and return that slot."""
         if kind is _FORWARD:
             earliest = self._first_with_room(slot, earliest, most_live)
         better = self._free.find(1, earliest, slot)
@@ -120,7 +119,7 @@ def _move_earlier(
 ) -> list[list[Action]]:
     slots = [_Slots(placed) for placed in repeated]
     moved: list[list[_Placed]] = [[] for _ in repeated]
-    # The slot after each action, by kind, stage and microbatch; 0 where nothing has to be waited for.
+    # The slot after each action, by kind, stage and microbatch; 0 before it is placed.
     after = {kind: [[0] * microbatches for _ in range(placement.stages)] for kind in (_FORWARD, _INPUT, _WEIGHT)}
     forward_after, input_after = after[_FORWARD], after[_INPUT]
     in_order = sorted(
@@ -143,14 +142,14 @@ def _move_earlier(
 
 
 def _delay_weights(schedule: Schedule, placement: Placement, microbatches: int, most_live: int) -> Schedule:
-    """Run slot by slot in the given order, weight-gradients only where a rank has to wait."""
+    """Run slot by slot in the given order, weight-gradients only while a rank would wait."""
     last = placement.stages - 1
     others = [[action for action in actions if action.kind is not _WEIGHT] for actions in schedule]
     positions = [0] * placement.ranks
     live = [0] * placement.ranks
     weights: list[deque[Action]] = [deque() for _ in schedule]
     delayed: Schedule = [[] for _ in schedule]
-    # The slot after each action; past every slot where it has not run.
+    # The slot after each action; ``never`` before it has run.
     never = sum(map(len, schedule)) + 1
     forward_after = [[never] * microbatches for _ in range(placement.stages)]
     input_after = [[never] * microbatches for _ in range(placement.stages)]
@@ -180,5 +179,5 @@ def _delay_weights(schedule: Schedule, placement: Placement, microbatches: int, 
         unfinished = [rank for rank in unfinished if len(delayed[rank]) < len(schedule[rank])]
         if not unfinished:
             return delayed
-        assert slot < never, "an order that could run can run with weight-gradients made later"
+        assert slot < never, "delayed weight-gradients cannot block an order that can run"
     raise AssertionError("counting has no end")

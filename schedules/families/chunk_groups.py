@@ -1,16 +1,14 @@
-"""The order in which a rank with several chunks goes through its microbatches.
+"""Order of the microbatches on a rank with several chunks (Narayanan et al., arXiv 2104.04473; Megatron's order).
 
-Megatron's order (Narayanan et al., arXiv 2104.04473): a group of p microbatches passes through all chunks before the
-next group starts, so that the first rank has a microbatch of the group to forward when the last rank sends one back.
-p = 2, 2 chunks, 4 microbatches; small letters are the first::
+A group of p microbatches passes through all chunks before the next group starts. p = 2, 2 chunks, 4 microbatches,
+small letters are the first chunk::
 
     group     0           1
     order     f0 f1 F0 F1 f2 f3 F2 F3
 
-Where p does not divide the microbatches, groups are as even as can be and none is smaller than p (one group, where
-there are fewer than p microbatches). A smaller group would leave ranks waiting at each chunk; a larger one holds
-more microbatches live, g instead of p of them in all but one chunk. The largest come first: the number of warm-up
-forwards is made for the first.
+If p does not divide the number of microbatches, group sizes differ by at most one and none is below p. Fewer than p
+microbatches are one group. A smaller group would make ranks wait at each chunk. A larger one costs memory: g instead
+of p microbatches are live in all but one chunk. The largest groups come first, since they set the warm-up.
 """
 
 # (chunk, microbatch)
@@ -18,14 +16,14 @@ ChunkStep = tuple[int, int]
 
 
 def group_sizes(ranks: int, microbatches: int) -> list[int]:
-    """How many microbatches each group has, the largest first."""
+    """Return the number of microbatches of each group, the largest first."""
     groups = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, groups)
     return [size + 1] * larger + [size] * (groups - larger)
 
 
 def forward_order(ranks: int, chunks: int, microbatches: int) -> list[ChunkStep]:
-    """The chunk and the microbatch of each forward of any rank, in order."""
+    """Return the chunk and the microbatch of each forward, in the order that all ranks have."""
     order: list[ChunkStep] = []
     start = 0
     for size in group_sizes(ranks, microbatches):
@@ -35,5 +33,5 @@ def forward_order(ranks: int, chunks: int, microbatches: int) -> list[ChunkStep]
 
 
 def backward_order(order: list[ChunkStep], chunks: int) -> list[ChunkStep]:
-    """That of each backward: as the forwards, the chunks reversed."""
+    """Return the order of the backwards: that of the forwards with the chunks reversed."""
     return [(chunks - 1 - chunk, microbatch) for chunk, microbatch in order]

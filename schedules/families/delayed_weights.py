@@ -1,6 +1,6 @@
-"""One forward, one input-gradient, one weight-gradient of some backwards ago: what ZB-H1 and ZB1P are made of.
+"""One forward, one input-gradient, one delayed weight-gradient: the pattern of ZB-H1 and ZB1P.
 
-One rank with 3 forwards to warm up and a delay of 1::
+A rank with 3 warm-up forwards and a delay of 1::
 
     F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 ...
 """
@@ -10,13 +10,13 @@ from nxdpp.schedules.families.chunk_groups import ChunkStep, backward_order
 
 
 def delay_weights(stages: list[int], forwards: list[ChunkStep], warm_up: int, delay: int) -> list[Action]:
-    """The list of one rank.
+    """Return the actions of one rank.
 
     Args:
         stages: the rank's stage of each chunk.
-        forwards: chunk and microbatch of each forward, in order; backwards go the other way through the chunks.
-        warm_up: forwards before the first input-gradient.
-        delay: how many input-gradients run before the first weight-gradient; that many are always in hand.
+        forwards: chunk and microbatch of each forward, in order; backwards have the chunks reversed.
+        warm_up: number of forwards before the first input-gradient.
+        delay: number of input-gradients before the first weight-gradient.
     """
     backwards = backward_order(forwards, len(stages))
     actions = [Action(stages[chunk], ActionKind.FORWARD, microbatch) for chunk, microbatch in forwards[:warm_up]]

@@ -1,20 +1,19 @@
-"""1F1B with one extra warm-up forward a hop (the eager 1F1B of Zhuang et al., arXiv 2211.05322).
+"""Eager 1F1B: 1F1B with one more warm-up forward a hop (Zhuang et al., arXiv 2211.05322).
 
-Under plain 1F1B two neighbours wait for each other's last value: in the steady state a microbatch takes a forward, a
-backward and nearly two transfers, 2 (p - 1) / p of them. With one more forward ahead for each hop to the last stage, a
-value is in flight while its receiver computes on the one before. p = 4, 8 microbatches, a backward taking two slots, a
-transfer one::
+Under plain 1F1B two neighbours wait for each other's last tensor: a steady microbatch takes a forward, a backward and
+2 (p - 1) / p transfers. Here a tensor is in flight while its receiver computes with the one before. p = 4,
+8 microbatches, a backward takes two slots, a transfer one::
 
     rank 0  F0 F1 F2 F3 F4 F5 F6 .  .  .  .  .  .  .  .  .  B0 B0 F7 B1 B1 .  B2 B2 .  B3 B3 ...
     rank 1  .  .  F0 F1 F2 F3 F4 .  .  .  .  .  .  B0 B0 F5 B1 B1 F6 B2 B2 F7 B3 B3 .  B4 B4 ...
     rank 2  .  .  .  .  F0 F1 F2 .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3 F6 B4 B4 F7 B5 B5 ...
     rank 3  .  .  .  .  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5 F6 B6 B6 ...
 
-At most 2 (p - s) - 1 microbatches are live on stage s: memory must allow for nearly twice those of 1F1B.
+At most 2 (p - s) - 1 microbatches are live on stage s, nearly twice as many as under 1F1B.
 """
 
 from nxdpp.schedules.actions import Action
-from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.families.family import Family, each_rank
 from nxdpp.schedules.families.one_forward_one_backward import alternate
 from nxdpp.schedules.placement import Placement
 
@@ -23,4 +22,4 @@ def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
     return alternate(rank, 2 * (placement.ranks - rank - 1), microbatches)
 
 
-EAGER_1F1B = Family("1f1b-eager", "1F1B with one more forward ahead a hop: hides transfers", make_rank=_rank)
+EAGER_1F1B = Family("1f1b-eager", "1F1B with one more forward ahead a hop: hides transfers", each_rank(_rank))

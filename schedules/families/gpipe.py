@@ -1,6 +1,6 @@
 """GPipe: all forwards, then all backwards (Huang et al., arXiv 1811.06965).
 
-p = 4, 4 microbatches, a backward taking two slots::
+p = 4, 4 microbatches, a backward takes two slots::
 
     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
     rank 1  .  F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .
@@ -12,7 +12,7 @@ that gradients are summed in the same order.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.families.family import Family, each_rank
 from nxdpp.schedules.placement import Placement
 
 
@@ -24,4 +24,4 @@ def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
     ]
 
 
-GPIPE = Family("gpipe", "all forwards, then all backwards", make_rank=_rank)
+GPIPE = Family("gpipe", "all forwards, then all backwards", each_rank(_rank))

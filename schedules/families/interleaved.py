@@ -1,18 +1,18 @@
 """Interleaved 1F1B: several chunks a rank, placed in a loop (Narayanan et al., arXiv 2104.04473).
 
-A chunk is 1/v of what a rank has, so ranks wait for each other for 1/v of the time. p = 2, v = 2, 4 microbatches, a
-backward taking two slots; small letters are the first chunk::
+A chunk takes 1/v of the time of a rank's layers, so the bubble is 1/v of 1F1B's. p = 2, v = 2, 4 microbatches, a
+backward takes two slots, small letters are the first chunk::
 
     rank 0  f0 f1 F0 F1 f2 .  B0 B0 f3 B1 B1 F2 b0 b0 F3 b1 b1 .  B2 B2 .  B3 B3 b2 b2 b3 ...
     rank 1  .  f0 f1 F0 B0 B0 F1 B1 B1 f2 b0 b0 f3 b1 b1 F2 B2 B2 F3 B3 B3 b2 b2 b3 b3 .
 
-Any number of microbatches; ``chunk_groups`` says in which order. Rank r runs 2 (p - r - 1) + (v - 1) g forwards to
-warm up, g being the size of the largest group, and holds one chunk more than that. With one chunk this is 1F1B.
+``chunk_groups`` has the order of the microbatches. Rank r runs 2 (p - r - 1) + (v - 1) g warm-up forwards, where g is
+the size of the largest group, and holds one chunk more. With one chunk a rank this is 1F1B.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.families.chunk_groups import backward_order, forward_order, group_sizes
-from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.families.family import Family, each_rank
 from nxdpp.schedules.placement import Placement
 
 
@@ -32,5 +32,5 @@ def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
 
 
 INTERLEAVED = Family(
-    "interleaved", "1F1B over several chunks a rank", make_rank=_rank, most_chunks=None, default_chunks=2
+    "interleaved", "1F1B over several chunks a rank", each_rank(_rank), default_chunks=2, any_chunks=True
 )

@@ -28,7 +28,7 @@ FAMILIES = {
 
 
 def find_family(name: str) -> Family:
-    """The family called ``name``; ``ValueError`` with all names where there is none."""
+    """Return the family ``name``; ``ValueError`` with all names for another name."""
     if name not in FAMILIES:
         raise ValueError(f"there is no schedule {name!r}. Choose one of {', '.join(FAMILIES)}.")
     return FAMILIES[name]

@@ -7,8 +7,8 @@ p = 4, 8 microbatches; small letters are the first chunk::
     rank 2  .  .  f0 f1 f2 F0 .  F1 .  F2 I0 W0 f3 I1 i0 W1 w0 F3 f4 I2 i1 W2 w1 F4 f5 I3 i2 W3 w2 F5 ...
     rank 3  .  .  .  f0 F0 f1 F1 f2 F2 .  .  I0 i0 W0 f3 w0 F3 I1 i1 W1 f4 w1 F4 I2 i2 W2 f5 w2 F5 I3 ...
 
-A building block in which forwards of the first chunk go down at every second slot and everything else follows at
-every slot, squeezed (see ``building_block``). At most (p + 2) // 2 microbatches are live, counted in full stages.
+A squeezed building block (see ``building_block``): the first chunk's forward takes two slots a rank, the others
+one. At most (p + 2) // 2 microbatches are live, counted in full ranks.
 """
 
 from nxdpp.schedules.actions import Schedule
@@ -19,7 +19,7 @@ from nxdpp.schedules.placement import Placement
 
 def _all(placement: Placement, microbatches: int) -> Schedule:
     ranks = placement.ranks
-    # Without it two actions of a rank would share a slot.
+    # Keeps two actions of a rank out of one slot.
     apart = 3 if ranks % 2 == 0 else 0
 
     def block(rank: int) -> BuildingBlock:
@@ -30,13 +30,4 @@ def _all(placement: Placement, microbatches: int) -> Schedule:
     return squeeze(placement, microbatches, block, most_live=2 * ((ranks + 2) // 2))
 
 
-V_HALF = Family(
-    "v-half",
-    "two chunks in a V, half the memory of 1F1B",
-    make_all=_all,
-    fewest_chunks=2,
-    most_chunks=2,
-    default_chunks=2,
-    v_shaped=True,
-    splits_backward=True,
-)
+V_HALF = Family("v-half", "two chunks in a V, half the memory of 1F1B", _all, default_chunks=2, v_shaped=True)

@@ -7,8 +7,8 @@ p = 4, 8 microbatches; small letters are the first chunk::
     rank 2  .  .  f0 f1 .  F0 .  F1 .  .  I0 W0 f2 i0 I1 w0 W1 F2 f3 i1 w1 .  I2 F3 W2 i2 f4 w2 I3 F4 ...
     rank 3  .  .  .  f0 F0 f1 F1 .  .  .  .  I0 i0 W0 f2 w0 F2 I1 i1 W1 f3 w1 F3 I2 i2 W2 w2 f4 F4 I3 ...
 
-A building block in which a microbatch goes through both chunks, there and back, without a pause, squeezed (see
-``building_block``). At most (p + 4) // 3 microbatches are live, counted in full stages.
+A squeezed building block (see ``building_block``): a microbatch passes through both chunks, forward and back, without
+a pause. At most (p + 4) // 3 microbatches are live, counted in full ranks.
 """
 
 from nxdpp.schedules.actions import Schedule
@@ -19,7 +19,7 @@ from nxdpp.schedules.placement import Placement
 
 def _all(placement: Placement, microbatches: int) -> Schedule:
     ranks = placement.ranks
-    # Without it two actions of a rank would share a slot.
+    # Keeps two actions of a rank out of one slot.
     apart = 2 if ranks % 3 == 0 else 0
 
     def block(rank: int) -> BuildingBlock:
@@ -28,13 +28,4 @@ def _all(placement: Placement, microbatches: int) -> Schedule:
     return squeeze(placement, microbatches, block, most_live=2 * ((ranks + 4) // 3))
 
 
-V_MIN = Family(
-    "v-min",
-    "two chunks in a V, a third of the memory of 1F1B",
-    make_all=_all,
-    fewest_chunks=2,
-    most_chunks=2,
-    default_chunks=2,
-    v_shaped=True,
-    splits_backward=True,
-)
+V_MIN = Family("v-min", "two chunks in a V, a third of the memory of 1F1B", _all, default_chunks=2, v_shaped=True)

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward split, in the memory of 1F1B (Qi et al., Zero Bubble, arXiv 2401.10241).
+"""ZB-H1: 1F1B with a split backward, in the memory of 1F1B (Qi et al., Zero Bubble, arXiv 2401.10241).
 
 p = 4, 8 microbatches::
 
@@ -7,13 +7,13 @@ p = 4, 8 microbatches::
     rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
 
-Rank r holds its weight-gradients back by r microbatches: those of the last rank fill the time in which it would wait
-at the end, and every rank holds p microbatches. The bubble is (p - 1) (F + I - W), that of 1F1B (p - 1) (F + I + W).
+Rank r delays its weight-gradients by r microbatches; they fill the bubble at the end. Every rank holds p microbatches.
+The bubble is (p - 1) (F + I - W), that of 1F1B (p - 1) (F + I + W).
 """
 
 from nxdpp.schedules.actions import Action
 from nxdpp.schedules.families.delayed_weights import delay_weights
-from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.families.family import Family, each_rank
 from nxdpp.schedules.placement import Placement
 
 
@@ -22,4 +22,4 @@ def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
     return delay_weights([rank], forwards, warm_up=placement.ranks - rank, delay=rank)
 
 
-ZB_H1 = Family("zb-h1", "1F1B with split backward, in 1F1B's memory", make_rank=_rank, splits_backward=True)
+ZB_H1 = Family("zb-h1", "1F1B with split backward, in 1F1B's memory", each_rank(_rank))

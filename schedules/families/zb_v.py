@@ -1,5 +1,4 @@
-"""ZB-V: two chunks a rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2401.10241,
-section 6).
+"""ZB-V: two chunks a rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2401.10241, section 6).
 
 p = 4, 8 microbatches; small letters are the first chunk::
 
@@ -8,24 +7,21 @@ p = 4, 8 microbatches; small letters are the first chunk::
     rank 2  .  .  f0 f1 f2 F0 f3 F1 f4 F2 I0 W0 F3 I1 W1 f5 i0 w0 F4 I2 W2 f6 i1 w1 F5 I3 W3 f7 i2 w2 ...
     rank 3  .  .  .  f0 F0 f1 F1 f2 F2 f3 F3 I0 W0 f4 i0 w0 F4 I1 W1 f5 i1 w1 F5 I2 W2 f6 i2 w2 F6 I3 ...
 
-The first chunk's forward goes down the ranks, the second's comes back up, so that the first rank, which starts first,
-also has the loss; input-gradients go the same way back. A rank
+The first rank has the first stage and the loss. Rank r
 
-1. fills its memory with forwards of the first chunk, 2 (p - r) - 1 of them;
-2. takes up the second chunk's, one of each, r times;
-3. turns the second chunk around: forward, input-gradient, weight-gradient, p - r times;
-4. runs one microbatch through both chunks, each forward with a full backward of another microbatch, while forwards
-   are left;
-5. drains the input-gradients with the weight-gradients held back, which fill the time in which it would wait.
+1. warms up with 2 (p - r) - 1 forwards of the first chunk;
+2. alternates forwards of the second and the first chunk, r times;
+3. runs forward, input-gradient and weight-gradient of the second chunk, p - r times;
+4. runs all three of both chunks in turn while forwards are left;
+5. drains input-gradients; the delayed weight-gradients fill the bubble.
 
-At most p microbatches are live, counted in full stages (two chunks). With F = I = W a rank waits for p - 1 chunks in
-all, where there are at least 2 p - 1 microbatches. For fewer the list of 2 p - 1 is made, and the microbatches
-beyond the last are left out of it. The steps, their lengths and the leaving out are those of
-``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+At most p microbatches are live, counted in full ranks. With F = I = W and at least 2 p - 1 microbatches, a rank waits
+for p - 1 chunks in all. For fewer microbatches the schedule of 2 p - 1 is built, and the others are left out. Phases
+and their lengths are those of ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.schedules.families.family import Family
+from nxdpp.schedules.families.family import Family, each_rank
 from nxdpp.schedules.placement import Placement
 
 
@@ -45,7 +41,7 @@ def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
     both_forwards = [second.forward, first.forward]
     turn = [second.forward, second.input_gradient, second.weight_gradient]
     steady = [first.forward, first.input_gradient, first.weight_gradient, *turn]
-    # As many as are left of the first chunk's forwards; then those that only the second one has left.
+    # The forwards of the first chunk that are left after warm-up and alternation.
     full_rounds = count - (2 * (ranks - rank) - 1) - rank
     plan = [
         ([first.forward], 2 * (ranks - rank) - 1),
@@ -63,12 +59,5 @@ def _rank(placement: Placement, rank: int, microbatches: int) -> list[Action]:
 
 
 ZB_V = Family(
-    "zb-v",
-    "two chunks in a V, nearly no bubble, in 1F1B's memory",
-    make_rank=_rank,
-    fewest_chunks=2,
-    most_chunks=2,
-    default_chunks=2,
-    v_shaped=True,
-    splits_backward=True,
+    "zb-v", "two chunks in a V, nearly no bubble, in 1F1B's memory", each_rank(_rank), default_chunks=2, v_shaped=True
 )

@@ -1,19 +1,16 @@
-"""From compute actions to the full list: the sends and receives follow from who needs whose values.
+"""Lowering: add sends and receives to the compute actions of each rank.
 
-A receive is posted ``posted_ahead`` compute actions before the one that needs it, so that a transfer runs while
-its receiver still computes; a send follows at once after the compute action that makes the value. Rank 1 of 3,
-one ahead::
+A receive is posted ``posted_ahead`` compute actions before its use, so that the transfer overlaps with computation. A
+send follows its compute action at once. Rank 1 of 3, one ahead::
 
     compute   1F0                     1F1                      1B0 ...
     lowered   RECV 1F0, RECV 1F1, 1F0, SEND 1F0, RECV 1B0, 1F1, SEND 1F1, RECV 1F2, 1B0, SEND 1B0 ...
 
-The gradient of what a stage received leaves after its full backward, or after its input-gradient where that is
-apart. Between stages on one rank nothing is sent.
+A stage sends the gradients of its inputs after its full backward or input-gradient. Stages on one rank send nothing.
 
-Two ranks exchange activations one way and gradients one way, each in one stream without tags, so a rank posts the
-receives from another in the order in which that one sends, even if it then posts one of them earlier than
-``posted_ahead`` asks for. What deadlock takes is then a circle in the compute actions themselves (``check``), or a
-rank that may have too few sends in flight (``rendezvous``).
+The transfers between two ranks have one stream without tags for each direction. A rank therefore posts the receives
+from another in the order of its sends, some earlier than ``posted_ahead``. A deadlock then needs a circle of compute
+actions (``check``), or too few sends in flight (``rendezvous``).
 """
 
 from collections import defaultdict
@@ -21,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 
-# (maker, user): a value that stage ``maker`` makes is an input of stage ``user``.
+# (source, destination): an output of stage ``source`` is an input of stage ``destination``.
 StagePair = tuple[int, int]
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
@@ -34,64 +31,60 @@ _RECEIVED_AS = {
 def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int = 2) -> Schedule:
     """Add the sends and receives to each rank's compute actions.
 
-    Sends and receives name their peer: they move what one pair of stages exchanges. Where a rank has one stage,
-    those of one moment are one action without a peer, for all that the stage exchanges.
+    Sends and receives name their peer. On a rank with one stage, those at one place become one action without a peer.
 
     Args:
         schedule: compute actions of each rank, a schedule that ``check`` accepts.
-        edges: which stage's values are inputs of which; gradients go the other way.
-        posted_ahead: how many compute actions before its use a receive is posted; bounds the buffers held.
+        edges: pairs of stages that exchange activations; gradients go the other way.
+        posted_ahead: number of compute actions between a receive and its use; bounds the buffers held.
     """
     lowering = _Lowering(schedule, edges, posted_ahead)
     return [lowering.rank(rank) for rank in range(len(schedule))]
 
 
 def lower_rank(schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int = 2) -> list[Action]:
-    """The list of ``rank`` that ``lower`` makes; of ``edges``, those of its own stages are enough."""
+    """Return the list of ``rank`` in ``lower``; ``edges`` needs only those of its own stages."""
     return _Lowering(schedule, edges, posted_ahead).rank(rank)
 
 
 def matching_receive(send: Action) -> Action:
-    """The receive, on another rank, of a send that names its peer."""
-    assert send.peer is not None, "a send to every user has several receives"
+    """Return the receive of a send that names its peer."""
+    assert send.peer is not None, "a send without a peer has several receives"
     return Action(send.peer, _RECEIVED_AS[send.kind], send.microbatch, send.stage)
 
 
 class Exchanges:
-    """Which sends and receives a compute action entails; nothing where both stages are on one rank."""
+    """Sends and receives of each compute action; stages on one rank exchange nothing."""
 
     def __init__(self, schedule: Schedule, edges: Collection[StagePair]) -> None:
         self.rank_of = {stage: rank for rank, actions in enumerate(schedule) for stage in {a.stage for a in actions}}
         assert all(stage in self.rank_of for edge in edges for stage in edge), "edges join stages of the schedule"
         remote = [edge for edge in sorted(edges) if self.rank_of[edge[0]] != self.rank_of[edge[1]]]
-        self.users: defaultdict[int, list[int]] = defaultdict(list)
-        self.makers: defaultdict[int, list[int]] = defaultdict(list)
-        for maker, user in remote:
-            self.users[maker].append(user)
-            self.makers[user].append(maker)
+        self._destinations: defaultdict[int, list[int]] = defaultdict(list)
+        self._sources: defaultdict[int, list[int]] = defaultdict(list)
+        for source, destination in remote:
+            self._destinations[source].append(destination)
+            self._sources[destination].append(source)
 
     def sends(self, action: Action) -> list[Action]:
-        """What leaves after ``action``, one send for each stage that it goes to."""
-        stage, kind, microbatch, _ = action
-        if kind is ActionKind.FORWARD:
-            return [Action(stage, ActionKind.SEND_ACTIVATION, microbatch, user) for user in self.users[stage]]
-        if kind in _BACKWARDS:
-            return [Action(stage, ActionKind.SEND_GRADIENT, microbatch, maker) for maker in self.makers[stage]]
-        return []
+        """Return the sends after ``action``, one for each destination stage."""
+        return self._exchanged(action, ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
 
     def receives(self, action: Action) -> list[Action]:
-        """What ``action`` waits for, one receive for each stage that it comes from."""
+        """Return the receives that ``action`` waits for, one for each source stage."""
+        return self._exchanged(action, ActionKind.RECEIVE_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
+
+    def _exchanged(self, action: Action, of_forward: ActionKind, of_backward: ActionKind) -> list[Action]:
         stage, kind, microbatch, _ = action
-        if kind is ActionKind.FORWARD:
-            return [Action(stage, ActionKind.RECEIVE_ACTIVATION, microbatch, maker) for maker in self.makers[stage]]
-        if kind in _BACKWARDS:
-            return [Action(stage, ActionKind.RECEIVE_GRADIENT, microbatch, user) for user in self.users[stage]]
-        return []
+        if kind is not ActionKind.FORWARD and kind not in _BACKWARDS:
+            return []
+        exchanged = Action(stage, of_forward if kind is ActionKind.FORWARD else of_backward, microbatch)
+        return [exchanged._replace(peer=peer) for peer in self.peers(exchanged)]
 
     def peers(self, action: Action) -> list[int]:
-        """The stages that a send or receive of a stage can have as its peer."""
-        to_users = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
-        return (self.users if to_users else self.makers)[action.stage]
+        """Return the possible peers of a send or receive."""
+        to_destinations = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
+        return (self._destinations if to_destinations else self._sources)[action.stage]
 
 
 class _Lowering:
@@ -113,7 +106,7 @@ class _Lowering:
         return lowered
 
     def _posts(self, rank: int) -> list[list[Action]]:
-        """The receives to post before each compute action of ``rank``."""
+        """Return the receives to post before each compute action of ``rank``."""
         uses = {
             receive: position
             for position, action in enumerate(self._schedule[rank])
@@ -131,7 +124,7 @@ class _Lowering:
         return posts
 
     def _streams_to(self, rank: int, uses: Iterable[Action]) -> list[list[Action]]:
-        """For each rank that sends to ``rank``, and each direction, the receives in the order of its sends."""
+        """Return the receives of ``rank`` for each other rank and direction, in the order of its sends."""
         rank_of = self._exchanges.rank_of
         streams: dict[tuple[int, ActionKind], list[Action]] = {
             (source, kind): []
@@ -147,7 +140,7 @@ class _Lowering:
         return list(streams.values())
 
     def _merge(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """One action without a peer for those that differ in the peer alone, where no stream changes its order."""
+        """Merge actions that differ in the peer alone, unless that changes the order of a stream."""
         by_peer: defaultdict[tuple[ActionKind, int | None], list[int]] = defaultdict(list)
         for action in actions:
             by_peer[action.kind, action.peer].append(action.microbatch)

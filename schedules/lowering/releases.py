@@ -1,13 +1,12 @@
-"""When a rank knows that what it sent has arrived, so that it can let go of the memory without waiting.
+"""Releases: the actions after which a rank knows that a send has finished, and can free its memory without waiting.
 
-A value has arrived once the other rank has run the action that uses it. A rank learns so from what that rank sends
-back then or later: rank 0 of two, 1F1B, knows at ``0B0`` that its first activation has arrived, since its gradient
-has::
+A tensor has arrived once the other rank has run the action that uses it. A rank knows that when it receives a tensor
+computed at that action or later. Under 1F1B, the gradient of microbatch 0 shows that its activation has arrived::
 
-    rank 0   0F0  0F1   ·   0B0  0F2  0B1 ...       at 0B0 the activation of microbatch 0 is let go of
+    rank 0   0F0  0F1   ·   0B0  0F2  0B1 ...       after 0B0 the activation of microbatch 0 is free
     rank 1        1F0  1B0  1F1  1B1 ...
 
-Waiting for a send at any other time could stop a rank that others wait for.
+To wait for a send at another time could stop a rank that others wait for.
 """
 
 from bisect import bisect_left
@@ -27,9 +26,9 @@ _MADE_BY = {
 
 
 def releases(schedule: Schedule, rank: int, edges: Collection[StagePair]) -> list[list[Action]]:
-    """For each compute action of ``rank``, the sends (with their peers) that are known to be over after it.
+    """Return for each compute action of ``rank`` the sends, with peers, that are known to have finished after it.
 
-    Sends of which nothing is heard are in none of the lists.
+    Sends without such an action are in none of the lists.
     """
     exchanges = Exchanges(schedule, edges)
     places = [{action: place for place, action in enumerate(actions)} for actions in schedule]
@@ -41,7 +40,7 @@ def releases(schedule: Schedule, rank: int, edges: Collection[StagePair]) -> lis
             other = exchanges.rank_of[send.peer]
             used = _place(places[other], send.peer, _USED_BY[send.kind], send.microbatch)
             own_places, latest = heard.get(other, ([], []))
-            # The other rank's latest action that this rank has heard of only grows.
+            # ``latest`` only grows.
             first = bisect_left(latest, used)
             if first < len(own_places):
                 over[own_places[first]].append(send)
@@ -51,8 +50,8 @@ def releases(schedule: Schedule, rank: int, edges: Collection[StagePair]) -> lis
 def _heard(
     schedule: Schedule, rank: int, exchanges: Exchanges, places: list[dict[Action, int]]
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """For each rank that sends to ``rank``: places of the actions that receive from it, and how far it is known to
-    be at each."""
+    """Return for each rank that sends to ``rank``: places of the actions that receive from it, and the latest place
+    on that rank that each implies."""
     heard: dict[int, tuple[list[int], list[int]]] = {}
     for place, action in enumerate(schedule[rank]):
         for receive in exchanges.receives(action):

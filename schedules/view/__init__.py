@@ -1,1 +1,1 @@
-"""Drawings, reports and commands for schedules and recorded steps."""
+"""Drawings, tables and commands for schedules and recorded steps."""

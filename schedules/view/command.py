@@ -1,4 +1,4 @@
-"""``python -m nxdpp schedule``: what can be said of a schedule without running it.
+"""``python -m nxdpp schedule``: drawing, bubble and memory of a simulated schedule.
 
 ::
 
@@ -12,19 +12,20 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 from nxdpp.schedules.simulate import Timeline
-from nxdpp.schedules.view.report import Compared, Shares, as_json, compare, comparison_as_json
+from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_table, rank_table
 from nxdpp.schedules.written import read_schedule
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# As wide as needed to be read by people and scripts, where the output is no terminal.
+# Columns of an output that is no terminal.
 _WIDTH_OF_A_FILE = 200
 
 
@@ -32,45 +33,46 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command to those of ``python -m nxdpp``."""
     parser = commands.add_parser(
         "schedule",
-        help="draw a schedule, the bubble of its ranks and what they hold",
-        description="Draw a schedule, the bubble of its ranks and what they hold. Times are those of all layers "
-        "of a rank for one microbatch, in any unit: with v chunks a rank, a chunk takes 1/v of them.",
+        help="draw a schedule with the bubble and memory of its ranks",
+        description="Draw a schedule with the bubble and memory of its ranks. Times are those of all layers of a rank "
+        "for one microbatch, in any unit: with v chunks a rank, a chunk takes 1/v of them.",
     )
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row a rank"
     )
     parser.add_argument("--ranks", type=_count, metavar="N", help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=_count, metavar="N", help="microbatches of a step")
-    parser.add_argument("--virtual", type=_count, metavar="N", help="chunks a rank (what the family has, or 2)")
+    parser.add_argument("--virtual", type=_count, metavar="N", help="chunks a rank (default of the family)")
     parser.add_argument("--forward", type=_time, default=1.0, metavar="T", help="time of a forward (1)")
     parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
     parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
     parser.add_argument("--transfer", type=_time, default=0.0, metavar="T", help="from one rank to another (0)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline into this file too")
-    parser.add_argument("--json", action="store_true", help="print the actions and the times as JSON, no drawing")
-    parser.add_argument("--compare", action="store_true", help="one line for each family in place of a drawing")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the timeline into this SVG file")
+    parser.add_argument("--json", action="store_true", help="print actions and times as JSON in place of a drawing")
+    parser.add_argument("--compare", action="store_true", help="print one line for each family in place of a drawing")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what ``options`` say; ``ValueError`` for those that cannot be honoured."""
+    """Print the drawing, JSON or comparison for ``options``; ``ValueError`` for options that exclude each other."""
     if options.compare:
         _compare(options)
         return
     if options.name is None:
-        raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or ask for --compare.")
+        raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or add --compare.")
     title, timeline = _simulated(options)
     if options.svg is not None:
-        from nxdpp.schedules.view.picture import svg
-
-        try:
-            options.svg.write_text(svg(timeline, title), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--svg: {options.svg} cannot be written: {error.strerror}") from None
+        write_svg(options.svg, {title: timeline})
     if options.json:
         print(json.dumps(as_json(title, timeline)))
-    else:
-        _print_timeline(title, timeline)
+        return
+    from nxdpp.schedules.view.drawing import draw
+
+    out = console()
+    out.print(title)
+    out.print(draw(timeline, out.width))
+    out.print(rank_table(timeline))
+    out.print(f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.mean_bubble:.1f} % on average")
 
 
 def _simulated(options: argparse.Namespace) -> tuple[str, Timeline]:
@@ -78,8 +80,8 @@ def _simulated(options: argparse.Namespace) -> tuple[str, Timeline]:
     if options.name.endswith(".csv"):
         if options.ranks or options.microbatches or options.virtual:
             raise ValueError(
-                f"{options.name} says how many ranks, microbatches and chunks there are: leave out --ranks, "
-                f"--microbatches and --virtual."
+                f"{options.name} sets the number of ranks, microbatches and chunks: leave out --ranks, --microbatches "
+                f"and --virtual."
             )
         schedule = read_schedule(Path(options.name))
         name = Path(options.name).name
@@ -101,31 +103,24 @@ def _compare(options: argparse.Namespace) -> None:
     rows = compare(ranks, microbatches, options.virtual, shares)
     if options.json:
         print(json.dumps(comparison_as_json(rows)))
-    else:
-        _print_comparison(f"{ranks} ranks, {microbatches} microbatches; {shares.text()}", rows, chosen)
-
-
-def _print_timeline(title: str, timeline: Timeline) -> None:
-    from nxdpp.schedules.view.drawing import draw
-    from nxdpp.schedules.view.report import rank_table
-
+        return
     out = console()
-    out.print(title)
-    out.print(draw(timeline, out.width))
-    out.print(rank_table(timeline))
-    out.print(f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.mean_bubble:.1f} % on average")
-
-
-def _print_comparison(title: str, rows: list[Compared], chosen: str | None) -> None:
-    from nxdpp.schedules.view.report import comparison_table
-
-    out = console()
-    out.print(title)
+    out.print(f"{ranks} ranks, {microbatches} microbatches; {shares.text()}")
     out.print(comparison_table(rows, out.width, chosen))
 
 
+def write_svg(path: Path, timelines: Mapping[str, Timeline]) -> None:
+    """Draw the timelines, by title, into an SVG file; ``ValueError`` for a path that cannot be written."""
+    from nxdpp.schedules.view.picture import svg
+
+    try:
+        path.write_text(svg(timelines), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--svg: {path} cannot be written: {error.strerror}") from None
+
+
 def console() -> "Console":
-    """Where to print to."""
+    """Return the console, as wide as the terminal."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
@@ -155,5 +150,5 @@ def _time(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: give a number that is not negative")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number of at least 0")
     return value

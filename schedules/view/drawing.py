@@ -1,4 +1,4 @@
-"""A timeline in a terminal: a row a rank, time to the right, in as many blocks as the width asks for.
+"""Drawing of a timeline in a terminal: a row a rank, time to the right, in blocks of the terminal's width.
 
 ::
 
@@ -16,8 +16,8 @@ from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.simulate import Span, Timeline
 from nxdpp.schedules.view.labels import NAMES, RankLabels, has_chunks, kinds_in
 
-# The shortest action is as wide as its label, but no action is drawn wider for that than this many labels on average,
-# and no row for long transfers wider than this many labels for each action of all ranks.
+# The shortest action is as wide as its label, with two limits in labels: the mean width of an action, and the width of
+# a row for each action of all ranks, which bounds long transfers.
 _MEAN_WIDTH = 4
 _BUBBLE_WIDTH = 20
 
@@ -32,7 +32,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a rank does from one column to another; nothing, without a label."""
+    """An action in its columns; a piece of bubble without a label."""
 
     start: int
     end: int
@@ -41,9 +41,9 @@ class _Piece:
 
 
 def draw(timeline: Timeline, width: int, like: Timeline | None = None) -> Text:
-    """The timeline in lines of at most ``width`` columns; of more, where not even one action fits beside its rank.
+    """Return the timeline in lines of at most ``width`` columns, or of one action if that is wider.
 
-    A column is as long as in the drawing of ``like``, the same actions at other times, where that is given.
+    A column has the same time as in the drawing of ``like``, a timeline of the same actions, if given.
     """
     cell = 1 + max(
         len(labels.label(span.action))
@@ -67,14 +67,14 @@ def draw(timeline: Timeline, width: int, like: Timeline | None = None) -> Text:
 
 
 def _unit(timeline: Timeline) -> float:
-    """The time that is as wide as the longest label."""
+    """Return the time that is as wide as the longest label."""
     lengths = [span.end - span.start for spans in timeline.spans for span in spans]
     shortest = min((length for length in lengths if length > 0), default=1.0)
     return max(shortest, sum(lengths) / len(lengths) / _MEAN_WIDTH, timeline.makespan / len(lengths) / _BUBBLE_WIDTH)
 
 
 def _pieces(spans: Sequence[Span], scale: float, columns: int) -> Iterator[_Piece]:
-    """The row of a rank, without a gap."""
+    """Yield the row of a rank, actions and bubble."""
     labels = RankLabels(spans)
     column = 0
     for span in spans:
@@ -89,15 +89,15 @@ def _pieces(spans: Sequence[Span], scale: float, columns: int) -> Iterator[_Piec
 
 
 def _append(text: Text, piece: _Piece, start: int, end: int, cell: int) -> None:
-    """The part of ``piece`` that is in the block from ``start`` to ``end``."""
+    """Append the part of ``piece`` from column ``start`` to ``end``."""
     length = end - start
     if length <= 0:
         return
     if not piece.label:
-        # A dot a cell, where cells are, so that rows can be counted.
+        # One dot a cell.
         shown = "".join("." if column % cell == 0 else " " for column in range(start, end))
     else:
-        # A number without its last digits would be another one; the letter alone is for what is that short.
+        # A label is shown in full or as its letter: a number without its last digits would be wrong.
         cut = length < piece.end - piece.start
         shown = piece.label if len(piece.label) <= length else "-" * length if cut else piece.label[0]
         shown = shown.ljust(length - 1, "-").ljust(length)

@@ -1,4 +1,4 @@
-"""How drawings call and tell apart what a rank does."""
+"""Labels of actions in drawings."""
 
 from collections.abc import Sequence
 
@@ -21,21 +21,21 @@ class RankLabels:
         self._first = min(stages) if len(stages) > 1 else None
 
     def is_first_chunk(self, action: Action) -> bool:
-        """Whether ``action`` is of the first of the rank's several stages."""
+        """True for the first of several stages of the rank."""
         return action.stage == self._first
 
     def label(self, action: Action) -> str:
-        """The kind's letter, small for the first of several stages, and the microbatch."""
+        """Return the letter of the kind, small for the first of several stages, and the microbatch."""
         letter = action.kind.value
         return f"{letter.lower() if self.is_first_chunk(action) else letter}{action.microbatch}"
 
 
 def kinds_in(ranks: Sequence[Sequence[Span]]) -> list[ActionKind]:
-    """The kinds of actions that occur, in the order of ``NAMES``."""
+    """Return the kinds of the actions, in the order of ``NAMES``."""
     found = {span.action.kind for spans in ranks for span in spans}
     return [kind for kind in NAMES if kind in found]
 
 
 def has_chunks(ranks: Sequence[Sequence[Span]]) -> bool:
-    """Whether any rank has several stages."""
+    """True if a rank has several stages."""
     return any(len({span.action.stage for span in spans}) > 1 for spans in ranks)

@@ -1,120 +1,128 @@
-"""Steps that were really run, from the Chrome trace that ``trace_file_path`` writes.
+"""Recorded steps of a timeline file, and the times of their stages.
 
-Times are milliseconds; a step begins with its first compute action.
+Times are milliseconds. A step begins with its first compute action.
 """
 
-import json
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.check import ScheduleError, check
+from nxdpp.schedules.execution import Times
 from nxdpp.schedules.simulate import Span, Timeline, timeline_of
+from nxdpp.schedules.timeline_file import Activity, Event, read_timeline
 
-_COMPUTES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-_KINDS = {kind.value: kind for kind in _COMPUTES}
-_WAITS = ("wait", "wait sent", "wait layouts")
-_STARTS = ("send", "receive")
-
-
-class Interval(NamedTuple):
-    """From when to when."""
-
-    start: float
-    end: float
-
-
-class Wait(NamedTuple):
-    """A wait of stage ``user`` for what stage ``maker`` sent of a microbatch; ``kind`` is that of both actions."""
-
-    kind: str
-    maker: int
-    user: int
-    microbatch: int
-    wait: Interval
-
-
-@dataclass
-class RankRecord:
-    """What a rank did: compute actions in order, waits for others, and calls that start sends and receives."""
-
-    computes: list[Span] = field(default_factory=list)
-    waits: list[Interval] = field(default_factory=list)
-    starts: list[Interval] = field(default_factory=list)
-    arrivals: list[Wait] = field(default_factory=list)
+_WAITS = (Activity.WAIT, Activity.WAIT_SENT, Activity.WAIT_LAYOUTS)
+_STARTS = (Activity.SEND, Activity.RECEIVE)
+# The actions whose results are sent as activations and as gradients.
+_MADE_BY = {"F": (ActionKind.FORWARD,), "B": (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)}
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A whole step of all ranks; ``name`` tells its number and kind."""
+    """A complete step; ``name`` tells its number and kind, ``ranks`` has the events of each rank."""
 
     name: str
-    ranks: list[RankRecord]
+    ranks: Sequence[Sequence[Event]]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The compute actions of each rank at their recorded times."""
+        return timeline_of([[_span(e) for e in events if e.activity is Activity.COMPUTE] for events in self.ranks])
 
     @property
     def schedule(self) -> Schedule:
         """The compute actions of each rank, in the order in which they ran."""
-        return [[span.action for span in rank.computes] for rank in self.ranks]
-
-    @property
-    def timeline(self) -> Timeline:
-        """As it was."""
-        return timeline_of([rank.computes for rank in self.ranks])
+        return [[span.action for span in spans] for spans in self.timeline.spans]
 
     def waited(self, rank: int) -> float:
-        """How long a rank waited for others, from the first compute action of all ranks to the last one."""
-        return _length(self.ranks[rank].waits, self.timeline.makespan)
+        """Time that ``rank`` waited for others, until the last compute action of all ranks ends."""
+        return self._covered(rank, _WAITS)
 
     def started(self, rank: int) -> float:
-        """How long it spent on starting sends and receives in that time, without waits."""
-        record, makespan = self.ranks[rank], self.timeline.makespan
-        return _length(record.waits + record.starts, makespan) - _length(record.waits, makespan)
+        """Time that ``rank`` spent in calls that start sends and receives, without waits, until the same moment."""
+        return self._covered(rank, _WAITS + _STARTS) - self._covered(rank, _WAITS)
+
+    def measured_times(self) -> Times:
+        """Medians over the microbatches for each stage, as input of the simulator.
+
+        A full backward counts as input-gradient. A transfer is between a stage and the next one, either way.
+        """
+        lengths: dict[tuple[int, ActionKind], list[float]] = {}
+        for span in (span for spans in self.timeline.spans for span in spans):
+            lengths.setdefault((span.action.stage, span.action.kind), []).append(span.end - span.start)
+        stages = range(1 + max(stage for stage, _ in lengths))
+
+        def middle(stage: int, *kinds: ActionKind) -> float:
+            return next((median(lengths[stage, kind]) for kind in kinds if (stage, kind) in lengths), 0.0)
+
+        return Times(
+            [middle(stage, ActionKind.FORWARD) for stage in stages],
+            [middle(stage, ActionKind.INPUT_GRADIENT, ActionKind.BACKWARD) for stage in stages],
+            [middle(stage, ActionKind.WEIGHT_GRADIENT) for stage in stages],
+            [self._transfer({stage, stage + 1}) for stage in stages],
+        )
+
+    def _transfer(self, stages: set[int]) -> float:
+        """Median time from the end of an action to the end of the wait for its result, between two stages.
+
+        A wait that began after the action ended only gives an upper bound. Without other waits, the lowest counts.
+        """
+        ends = {span.action: span.end for spans in self.timeline.spans for span in spans}
+        known: list[float] = []
+        bounds: list[float] = []
+        for event in (event for events in self.ranks for event in events):
+            if event.activity is Activity.WAIT and event.other is not None and {event.stage, event.other} == stages:
+                actions = [Action(event.other, kind, event.microbatch or 0) for kind in _MADE_BY.get(event.kind, ())]
+                start, end = _interval(event)
+                for made in (ends[action] for action in actions if action in ends):
+                    (known if start <= made else bounds).append(end - made)
+        return max(0.0, median(known) if known else min(bounds, default=0.0))
+
+    def _covered(self, rank: int, activities: Sequence[Activity]) -> float:
+        """Time covered by events of the ``activities``, from 0 to the makespan."""
+        total = covered = 0.0
+        for start, end in sorted(_interval(event) for event in self.ranks[rank] if event.activity in activities):
+            start, end = max(start, covered), min(end, self.timeline.makespan)
+            if end > start:
+                total += end - start
+                covered = end
+        return total
 
 
 class RecordedTimeline:
-    """The steps in a trace.
+    """The steps in a timeline file.
 
-    Raises ``ValueError`` for a file that cannot be read or is no trace of a pipeline.
+    Raises ``ValueError`` for a file that cannot be read or is no timeline of a pipeline.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        events = _read(path)
-        self._events: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        try:
-            self._ranks = {e["tid"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-            for event in events:
-                if event["ph"] == "X":
-                    self._events[event["args"]["step"]].append(event)
-            self.whole = [number for number in sorted(self._events) if self._is_whole(number)]
-        except (KeyError, TypeError, AttributeError, IndexError):
-            self._ranks = set()
-        if not self._ranks or self._ranks != set(range(len(self._ranks))):
-            raise ValueError(
-                f"{path} is no trace of a pipeline. Give a file that NxDPPModel(..., trace_file_path=...) wrote."
-            )
+        self._file = read_timeline(path)
+        self.complete = [number for number in sorted(self._file.steps) if self._is_complete(number)]
 
     def step(self, number: int | None = None) -> RecordedStep:
-        """A step by its number, by default the last whole one; ``ValueError`` where there is none."""
+        """A step by its number, by default the last complete one; ``ValueError`` for a step that is not complete."""
+        if not self.complete:
+            raise ValueError(f"{self._path} has no whole step: the run ended before its first step did.")
         if number is None:
-            if not self.whole:
-                raise ValueError(f"{self._path} has no whole step: the run ended before its first step did.")
-            number = self.whole[-1]
-        elif number not in self.whole:
-            what = "was cut short" if number in self._events else "is not there"
-            raise ValueError(f"step {number} {what} in {self._path}; whole steps: {_ranges(self.whole) or 'none'}.")
+            number = self.complete[-1]
+        elif number not in self.complete:
+            what = "was cut short" if number in self._file.steps else "is not there"
+            raise ValueError(f"step {number} {what} in {self._path}; whole steps: {_ranges(self.complete)}.")
         return self._build(number)
 
     def describe(self) -> str:
-        """Which steps there are; there is a whole one."""
-        cut = [number for number in sorted(self._events) if number not in self.whole]
-        return f"steps {_ranges(self.whole)}" + (f"; cut short: {_ranges(cut)}" if cut else "")
+        """The numbers of the steps in words."""
+        cut = sorted(self._file.steps.keys() - set(self.complete))
+        return f"steps {_ranges(self.complete)}" + (f"; cut short: {_ranges(cut)}" if cut else "")
 
-    def _is_whole(self, number: int) -> bool:
-        steps = {event["tid"] for event in self._events[number] if event.get("cat") == "step"}
-        if steps != self._ranks:
+    def _is_complete(self, number: int) -> bool:
+        """All ranks wrote the step, and their actions are a schedule."""
+        if len(self._file.steps[number]) < self._file.ranks:
             return False
         try:
             check(self._build(number).schedule)
@@ -123,75 +131,25 @@ class RecordedTimeline:
         return True
 
     def _build(self, number: int) -> RecordedStep:
-        events = self._events[number]
-        origin = min((event["ts"] for event in events if event["cat"] == "compute"), default=0.0)
-        ranks = [RankRecord() for _ in self._ranks]
-        for event in sorted(events, key=lambda event: float(event["ts"])):
-            _add(ranks[event["tid"]], event, origin)
-        name = next((event["name"] for event in events if event["cat"] == "step"), f"step {number}")
-        return RecordedStep(name, ranks)
+        ranks = [self._file.steps[number][rank] for rank in range(self._file.ranks)]
+        origin = min((e.start for events in ranks for e in events if e.activity is Activity.COMPUTE), default=0)
+        shifted = [[e._replace(start=e.start - origin, end=e.end - origin) for e in events] for events in ranks]
+        return RecordedStep(self._file.names[number], shifted)
 
 
-def _add(rank: RankRecord, event: dict[str, Any], origin: float) -> None:
-    start = (event["ts"] - origin) / 1000
-    took = Interval(start, start + event["dur"] / 1000)
-    said, category = event["args"], event["cat"]
-    if category == "compute":
-        rank.computes.append(Span(Action(said["stage"], _KINDS[said["kind"]], said["microbatch"]), *took))
-    elif category in _WAITS:
-        rank.waits.append(took)
-        if category == "wait":
-            rank.arrivals.append(Wait(said["kind"], said["other"], said["stage"], said["microbatch"], took))
-    elif category in _STARTS:
-        rank.starts.append(took)
+def _interval(event: Event) -> tuple[float, float]:
+    """Start and end of ``event`` in milliseconds."""
+    return event.start / 1e6, event.end / 1e6
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a trace: {error}") from None
-    found: Any = None
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = _what_is_whole(text)
-    if isinstance(found, dict):
-        found = found.get("traceEvents")
-    if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
-        raise ValueError(f"{path} is no Chrome trace: it must be a JSON array of events.")
-    return found
-
-
-def _what_is_whole(text: str) -> Any:
-    """The events of a file that was cut off; they are an event a line."""
-    lines = text.splitlines()
-    events = []
-    for line in lines[1:] if lines and lines[0].strip() == "[" else []:
-        try:
-            events.append(json.loads(line.strip().rstrip(",")))
-        except ValueError:
-            break
-    return events or None
-
-
-def _length(intervals: list[Interval], until: float) -> float:
-    """How long at least one of them lasts, between 0 and ``until``."""
-    total = covered = 0.0
-    for start, end in sorted(intervals):
-        start, end = max(start, covered), min(end, until)
-        if end > start:
-            total += end - start
-            covered = end
-    return total
+def _span(event: Event) -> Span:
+    assert event.microbatch is not None, "read_timeline checks compute actions"
+    return Span(Action(event.stage, ActionKind(event.kind), event.microbatch), *_interval(event))
 
 
 def _ranges(numbers: list[int]) -> str:
     """``0 to 3, 5``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join(" to ".join(map(str, part)) for part in parts)
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(firsts, lasts, strict=True)
+    return ", ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in pairs)

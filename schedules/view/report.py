@@ -1,23 +1,24 @@
-"""What a simulated schedule comes to, in figures: as tables and as JSON."""
+"""Figures of simulated schedules as tables and as JSON."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.families.family import Family
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.simulate import Timeline, simulate
+from nxdpp.schedules.simulate import Span, Timeline, simulate
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Columns below which a comparison is figures only.
+# A comparison below this width has no descriptions.
 _NARROW = 80
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Times of all layers of a rank for one microbatch; a chunk takes its part of them, a transfer all of its own."""
+    """Times of all layers of a rank for one microbatch; a chunk takes its share, a transfer its full time."""
 
     forward: float
     input_gradient: float
@@ -25,14 +26,14 @@ class Shares:
     transfer: float
 
     def simulate(self, schedule: Schedule) -> Timeline:
-        """``schedule`` with these times, equal for all stages."""
+        """Simulate ``schedule`` with equal times for all stages."""
         part = len(schedule) / len({action.stage for actions in schedule for action in actions})
         return simulate(
             schedule, self.forward * part, self.input_gradient * part, self.weight_gradient * part, self.transfer
         )
 
     def text(self) -> str:
-        """The times in words."""
+        """Return the times as text."""
         return (
             f"a rank's forward {self.forward:g}, input-gradient {self.input_gradient:g}, weight-gradient "
             f"{self.weight_gradient:g}, transfer {self.transfer:g}"
@@ -49,10 +50,10 @@ class Compared:
 
 
 def compare(ranks: int, microbatches: int, chunks: int | None, shares: Shares) -> list[Compared]:
-    """All families, with ``chunks`` chunks a rank where they can have as many, else with what they have."""
+    """Simulate all families, with ``chunks`` chunks a rank where the family allows it, else with its default."""
     rows = []
     for family in FAMILIES.values():
-        fits = chunks is not None and family.most_chunks is None
+        fits = chunks is not None and family.any_chunks
         placement = family.placement(ranks, chunks if fits else None)
         schedule = family.build(ranks, microbatches, placement.chunks)
         rows.append(Compared(family, placement.chunks, shares.simulate(schedule)))
@@ -60,20 +61,33 @@ def compare(ranks: int, microbatches: int, chunks: int | None, shares: Shares) -
 
 
 def rank_table(timeline: Timeline) -> "Table":
-    """A line a rank: its stages, bubble share and peak."""
+    """The stages, bubble and peak of each rank."""
+    rows = [
+        [str(rank), stages_of(spans), f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:g}"]
+        for rank, spans in enumerate(timeline.spans)
+    ]
+    return figures_table(("rank", "stages", "bubble", "peak of live microbatches"), rows)
+
+
+def figures_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> "Table":
+    """A table whose columns are aligned to the right."""
     from rich.table import Table
 
-    table = Table()
-    for name in ("rank", "stages", "bubble", "peak of live microbatches"):
+    table = Table(caption=caption)
+    for name in columns:
         table.add_column(name, justify="right", overflow="fold")
-    for rank, spans in enumerate(timeline.spans):
-        stages = ", ".join(map(str, sorted({span.action.stage for span in spans})))
-        table.add_row(str(rank), stages, f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:g}")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
+def stages_of(spans: Sequence[Span]) -> str:
+    """The stages of a rank as text."""
+    return ", ".join(map(str, sorted({span.action.stage for span in spans})))
+
+
 def comparison_table(rows: list[Compared], width: int, chosen: str | None = None) -> "Table":
-    """A line a family; that of ``chosen`` is marked. A narrow one has no frame and no words."""
+    """A line a family, with a mark at ``chosen``. A narrow table has no frame and no descriptions."""
     from rich.table import Table
 
     table = Table(caption="v: chunks a rank; peak: live microbatches of the rank that holds most, a chunk being 1/v")
@@ -84,7 +98,7 @@ def comparison_table(rows: list[Compared], width: int, chosen: str | None = None
     for name in ("v", "makespan", "bubble", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
     if not narrow:
-        table.add_column("what it is")
+        table.add_column("description")
     for row in rows:
         mark = " *" if row.family.name == chosen else ""
         table.add_row(
@@ -99,30 +113,20 @@ def comparison_table(rows: list[Compared], width: int, chosen: str | None = None
 
 
 def as_json(title: str, timeline: Timeline) -> dict[str, Any]:
-    """Each rank's actions in order, and when each starts and ends."""
+    """Return each rank's actions in order, with start and end, and the figures."""
     return {
         "schedule": title,
         "ranks": [[str(span.action) for span in spans] for spans in timeline.spans],
         "times": [[[span.start, span.end] for span in spans] for spans in timeline.spans],
-        "makespan": timeline.makespan,
-        "bubbles": timeline.bubbles,
-        "mean_bubble": timeline.mean_bubble,
-        "peaks": timeline.peaks,
+        **_figures(timeline),
     }
 
 
 def comparison_as_json(rows: list[Compared]) -> dict[str, Any]:
-    """The figures of each family."""
-    return {
-        "families": [
-            {
-                "name": row.family.name,
-                "chunks": row.chunks,
-                "makespan": row.timeline.makespan,
-                "bubbles": row.timeline.bubbles,
-                "mean_bubble": row.timeline.mean_bubble,
-                "peaks": row.timeline.peaks,
-            }
-            for row in rows
-        ]
-    }
+    """Return the figures of each family."""
+    return {"families": [{"name": row.family.name, "chunks": row.chunks, **_figures(row.timeline)} for row in rows]}
+
+
+def _figures(timeline: Timeline) -> dict[str, Any]:
+    names = ("makespan", "bubbles", "mean_bubble", "peaks")
+    return {name: getattr(timeline, name) for name in names}

@@ -1,19 +1,20 @@
-"""``python -m nxdpp timeline``: a step as it was run, beside the simulated one with the measured times.
+"""``python -m nxdpp timeline``: a recorded step and its simulation with the measured times.
 
 ::
 
     python -m nxdpp timeline trace.json
-    python -m nxdpp timeline trace.json --step 3
+    python -m nxdpp timeline trace.json --step 3 --svg step3.svg
 """
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxdpp.schedules.simulate import Timeline
-from nxdpp.schedules.view.command import console
-from nxdpp.schedules.view.measured_times import MeasuredTimes, measured_times
+from nxdpp.schedules.execution import Times
+from nxdpp.schedules.simulate import Timeline, simulate
+from nxdpp.schedules.view.command import console, write_svg
 from nxdpp.schedules.view.recorded import RecordedStep, RecordedTimeline
+from nxdpp.schedules.view.report import figures_table, stages_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,27 +24,30 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command to those of ``python -m nxdpp``."""
     parser = commands.add_parser(
         "timeline",
-        help="draw a step that was run, and where it lost its time",
-        description="Draw a step from a trace that NxDPPModel(..., trace_file_path=FILE) wrote, and the same schedule "
-        "simulated with the median times of each stage: as it would be if every microbatch took the same, and a rank "
-        "lost no time between two actions.",
+        help="draw a recorded step and show its lost time",
+        description="Draw a step from a file that NxDPPModel(..., trace_file_path=FILE) wrote, and the same schedule "
+        "simulated with the median times of each stage: every microbatch then takes the same time, and a rank loses "
+        "no time between two actions.",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="the trace")
-    parser.add_argument("--step", type=int, metavar="N", help="number of the step (the last whole one)")
+    parser.add_argument("file", metavar="FILE", type=Path, help="the timeline file")
+    parser.add_argument("--step", type=int, metavar="N", help="number of the step (the last complete one)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw both timelines into this SVG file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what ``options`` say; ``ValueError`` for those that cannot be honoured."""
+    """Print the drawings and tables for ``options``; ``ValueError`` for a file or step that cannot be shown."""
     from nxdpp.schedules.view.drawing import draw
 
-    recording = RecordedTimeline(options.file)
-    step = recording.step(options.step)
-    real, times = step.timeline, measured_times(step)
-    ideal = times.simulate(step)
+    recorded = RecordedTimeline(options.file)
+    step = recorded.step(options.step)
+    real, times = step.timeline, step.measured_times()
+    ideal = simulate(step.schedule, *times)
+    if options.svg is not None:
+        write_svg(options.svg, {f"{step.name}, measured (ms)": real, "simulated with the measured times (ms)": ideal})
     out = console()
-    out.print(f"{options.file} has {recording.describe()}. Times are milliseconds.")
-    out.print(f"\n{step.name}, as it was: {_figures(real)}")
+    out.print(f"{options.file} has {recorded.describe()}. Times are milliseconds.")
+    out.print(f"\n{step.name}, measured: {_figures(real)}")
     out.print(draw(real, out.width))
     out.print(f"simulated: {_figures(ideal)}")
     out.print(draw(ideal, out.width, like=real))
@@ -56,46 +60,31 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline) -> "Table":
-    """Where the time of each rank went."""
-    from rich.table import Table
-
-    table = Table(caption="sends: starting sends and receives; other: what is left of the makespan")
-    for name in ("rank", "stages", "bubble", "simulated", "computed", "simulated", "waited", "sends", "other"):
-        table.add_column(name, justify="right")
+    """The time of each rank by activity."""
+    rows = []
     for rank, spans in enumerate(real.spans):
-        computed, waited, started = (1 - real.bubbles[rank]) * real.makespan, step.waited(rank), step.started(rank)
-        figures = (
-            computed, (1 - ideal.bubbles[rank]) * ideal.makespan, waited, started,
-            real.makespan - computed - waited - started,
-        )  # fmt: skip
-        table.add_row(
-            str(rank),
-            ", ".join(map(str, sorted({span.action.stage for span in spans}))),
-            _percent(real.bubbles[rank]),
-            _percent(ideal.bubbles[rank]),
-            *map(_milliseconds, figures),
-        )
-    return table
+        computed, simulated = (timeline.makespan * (1 - timeline.bubbles[rank]) for timeline in (real, ideal))
+        waited, started = step.waited(rank), step.started(rank)
+        times = (computed, simulated, waited, started, real.makespan - computed - waited - started)
+        bubbles = (_percent(real.bubbles[rank]), _percent(ideal.bubbles[rank]))
+        rows.append([str(rank), stages_of(spans), *bubbles, *map(_milliseconds, times)])
+    columns = ("rank", "stages", "bubble", "sim.", "computed", "sim.", "waited", "sends", "other")
+    return figures_table(columns, rows, "sim.: simulated; sends: calls that start transfers; other: the rest")
 
 
-def _stages(times: MeasuredTimes, step: RecordedStep) -> "Table":
-    """The times that were put into the simulator."""
-    from rich.table import Table
-
-    kinds = {span.action.kind.value for rank in step.ranks for span in rank.computes}
-    names = {"F": "forward", "B": "backward", "I": "input-gradient", "W": "weight-gradient"}
-    columns = {"forward": times.forward}
-    if kinds & {"B", "I"}:
-        columns["/".join(names[kind] for kind in "BI" if kind in kinds)] = times.input_gradient
-    if "W" in kinds:
-        columns["weight-gradient"] = times.weight_gradient
-    columns["transfer to and from the next"] = times.transfer
-    table = Table(caption="medians of the step, with which it is simulated")
-    for name in ("stage", *columns):
-        table.add_column(name, justify="right")
-    for stage, figures in enumerate(zip(*columns.values(), strict=True)):
-        table.add_row(str(stage), *map(_milliseconds, figures))
-    return table
+def _stages(times: Times, step: RecordedStep) -> "Table":
+    """The times of each stage in the simulation."""
+    kinds = {action.kind.value for actions in step.schedule for action in actions}
+    backwards = "/".join(name for kind, name in (("B", "backward"), ("I", "input-gradient")) if kind in kinds)
+    columns = {
+        "forward": times.forward,
+        backwards: times.input_gradient,
+        "weight-gradient" if "W" in kinds else "": times.weight_gradient,
+        "transfer to and from the next": times.transfer,
+    }
+    columns.pop("", None)
+    rows = [[str(stage), *map(_milliseconds, each)] for stage, each in enumerate(zip(*columns.values(), strict=True))]
+    return figures_table(("stage", *columns), rows, "medians of the step, used in the simulation")
 
 
 def _figures(timeline: Timeline) -> str:
@@ -103,7 +92,7 @@ def _figures(timeline: Timeline) -> str:
 
 
 def _milliseconds(time: float) -> str:
-    # Stamps are nanoseconds; what is less came from adding them up.
+    # Rounded to nanoseconds, the unit of the file; the sum with 0.0 turns -0.0 into 0.0.
     return f"{round(time, 6) + 0.0:.4g}"
 
 

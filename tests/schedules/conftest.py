@@ -1,4 +1,4 @@
-"""Hypothesis without chance and without a clock: a busy machine is no failure."""
+"""Hypothesis with fixed seeds and without deadlines, since the machine may be busy."""
 
 from hypothesis import settings
 

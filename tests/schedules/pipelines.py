@@ -1,14 +1,18 @@
-"""Pipelines to draw at random: a schedule of any family and size, and what its stages exchange."""
+"""Random pipelines: a schedule of any family and size, and the edges between its stages."""
 
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from nxdpp.schedules.actions import Schedule
+from nxdpp.schedules.families.family import Family
 from nxdpp.schedules.families.forward_only import forward_only
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.lowering import StagePair
 from nxdpp.schedules.placement import Placement
+
+# Families with input- and weight-gradients as separate actions.
+SPLIT = ("zb-h1", "zb1p", "zb-v", "v-half", "v-min")
 
 
 class Pipeline(NamedTuple):
@@ -20,19 +24,26 @@ class Pipeline(NamedTuple):
 
 
 def chain(stages: int) -> frozenset[StagePair]:
-    """Each stage uses what the one before makes."""
+    """Edges from each stage to the next."""
     return frozenset((stage, stage + 1) for stage in range(stages - 1))
+
+
+def chunks_of(family: Family, most: int) -> st.SearchStrategy[int]:
+    """Numbers of chunks that the family allows, up to ``most``."""
+    return st.integers(1, most) if family.any_chunks else st.just(family.default_chunks)
 
 
 @st.composite
 def pipelines(draw: st.DrawFn, names: tuple[str, ...] = tuple(FAMILIES)) -> Pipeline:
-    """Edges are any, among them chains with some that skip stages; the schedule trains, or is forward only."""
+    """Draw any edges, among them chains with edges that skip stages; the schedule trains or is forward only."""
     family = FAMILIES[draw(st.sampled_from(names))]
-    placement = family.placement(
-        draw(st.integers(1, 6)), draw(st.integers(family.fewest_chunks, family.most_chunks or 3))
-    )
+    placement = family.placement(draw(st.integers(1, 6)), draw(chunks_of(family, 3)))
     microbatches = draw(st.integers(1, 12))
-    possible = [(maker, user) for maker in range(placement.stages) for user in range(maker + 1, placement.stages)]
+    possible = [
+        (source, destination)
+        for source in range(placement.stages)
+        for destination in range(source + 1, placement.stages)
+    ]
     edges = draw(st.sets(st.sampled_from(possible), max_size=6)) if possible else set()
     if draw(st.booleans()):
         edges |= chain(placement.stages)

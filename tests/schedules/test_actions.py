@@ -1,4 +1,4 @@
-"""Actions, their text, and what the package that holds them may not need."""
+"""Actions, their text, and the imports of the package."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_compute_actions_are_read_back(action: Action, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0f0", "0X0", "0SEND_F0", "-1F0", "0F0,"])
-def test_other_texts_are_no_actions(text: str) -> None:
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no action\. Write the stage, F"):
         parse_action(text)
 

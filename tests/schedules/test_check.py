@@ -1,4 +1,4 @@
-"""What is no schedule, and what is said of it."""
+"""Rules of a schedule, and the messages for broken ones."""
 
 import random
 from itertools import pairwise
@@ -22,7 +22,7 @@ def test_full_and_split_backwards_may_be_mixed() -> None:
     assert check(_schedule(*GOOD)) == Sizes(ranks=2, stages=2, microbatches=2, trains=True)
 
 
-def test_a_mistyped_microbatch_is_refused_before_memory_is_made_for_all() -> None:
+def test_a_mistyped_microbatch_is_refused_before_memory_is_allocated() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0, action 1 \(0F99999999999\): .* no rank has 100000000000 actions"):
         check(_schedule("0F0 0F99999999999 0B0"))
 
@@ -56,13 +56,12 @@ def test_each_rule_names_rank_action_and_rule(ranks: list[str], message: str) ->
     assert message in str(caught.value)
 
 
-def test_ranks_that_wait_for_each_other() -> None:
+def test_a_deadlock() -> None:
     with pytest.raises(ScheduleError) as caught:
         check(_schedule("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
 
     assert str(caught.value) == (
-        "the ranks wait for each other for ever: rank 0, action 1 (0B0) waits for 1B0 of rank 1, rank 1, action 1 "
-        "(1F1) waits for 0F1 of rank 0, which comes later there."
+        "deadlock: rank 0, action 1 (0B0) waits for 1B0 of rank 1; rank 1, action 1 (1F1) waits for 0F1 of rank 0."
     )
 
 
@@ -71,7 +70,7 @@ def test_a_rank_that_waits_for_itself() -> None:
         check(_schedule("1F0 0F0"))
 
 
-def test_sends_are_no_part_of_a_schedule() -> None:
+def test_sends_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"\(0SEND_F0\): a schedule has compute actions only"):
         check([[Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.SEND_ACTIVATION, 0)]])
 
@@ -100,8 +99,8 @@ def test_a_missing_or_repeated_action_is_found(name: str, ranks: int, microbatch
 
 @given(st.permutations(range(8)), st.permutations(range(8)))
 @settings(max_examples=300)
-def test_an_order_is_refused_just_where_it_has_a_circle(first: list[int], second: list[int]) -> None:
-    """Against a search for a circle among all that has to come before something else."""
+def test_an_order_is_refused_if_and_only_if_it_has_a_circle(first: list[int], second: list[int]) -> None:
+    """Compared with a search for a circle in the graph of dependencies."""
     actions = [parse_action(text) for text in ("0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1")]
     ranks = [[actions[i] for i in order if actions[i].stage == stage] for stage, order in enumerate((first, second))]
     after = {(a, b) for rank in ranks for a, b in pairwise(rank)}

@@ -1,4 +1,4 @@
-"""What the schedule's name, lists or file, and the number of chunks, come to."""
+"""Schedules chosen by a name, lists or a file, and the number of chunks."""
 
 from pathlib import Path
 
@@ -19,19 +19,18 @@ def test_without_a_name_it_is_1f1b_and_interleaved_with_several_chunks() -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_name_alone_has_as_many_chunks_as_the_family_is_known_for(name: str) -> None:
+def test_a_name_alone_has_the_default_chunks(name: str) -> None:
     family = FAMILIES[name]
 
     chosen = ChosenSchedule(name, 4, 6, 1)
 
     assert chosen.placement == family.placement(4, family.default_chunks)
     assert chosen.training == family.build(4, 6)
-    assert chosen.splits_backward == family.splits_backward
     assert check(chosen.evaluation) == (4, 4 * family.default_chunks, 6, False)
     assert all(chosen.placement.rank_of(a.stage) == rank for rank, each in enumerate(chosen.evaluation) for a in each)
 
 
-def test_a_family_of_one_stage_a_rank_is_not_given_two() -> None:
+def test_chunks_that_a_family_does_not_have() -> None:
     with pytest.raises(ValueError, match="1f1b has 1 stage a rank, not 2"):
         ChosenSchedule("1f1b", 2, 4, 2)
     with pytest.raises(ValueError, match="zb-v has 2 stages a rank, not 3"):
@@ -39,7 +38,7 @@ def test_a_family_of_one_stage_a_rank_is_not_given_two() -> None:
     assert ChosenSchedule("zb1p", 2, 4, 3).placement.chunks == 3
 
 
-def test_lists_and_files_of_the_same_actions_are_one_schedule_to_all_ranks(tmp_path: Path) -> None:
+def test_lists_and_files_of_the_same_actions_have_one_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("\n".join(",".join(actions) for actions in UNEVEN))
     listed, read, read_by_name = (ChosenSchedule(each, 2, 2, 1) for each in (UNEVEN, path, str(path)))
@@ -47,7 +46,7 @@ def test_lists_and_files_of_the_same_actions_are_one_schedule_to_all_ranks(tmp_p
     assert listed.training == read.training == read_by_name.training
     assert listed.name == read.name == read_by_name.name
     assert listed.placement == ListedPlacement((0, 1, 1), 2)
-    # The name is what ranks compare before a step.
+    # Ranks compare names before a step.
     other = [UNEVEN[0], ["1F0", "1F1", "2F0", *UNEVEN[1][3:]]]
     assert ChosenSchedule(other, 2, 2, 1).name != listed.name
 
@@ -56,13 +55,11 @@ def _backwards(schedule: Schedule) -> set[ActionKind]:
     return {action.kind for actions in schedule for action in actions} - {ActionKind.FORWARD}
 
 
-def test_evaluation_of_what_a_user_wrote_has_all_forwards_where_the_stages_are() -> None:
+def test_evaluation_of_a_written_schedule_has_all_forwards() -> None:
     chosen = ChosenSchedule(UNEVEN, 2, 2, 1)
 
     assert check(chosen.evaluation) == (2, 3, 2, False)
     assert _backwards(chosen.evaluation) == set()
-    assert not chosen.splits_backward
-    assert ChosenSchedule([["0F0", "0I0", "0W0"]], 1, 1, 1).splits_backward
 
 
 @pytest.mark.parametrize(
@@ -78,18 +75,18 @@ def test_evaluation_of_what_a_user_wrote_has_all_forwards_where_the_stages_are()
         ([], 1, "the schedule is empty"),
     ],
 )
-def test_what_cannot_be_is_refused(schedule: list[list[str]], chunks: int, message: str) -> None:
+def test_invalid_schedules(schedule: list[list[str]], chunks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChosenSchedule(schedule, 2, 2, chunks)
 
 
 @pytest.mark.parametrize("schedule", [5, [1, 2], [["0F0", 3], ["1F0"]]])
-def test_what_is_no_schedule_at_all_is_a_type_error(schedule: list[list[str]]) -> None:
+def test_other_types(schedule: list[list[str]]) -> None:
     with pytest.raises(TypeError, match="schedule"):
         ChosenSchedule(schedule, 2, 2, 1)
 
 
 @pytest.mark.parametrize("chunks", [0, -1, True, 1.5])
-def test_numbers_of_chunks_that_cannot_be(chunks: int) -> None:
+def test_invalid_numbers_of_chunks(chunks: int) -> None:
     with pytest.raises(ValueError, match=f"virtual_pipeline_size={chunks} must be a whole number"):
         ChosenSchedule(None, 2, 4, chunks)

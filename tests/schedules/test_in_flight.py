@@ -1,4 +1,4 @@
-"""Activations are kept from forward to backward."""
+"""Microbatches between forward and backward."""
 
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.in_flight import in_flight, microbatches_in_flight
@@ -6,18 +6,18 @@ from nxdpp.schedules.simulate import live_peaks
 from nxdpp.schedules.written import parse_schedule
 
 
-def test_1f1b_keeps_one_fewer_on_each_stage_and_no_more_than_there_are() -> None:
+def test_1f1b_has_one_fewer_on_each_stage() -> None:
     assert microbatches_in_flight(4, 16) == [4, 3, 2, 1]
     assert microbatches_in_flight(4, 2) == [2, 2, 2, 1]
 
 
-def test_of_several_chunks_the_first_is_kept_longest() -> None:
+def test_several_chunks() -> None:
     # rank 0: f0 f1 F0 F1 f2 B0 f3 B1 F2 b0 ...    rank 1: f0 f1 F0 B0 F1 B1 f2 b0 ...    (F, B: the second chunk)
     assert microbatches_in_flight(2, 4, 2) == [4, 3, 2, 1]
     assert microbatches_in_flight(2, 1, 3) == [1] * 6
 
 
-def test_in_a_v_a_stage_keeps_what_its_weight_gradient_still_needs() -> None:
+def test_a_microbatch_is_in_flight_until_its_weight_gradient() -> None:
     schedule = FAMILIES["zb-v"].build(2, 4)
 
     # rank 0: f0 f1 f2 F0 I0 W0 F1 I1 W1 f3 i0 w0 F2 ...    rank 1: f0 F0 f1 F1 I0 W0 f2 i0 w0 ...
@@ -25,7 +25,7 @@ def test_in_a_v_a_stage_keeps_what_its_weight_gradient_still_needs() -> None:
     assert all(peak <= 4 for peak in live_peaks(schedule))
 
 
-def test_a_schedule_that_a_user_wrote() -> None:
+def test_a_written_schedule() -> None:
     second = ["1F0", "2F0", "2B0", "1B0", "1F1", "2F1", "2B1", "1B1"]
     schedule = parse_schedule([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], second])
 

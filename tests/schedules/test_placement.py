@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placements of stages on ranks."""
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def test_a_v_turns_around_where_a_loop_starts_again(v_shaped: bool, distances: s
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.booleans())
-def test_a_list_of_ranks_says_the_same(ranks: int, chunks: int, v_shaped: bool) -> None:
+def test_a_listed_placement_is_the_same(ranks: int, chunks: int, v_shaped: bool) -> None:
     placement = Placement(ranks, chunks, v_shaped)
     listed = ListedPlacement(tuple(map(placement.rank_of, range(placement.stages))), ranks)
 

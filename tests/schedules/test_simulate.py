@@ -1,4 +1,4 @@
-"""How long schedules take and what they hold: the figures of their papers, and times worked out by hand."""
+"""Times and peaks of schedules: the figures of the papers, and times computed by hand."""
 
 import pytest
 from hypothesis import given, settings
@@ -48,7 +48,7 @@ def test_peaks_of_eight_ranks_and_32_microbatches(name: str, peaks: list[float])
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 16])
-def test_no_chunk_length_matters_to_the_bubble(name: str, ranks: int) -> None:
+def test_the_bubble_is_independent_of_the_chunk_length(name: str, ranks: int) -> None:
     schedule = FAMILIES[name].build(ranks, 2 * ranks)
 
     assert simulate(schedule, 0.5, 0.5, 0.5).mean_bubble == pytest.approx(simulate(schedule).mean_bubble)
@@ -61,10 +61,10 @@ def test_no_chunk_length_matters_to_the_bubble(name: str, ranks: int) -> None:
     times=st.tuples(*[st.integers(0, 5)] * 4),
 )
 @settings(max_examples=150, deadline=None)
-def test_nothing_starts_before_what_it_needs(
+def test_no_action_starts_before_its_inputs(
     name: str, ranks: int, microbatches: int, times: tuple[int, int, int, int]
 ) -> None:
-    """Worked out again from the spans alone."""
+    """Computed again from the spans alone."""
     family = FAMILIES[name]
     placement = family.placement(ranks)
     transfer = times[3]
@@ -87,7 +87,7 @@ def test_nothing_starts_before_what_it_needs(
     assert timeline.makespan == max(ends.values())
 
 
-def test_times_of_each_stage_worked_out_by_hand() -> None:
+def test_times_of_each_stage_by_hand() -> None:
     schedule = parse_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1I0", "1F1", "1W0", "1B1"]])
 
     timeline = simulate(schedule, forward=[1, 4], input_gradient=[2, 3], weight_gradient=[1, 5], transfer=[10, 7])
@@ -111,7 +111,7 @@ def test_times_of_each_stage_worked_out_by_hand() -> None:
 
 
 def test_one_more_forward_a_hop_hides_the_transfer() -> None:
-    """Plain 1F1B takes F + B + 2 (p - 1) / p transfers a microbatch; the eager one F + B."""
+    """Plain 1F1B takes F + B + 2 (p - 1) / p transfers a microbatch, the eager schedule F + B."""
 
     def per_microbatch(name: str) -> float:
         long, short = (simulate(FAMILIES[name].build(4, m), transfer=0.5).makespan for m in (32, 24))
@@ -137,11 +137,11 @@ def test_forward_only_and_times_of_zero() -> None:
     ("times", "message"),
     [
         ({"forward": [1, 2, 3]}, "forward has 3 times for 2 stages"),
-        ({"transfer": -1}, "transfer=-1.0 is no time"),
-        ({"weight_gradient": float("nan")}, "weight_gradient=nan is no time"),
-        ({"input_gradient": [1, float("inf")]}, "input_gradient=inf is no time"),
+        ({"transfer": -1}, "transfer=-1.0 must be a finite number"),
+        ({"weight_gradient": float("nan")}, "weight_gradient=nan must be a finite number"),
+        ({"input_gradient": [1, float("inf")]}, "input_gradient=inf must be a finite number"),
     ],
 )
-def test_times_that_cannot_be(times: dict[str, float | list[float]], message: str) -> None:
+def test_invalid_times(times: dict[str, float | list[float]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(FAMILIES["1f1b"].build(2, 2), **times)

@@ -1,4 +1,4 @@
-"""Schedules that a user wrote."""
+"""Schedules written by a user."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_a_csv_file_with_empty_cells(tmp_path: Path) -> None:
         ("0F0,0B0\n1B0,1F0", r"mine.csv: rank 1, action 0 \(1B0\): a backward comes after its forward"),
     ],
 )
-def test_files_that_hold_no_schedule(text: str, message: str, tmp_path: Path) -> None:
+def test_files_without_a_schedule(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(text)
 
     with pytest.raises(ValueError, match=message):

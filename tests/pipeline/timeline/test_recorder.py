@@ -1,4 +1,4 @@
-"""Names of events, what a recorder keeps, and that nothing is recorded where nobody asked for it."""
+"""Recording of a step; without a recorder the engine has plain calls."""
 
 import gc
 from functools import partial
@@ -12,25 +12,11 @@ from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.p2p.channel import LocalChannel, RemoteChannel
 from nxdpp.pipeline.runtime.engine import Engine
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
-from nxdpp.pipeline.timeline.recorder import Event, StepRecorder, What
+from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.timeline_file import Activity
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
-
-
-@pytest.mark.parametrize(
-    ("event", "name"),
-    [
-        (Event(What.COMPUTE, "F", 2, 5, None, 0, 1), "F s2 mb5"),
-        (Event(What.SEND, "F", 2, 5, 3, 0, 1), "send F s2 mb5 to s3"),
-        (Event(What.RECEIVE, "B", 2, 5, 3, 0, 1), "receive B s2 mb5 from s3"),
-        (Event(What.WAIT, "B", 2, 0, 3, 0, 1), "wait B s2 mb0 from s3"),
-        (Event(What.WAIT_SENT, "B", 2, 0, 1, 0, 1), "wait sent B s2 mb0 to s1"),
-        (Event(What.WAIT_LAYOUTS, "", 2, None, 1, 0, 1), "wait layouts s2 from s1"),
-    ],
-)
-def test_names_have_stage_and_microbatch(event: Event, name: str) -> None:
-    assert event.name == name
 
 
 def test_a_computation_begins_when_its_wait_is_over() -> None:
@@ -38,7 +24,7 @@ def test_a_computation_begins_when_its_wait_is_over() -> None:
     recorder.begin(torch.device("cpu"))
 
     def forward() -> None:
-        recorder.add(What.WAIT, "F", 1, 0, 0, recorder.stamp())
+        recorder.add(Activity.WAIT, "F", 1, 0, 0, recorder.stamp())
 
     recorder.computing(Action(1, ActionKind.FORWARD, 0), forward)()
     recorder.computing(Action(1, ActionKind.BACKWARD, 0), lambda: None)()
@@ -67,11 +53,11 @@ def test_a_step_is_recorded_alone_and_on_the_other_clock() -> None:
     here, there = recorder.end(ahead=0)[1], recorder.end(ahead=1000)[1]
     assert (there.start, there.end) == (here.start + 1000, here.end + 1000)
     recorder.begin(torch.device("cpu"))
-    assert [event.what for event in recorder.end(ahead=0)] == [What.STEP]
+    assert [event.activity for event in recorder.end(ahead=0)] == [Activity.STEP]
 
 
 def owners_of_calls(rank: int, folder: str | None) -> set[type[Any] | None]:
-    """The classes whose methods the engine calls; ``None`` for a call that is no plain bound method."""
+    """Return the classes whose methods the engine calls; ``None`` for any other callable."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     path = None if folder is None else f"{folder}/trace.json"
     wrapped = NxDPPModel(make("llama"), num_microbatches=4, virtual_pipeline_size=2, trace_file_path=path)

@@ -1,11 +1,11 @@
-"""The drawings in the docstrings of the families, made from the schedules."""
+"""Drawings of schedules, as in the docstrings of the families."""
 
 from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.simulate import simulate
 
 
 def drawing(schedule: Schedule, slots: int, transfer: float = 0.0) -> str:
-    """A line a rank, a column a slot; small letters are a rank's first chunk, where it has several."""
+    """Return a line a rank, a column a slot; small letters are the first of several chunks."""
     lines = []
     for rank, spans in enumerate(simulate(schedule, transfer=transfer).spans):
         first = min(span.action.stage for span in spans)

@@ -1,4 +1,4 @@
-"""A repeated building block, squeezed within the memory that it is given."""
+"""Building blocks, repeated and squeezed within a memory."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from nxdpp.schedules.simulate import live_peaks, simulate
 
 @pytest.mark.parametrize("name", ["v-half", "v-min"])
 @pytest.mark.parametrize("ranks", [17, 23, 24, 32, 48])
-def test_more_ranks_than_elsewhere(name: str, ranks: int) -> None:
-    """A block fits into itself, and holds no more than is promised, for any number of ranks."""
+def test_many_ranks(name: str, ranks: int) -> None:
+    """A block can be repeated and keeps its memory limit, for any number of ranks."""
     schedule = FAMILIES[name].build(ranks, ranks)
 
     check(schedule)
@@ -20,7 +20,7 @@ def test_more_ranks_than_elsewhere(name: str, ranks: int) -> None:
 
 
 def test_more_memory_makes_a_shorter_schedule() -> None:
-    """The block of V-Min in its own memory, and in that of V-Half."""
+    """The block of V-Min in its own memory and in that of V-Half."""
     placement = Placement(8, 2, v_shaped=True)
 
     def block(rank: int) -> BuildingBlock:
@@ -33,12 +33,12 @@ def test_more_memory_makes_a_shorter_schedule() -> None:
     assert simulate(wide).makespan < simulate(tight).makespan
 
 
-def test_squeezing_takes_out_what_the_repeated_block_waits() -> None:
+def test_squeezing_shortens_the_repeated_block() -> None:
     """Repeated alone, V-Min's block takes 6 m + 4 p - 5 slots (here 219), V-Half's more than 6 m + 3 p."""
     assert simulate(FAMILIES["v-min"].build(8, 32)).makespan < 6 * 32 + 4 * 8 - 5
     assert simulate(FAMILIES["v-half"].build(8, 32)).makespan == 6 * 32 + 2 * 8 + 1
 
 
-def test_a_block_whose_actions_share_a_slot_is_none() -> None:
+def test_a_block_whose_actions_share_a_slot() -> None:
     with pytest.raises(AssertionError, match="fits into itself"):
         squeeze(Placement(1, 2, v_shaped=True), 2, lambda _: BuildingBlock(0, 1, 2, 6), most_live=4)

@@ -1,11 +1,11 @@
-"""Forward only, on every placement."""
+"""Forwards alone, on every placement."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxdpp.schedules.check import check
-from nxdpp.schedules.families.forward_only import forward_only, forward_only_rank
+from nxdpp.schedules.families.forward_only import forward_only
 from nxdpp.schedules.placement import Placement
 from nxdpp.schedules.simulate import simulate
 
@@ -21,7 +21,7 @@ def test_every_stage_runs_its_microbatches_in_order() -> None:
 def test_a_microbatch_that_turns_around_is_not_overtaken() -> None:
     placement = Placement(2, 2, v_shaped=True)
 
-    assert " ".join(map(str, forward_only_rank(placement, 1, 3))) == "1F0 2F0 1F1 2F1 1F2 2F2"
+    assert " ".join(map(str, forward_only(placement, 3)[1])) == "1F0 2F0 1F1 2F1 1F2 2F2"
 
 
 @given(st.builds(Placement, st.integers(1, 16), st.integers(1, 4), st.booleans()), st.integers(1, 64))

@@ -1,4 +1,4 @@
-"""Sends and receives: each has its partner, and comes in time."""
+"""Sends and receives of a lowered schedule."""
 
 from collections import Counter, defaultdict
 
@@ -22,7 +22,7 @@ AHEAD = st.integers(0, 4)
 
 
 def _each(action: Action, pipeline: Pipeline) -> list[Action]:
-    """A send or receive without a peer is one for each peer on another rank."""
+    """Replace a send or receive without a peer by one for each peer on another rank."""
     if action.peer is not None:
         return [action]
     to_users = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
@@ -37,7 +37,7 @@ def _peers(stage: int, users: bool, pipeline: Pipeline) -> list[int]:
 
 @given(pipelines(), AHEAD)
 @settings(deadline=None)
-def test_compute_actions_stay_as_they_are(pipeline: Pipeline, ahead: int) -> None:
+def test_compute_actions_are_unchanged(pipeline: Pipeline, ahead: int) -> None:
     lowered = lower(pipeline.schedule, pipeline.edges, ahead)
 
     assert [[action for action in actions if action.kind in COMPUTE] for actions in lowered] == pipeline.schedule
@@ -45,8 +45,8 @@ def test_compute_actions_stay_as_they_are(pipeline: Pipeline, ahead: int) -> Non
 
 @given(pipelines(), AHEAD)
 @settings(deadline=None)
-def test_sends_and_receives_are_just_those_of_the_edges(pipeline: Pipeline, ahead: int) -> None:
-    """None between stages on one rank; a gradient for each activation, where there is a backward."""
+def test_sends_and_receives_are_those_of_the_edges(pipeline: Pipeline, ahead: int) -> None:
+    """None between stages on one rank; one gradient for each activation in training."""
     remote = [
         (maker, user)
         for maker, user in pipeline.edges
@@ -133,7 +133,7 @@ def test_with_one_stage_a_rank_no_receive_is_early_and_none_names_its_peer(pipel
 def test_a_rank_needs_its_own_edges_only(pipeline: Pipeline, ahead: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, pipeline.placement.ranks - 1))
     own = {edge for edge in pipeline.edges if rank in map(pipeline.placement.rank_of, edge)}
-    # Stages without any edge have their place in the schedule all the same.
+    # Stages without edges are in the schedule too.
     alone = lower_rank(pipeline.schedule, rank, own, ahead)
 
     assert alone == lower(pipeline.schedule, pipeline.edges, ahead)[rank]
@@ -156,8 +156,8 @@ def test_the_example_in_the_module() -> None:
     ]
 
 
-def test_two_stages_on_one_rank_and_a_value_that_skips_two() -> None:
-    """Stage 3's value of stage 0 is sent, and its receive posted, before the one of stage 2 that stage 3 waits for."""
+def test_two_stages_on_one_rank_and_a_tensor_that_skips_two() -> None:
+    """The tensor from stage 0 to stage 3 is sent and its receive posted before the one from stage 2."""
     schedule = parse_schedule([["0F0", "0F1", "2F0", "2F1"], ["1F0", "1F1", "3F0", "3F1"]])
 
     lowered = lower(schedule, chain(4) | {(0, 3)}, posted_ahead=0)
@@ -176,7 +176,7 @@ def test_gradients_leave_after_the_input_gradient() -> None:
     assert " ".join(map(str, lower(schedule, chain(2))[1])) == "1RECV_F0 1F0 1I0 1SEND_B0 1W0"
 
 
-def test_nothing_is_sent_where_a_v_turns_around() -> None:
+def test_stages_on_one_rank_of_a_v_exchange_nothing() -> None:
     placement = Placement(2, 2, v_shaped=True)
     assert placement.rank_of(1) == placement.rank_of(2)
 
@@ -187,7 +187,7 @@ def test_nothing_is_sent_where_a_v_turns_around() -> None:
 
 @pytest.mark.parametrize("first", ["1F0", "1F1"])
 def test_microbatches_in_another_order_than_they_are_sent(first: str) -> None:
-    """Two makers that send in different orders: no single action could post the receives of both."""
+    """Two source stages send in different orders: one action cannot post the receives of both."""
     other = {"1F0": "1F1", "1F1": "1F0"}[first]
     schedule = parse_schedule([["0F0", "0F1"], [first, other], ["2F0", "2F1"]])
 

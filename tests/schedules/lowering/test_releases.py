@@ -1,4 +1,4 @@
-"""A send is let go of only when it has arrived, whatever the ranks' speeds, and soon enough."""
+"""A send is released only after it has arrived, at any speed of the ranks, and soon enough."""
 
 from random import Random
 
@@ -14,7 +14,7 @@ from tests.schedules.pipelines import Pipeline, chain, pipelines
 
 
 def _run_at_random(pipeline: Pipeline, over: list[list[list[Action]]], random: Random) -> None:
-    """Some order in which the ranks can go through their actions; each release finds its send used."""
+    """Run the ranks in a random order and check that each released send has been used."""
     exchanges = Exchanges(pipeline.schedule, pipeline.edges)
     sent: set[Action] = set()
     used: set[Action] = set()
@@ -23,7 +23,7 @@ def _run_at_random(pipeline: Pipeline, over: list[list[list[Action]]], random: R
         ready = [r for r in running if set(exchanges.receives(pipeline.schedule[r][places[r]])) <= sent]
         assert ready, "a schedule that ends"
         rank = random.choice(ready)
-        # In bursts: some ranks are far ahead of others.
+        # In bursts, so that some ranks are far ahead of others.
         for _ in range(random.choice((1, 1, 20))):
             if places[rank] == len(pipeline.schedule[rank]):
                 break
@@ -39,7 +39,7 @@ def _run_at_random(pipeline: Pipeline, over: list[list[list[Action]]], random: R
 
 @given(pipelines(), st.integers(0, 2**32))
 @settings(max_examples=200, deadline=None)
-def test_what_is_let_go_of_has_been_used(pipeline: Pipeline, seed: int) -> None:
+def test_a_released_send_has_been_used(pipeline: Pipeline, seed: int) -> None:
     over = [releases(pipeline.schedule, rank, pipeline.edges) for rank in range(len(pipeline.schedule))]
 
     exchanges = Exchanges(pipeline.schedule, pipeline.edges)
@@ -53,7 +53,7 @@ def test_what_is_let_go_of_has_been_used(pipeline: Pipeline, seed: int) -> None:
 
 
 def _most_held(schedule: Schedule, rank: int, stages: int) -> int:
-    """The most sends of ``rank`` that are not let go of."""
+    """Return the most sends of ``rank`` that are not released."""
     exchanges = Exchanges(schedule, chain(stages))
     held = most = 0
     for action, over in zip(schedule[rank], releases(schedule, rank, chain(stages)), strict=True):
@@ -64,15 +64,15 @@ def _most_held(schedule: Schedule, rank: int, stages: int) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpipe"])
-def test_in_training_no_more_is_held_than_is_in_flight_however_many_microbatches(name: str) -> None:
+def test_held_sends_are_independent_of_the_number_of_microbatches(name: str) -> None:
     family = FAMILIES[name]
     stages = 4 * family.default_chunks
 
     for rank in range(4):
         held = [_most_held(family.build(4, microbatches), rank, stages) for microbatches in (24, 48)]
         assert held[0] == held[1]
-        # An activation comes back as a gradient within what is live, at most 2 p and one more a stage; as many
-        # gradients leave before the next activation comes.
+        # The gradient of an activation comes back within the live microbatches, at most 2 p and one more a stage. As
+        # many gradients are sent before the next activation arrives.
         assert held[1] <= 2 * (2 * 4 + 1) * family.default_chunks
 
 
@@ -90,8 +90,8 @@ def test_the_example_in_the_module() -> None:
     ]
 
 
-def test_a_gradient_is_let_go_of_where_the_rank_that_used_it_sends_on() -> None:
-    """Stage 1's gradient comes of stage 2's, so that rank 0 knows at 0B0 that what it sent after 2B0 is there."""
+def test_a_gradient_is_released_when_the_next_gradient_arrives() -> None:
+    """Stage 1 computes its gradient from stage 2's: rank 0 knows at 0B0 that its send after 2B0 has arrived."""
     schedule = FAMILIES["interleaved"].build(2, 1, 2)
     over = dict(zip(schedule[0], releases(schedule, 0, chain(4)), strict=True))
 
@@ -99,6 +99,6 @@ def test_a_gradient_is_let_go_of_where_the_rank_that_used_it_sends_on() -> None:
     assert over[Action(2, ActionKind.FORWARD, 0)] == [Action(0, ActionKind.SEND_ACTIVATION, 0, 1)]
 
 
-def test_what_nothing_is_heard_of_is_in_no_list() -> None:
-    """Rank 1 hears nothing after its gradients: rank 0 has no forward left."""
+def test_sends_without_an_answer_are_in_no_list() -> None:
+    """Rank 1 receives no tensor after its gradients: rank 0 has no forward left."""
     assert releases(FAMILIES["gpipe"].build(2, 2), 1, chain(2)) == [[], [], [], []]

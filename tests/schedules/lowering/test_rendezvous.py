@@ -1,10 +1,10 @@
-"""Nobody waits for ever, also where a send is over only when its receive is posted."""
+"""Deadlock check of lowered schedules under rendezvous semantics."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdpp.schedules.actions import Action, ActionKind
+from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.lowering import lower
@@ -22,7 +22,7 @@ def test_every_family_ends_with_as_many_sends_in_flight_as_it_needs(pipeline: Pi
 
     check_lowered(lowered, pipeline.edges, in_flight)
     if in_flight:
-        with pytest.raises(ScheduleError, match=f"for ever.* with {in_flight - 1} sends in flight"):
+        with pytest.raises(ScheduleError, match=f"deadlock.* with {in_flight - 1} sends in flight"):
             check_lowered(lowered, pipeline.edges, in_flight - 1)
 
 
@@ -41,7 +41,7 @@ def test_sends_in_flight_with_two_chunks(name: str, most: int) -> None:
     ] * 4
 
 
-def test_a_value_that_skips_six_stages_needs_more_in_flight() -> None:
+def test_a_tensor_that_skips_six_stages_needs_more_in_flight() -> None:
     """The last stage posts its receives later than the first one sends."""
     edges = chain(8) | {(0, 7)}
     lowered = lower(FAMILIES["1f1b"].build(8, 9), edges)
@@ -58,52 +58,18 @@ def test_a_receive_that_is_missing(name: str) -> None:
     at = next(at for at, action in enumerate(lowered[1]) if action.kind is ActionKind.RECEIVE_ACTIVATION)
     del lowered[1][at]
 
-    with pytest.raises(ScheduleError, match=r"rank 0, action \d \(0SEND_F0@1\): rank 1 posts no receive for it"):
-        check_lowered(lowered, edges)
-
-
-def test_a_receive_of_nothing() -> None:
-    lowered = lower(FAMILIES["1f1b"].build(2, 2), chain(2))
-    lowered[0] = [action for action in lowered[0] if action.kind is not ActionKind.SEND_ACTIVATION]
-
-    with pytest.raises(ScheduleError, match=r"rank 1, action 0 \(1RECV_F0@0\): rank 0 sends nothing for it"):
-        check_lowered(lowered, chain(2))
-
-
-def test_a_receive_that_comes_twice() -> None:
-    lowered = lower(FAMILIES["1f1b"].build(2, 2), chain(2))
-    lowered[1].append(Action(1, ActionKind.RECEIVE_ACTIVATION, 1))
-
-    with pytest.raises(ScheduleError, match="rank 0 sends rank 1 2 times, 3 are received"):
-        check_lowered(lowered, chain(2))
-
-
-def test_receives_in_another_order_than_the_sends() -> None:
-    lowered = lower(FAMILIES["gpipe"].build(2, 2), chain(2))
-    first, second = (Action(1, ActionKind.RECEIVE_ACTIVATION, microbatch) for microbatch in (0, 1))
-    lowered[1] = [second, first, *[action for action in lowered[1] if action not in (first, second)]]
-
-    with pytest.raises(ScheduleError, match=r"rank 1, action 0 \(1RECV_F1@0\): rank 0 sends 0SEND_F0@1 first"):
-        check_lowered(lowered, chain(2))
-
-
-def test_a_receive_after_what_needs_it() -> None:
-    lowered = lower(FAMILIES["1f1b"].build(2, 1), chain(2))
-    receive = lowered[1].pop(0)
-    lowered[1].append(receive)
-
-    with pytest.raises(ScheduleError, match=r"rank 1, action 0 \(1F0\): 1RECV_F0@0 is not posted before it"):
-        check_lowered(lowered, chain(2))
+    with pytest.raises(ScheduleError, match=r"rank 0, action \d+ \(0SEND_F0.*\) waits for rank 1 to post 1RECV_F0@0"):
+        check_lowered(lowered, edges, in_flight=0)
 
 
 def test_compute_actions_in_a_circle() -> None:
-    """Whatever may be in flight."""
+    """A deadlock with any number of sends in flight."""
     edges = chain(2)
     lowered = lower(FAMILIES["1f1b"].build(2, 2), edges, posted_ahead=0)
-    # Rank 1 runs both forwards before the first backward, rank 0 wants the first gradient before its second forward.
+    # Rank 1 runs both forwards before the first backward, rank 0 needs the first gradient before its second forward.
     lowered[0] = [a for a in lowered[0] if a.microbatch == 0] + [a for a in lowered[0] if a.microbatch == 1]
     forwards = [a for a in lowered[1] if a.kind in (ActionKind.FORWARD, ActionKind.RECEIVE_ACTIVATION)]
     lowered[1] = forwards + [a for a in lowered[1] if a not in forwards]
 
-    with pytest.raises(ScheduleError, match=r"rank 0, action 3 \(0B0\) waits for what stage 1 sends rank 0"):
+    with pytest.raises(ScheduleError, match=r"rank 0, action 3 \(0B0\) waits for stage 1 to send to rank 0"):
         check_lowered(lowered, edges)

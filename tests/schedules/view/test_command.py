@@ -1,4 +1,4 @@
-"""``python -m nxdpp schedule``: what it prints, writes and refuses."""
+"""``python -m nxdpp schedule``: output, files and refusals."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SIZE = ["--ranks", "4", "--microbatches", "8"]
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, with no terminal."""
+    """Run in a process without a terminal."""
     return subprocess.run(
         [sys.executable, "-m", "nxdpp", "schedule", *arguments],
         capture_output=True, text=True, timeout=60, check=False,
@@ -113,8 +113,8 @@ def test_a_terminal_of_ascii_letters() -> None:
 
 
 @pytest.mark.parametrize("output", [[], ["--json"]])
-def test_a_reader_that_has_read_enough(output: list[str]) -> None:
-    """More than fits into a pipe."""
+def test_a_reader_that_closes_the_pipe(output: list[str]) -> None:
+    """The output is longer than a pipe holds."""
     with subprocess.Popen(
         [sys.executable, "-m", "nxdpp", "schedule", "zb-v", "--ranks", "16", "--microbatches", "128", *output],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -141,7 +141,7 @@ def test_a_reader_that_has_read_enough(output: list[str]) -> None:
         (["1f1b", *SIZE, "--svg", "/nowhere/a.svg"], "--svg: /nowhere/a.svg cannot be written: No such file"),
     ],
 )
-def test_what_cannot_be_honoured(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", *arguments]) == 2
 
     captured = capsys.readouterr()
@@ -155,12 +155,12 @@ def test_what_cannot_be_honoured(arguments: list[str], message: str, capsys: pyt
     [
         (["--ranks", "0"], "argument --ranks: '0' must be a whole number of at least 1"),
         (["--microbatches", "x"], "argument --microbatches: 'x' must be a whole number"),
-        (["--forward", "-1"], "argument --forward: '-1' is no time"),
-        (["--transfer", "nan"], "argument --transfer: 'nan' is no time"),
-        (["--weight-gradient", "fast"], "argument --weight-gradient: 'fast' is no time"),
+        (["--forward", "-1"], "argument --forward: '-1' must be a finite number of at least 0"),
+        (["--transfer", "nan"], "argument --transfer: 'nan' must be a finite number of at least 0"),
+        (["--weight-gradient", "fast"], "argument --weight-gradient: 'fast' must be a finite number of at least 0"),
     ],
 )
-def test_numbers_that_are_none(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main(["schedule", "1f1b", *arguments])
 

@@ -1,4 +1,4 @@
-"""The timeline in a terminal, of any width, with and without colour."""
+"""Drawings in a terminal of any width, with and without colour."""
 
 import io
 import re
@@ -14,14 +14,14 @@ from nxdpp.schedules.view.drawing import draw
 
 
 def _lines(timeline: Timeline, width: int) -> list[str]:
-    """What a terminal of this width shows."""
+    """Return the lines on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(draw(timeline, width))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
 def _rows(lines: list[str], ranks: int) -> list[str]:
-    """Each rank's row, its blocks put together again."""
+    """Return each rank's row, with its blocks joined."""
     rows = [""] * ranks
     for line in lines:
         if match := re.match(r"rank (\d+) +", line):
@@ -61,14 +61,14 @@ def test_every_width_shows_every_action_once_and_no_line_is_broken(
     assert sum(line.startswith("rank ") for line in lines) == blocks * ranks
     for row, spans in zip(_rows(lines, ranks), timeline.spans, strict=True):
         shown = re.findall(r"[FBIWfbiw]\d+", row)
-        # An action that goes on in the next block is named there again.
+        # An action that continues in the next block has its label there again.
         once = [label for at, label in enumerate(shown) if at == 0 or shown[at - 1] != label]
         assert [label.upper() for label in once] == [
             f"{span.action.kind.value}{span.action.microbatch}" for span in spans
         ]
 
 
-def test_blocks_say_when_they_start() -> None:
+def test_blocks_have_their_start_time() -> None:
     lines = _lines(simulate(FAMILIES["1f1b"].build(2, 8)), 40)
 
     assert [line for line in lines if line.startswith("time")] == ["time 0", "time 10", "time 20"]

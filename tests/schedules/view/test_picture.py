@@ -1,4 +1,4 @@
-"""The timeline as a picture."""
+"""Pictures of timelines."""
 
 from xml.etree import ElementTree
 
@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_a_box_an_action_with_its_time(name: str) -> None:
     timeline = simulate(FAMILIES[name].build(3, 4))
 
-    picture = ElementTree.fromstring(svg(timeline, "three <ranks> & more"))
+    picture = ElementTree.fromstring(svg({"three <ranks> & more": timeline}))
 
     titles = [element.text for element in picture.iter(f"{SVG}title")]
     assert titles == [f"{s.action}, {s.start:.6g} to {s.end:.6g}" for spans in timeline.spans for s in spans]
@@ -30,7 +30,21 @@ def test_a_box_an_action_with_its_time(name: str) -> None:
         assert float(box.get("x", 0)) + float(box.attrib["width"]) <= width
 
 
-def test_a_long_schedule_and_one_of_no_time() -> None:
-    long = ElementTree.fromstring(svg(simulate(FAMILIES["gpipe"].build(2, 3000)), "long"))
+def test_several_timelines_have_one_scale() -> None:
+    schedule = FAMILIES["1f1b"].build(2, 3)
+    picture = ElementTree.fromstring(svg({"slow": simulate(schedule, 2.0), "fast": simulate(schedule, 1.0)}))
+
+    texts = [element.text for element in picture.iter(f"{SVG}text")]
+    assert texts.count("rank 1") == 2
+    assert texts.index("slow") < texts.index("fast")
+    boxes = [box for box in picture.iter(f"{SVG}rect") if str(box.get("class")).startswith("action f")]
+    assert len({(box.attrib["y"], box.attrib["width"]) for box in boxes}) == 4
+    slow, fast = sorted({float(box.attrib["width"]) for box in boxes}, reverse=True)
+    assert slow == pytest.approx(2 * fast)
+    assert all(float(box.attrib["y"]) < float(picture.attrib["height"]) for box in boxes)
+
+
+def test_a_long_schedule_and_times_of_zero() -> None:
+    long = ElementTree.fromstring(svg({"long": simulate(FAMILIES["gpipe"].build(2, 3000))}))
     assert float(long.attrib["width"]) < 21_000
-    ElementTree.fromstring(svg(simulate(FAMILIES["gpipe"].build(2, 2), 0, 0, 0), "none"))
+    ElementTree.fromstring(svg({"none": simulate(FAMILIES["gpipe"].build(2, 2), 0, 0, 0)}))

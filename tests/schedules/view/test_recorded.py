@@ -1,4 +1,4 @@
-"""Reading traces: whole ones, cut ones, and what is none."""
+"""Recorded timelines: complete files, cut files, and other files."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
 from nxdpp.schedules.view.recorded import RecordedTimeline
-from tests.schedules.view.traces import events, heads, text
+from tests.schedules.view.timeline_files import events, heads, text
 
 SCHEDULE = FAMILIES["1f1b"].build(4, 6)
 
@@ -39,7 +39,7 @@ def test_a_step_is_what_was_written(tmp_path: Path, timeline: Timeline) -> None:
     assert step.timeline.makespan == pytest.approx(timeline.makespan)
     assert step.timeline.bubbles == pytest.approx(timeline.bubbles)
     assert step.timeline.peaks == timeline.peaks
-    # All that the simulator's ranks do between computations is waiting, but for what follows the last one.
+    # A simulated rank waits whenever it does not compute, up to its last action.
     last = timeline.spans[2][-1].end
     assert step.waited(2) == pytest.approx(last - sum(span.end - span.start for span in timeline.spans[2]))
     assert step.started(2) == pytest.approx(0.0, abs=1e-6)
@@ -58,7 +58,7 @@ def test_time_spent_on_sends_is_not_counted_twice(tmp_path: Path, timeline: Time
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30, 200, 3000])
-def test_a_file_that_was_cut_off_has_its_whole_steps(tmp_path: Path, timeline: Timeline, cut: int) -> None:
+def test_a_file_that_was_cut_off_has_its_complete_steps(tmp_path: Path, timeline: Timeline, cut: int) -> None:
     whole = text(heads(4) + events(timeline, 0))
     rest = ",\n" + text(events(timeline, 1))[2:]
     recording = RecordedTimeline(write(tmp_path, whole[:-3] + rest[:-cut]))
@@ -79,7 +79,7 @@ def test_a_step_of_some_ranks_only_is_cut_short(tmp_path: Path, timeline: Timeli
         recording.step(2)
 
 
-def test_a_run_without_a_whole_step(tmp_path: Path, timeline: Timeline) -> None:
+def test_a_run_without_a_complete_step(tmp_path: Path, timeline: Timeline) -> None:
     with pytest.raises(ValueError, match="no whole step: the run ended before its first step did"):
         RecordedTimeline(write(tmp_path, text(heads(4)))).step()
 
@@ -94,14 +94,14 @@ def test_a_run_without_a_whole_step(tmp_path: Path, timeline: Timeline) -> None:
         json.dumps([*heads(1), slice_of("step", [])]),
     ],
 )  # fmt: skip
-def test_what_is_no_trace_of_a_pipeline_is_refused(tmp_path: Path, content: str) -> None:
+def test_other_json_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=r"trace\.json (is no|cannot be read)"):
         RecordedTimeline(write(tmp_path, content))
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read as a trace"):
+    with pytest.raises(ValueError, match="cannot be read as a timeline"):
         RecordedTimeline(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="cannot be read as a trace"):
+    with pytest.raises(ValueError, match="cannot be read as a timeline"):
         RecordedTimeline(tmp_path / "bytes.json")

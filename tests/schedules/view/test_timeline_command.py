@@ -1,4 +1,4 @@
-"""``python -m nxdpp timeline``: what it prints and refuses."""
+"""``python -m nxdpp timeline``: output and refusals."""
 
 import subprocess
 import sys
@@ -9,12 +9,12 @@ import pytest
 from nxdpp.__main__ import main
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import simulate
-from tests.schedules.view.traces import events, heads, text
+from tests.schedules.view.timeline_files import events, heads, text
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """1F1B on two ranks, ideal in step 0; in step 1 the second rank is late with its first backward by 3 ms."""
+    """1F1B on two ranks: step 0 is ideal, in step 1 the first backward of the second rank is 3 ms late."""
     path = tmp_path / "trace.json"
     usual = simulate(FAMILIES["1f1b"].build(2, 4), 1.0, 1.0, 1.0)
     late = events(usual, 1)
@@ -29,7 +29,7 @@ def test_a_step_without_a_loss(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["timeline", str(trace), "--step", "0"]) == 0
     printed = capsys.readouterr().out
     assert f"{trace} has steps 0 to 1. Times are milliseconds." in printed
-    assert "step 0, train, made up, as it was: makespan 15, bubble 20.0 % on average" in printed
+    assert "step 0, train, made up, measured: makespan 15, bubble 20.0 % on average" in printed
     assert "simulated: makespan 15, bubble 20.0 % on average" in printed
     drawn = [line for line in printed.splitlines() if line.startswith("rank 1")]
     assert len(drawn) == 2
@@ -40,7 +40,7 @@ def test_a_step_without_a_loss(trace: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_step_that_lost_time(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(trace)]) == 0
     printed = capsys.readouterr().out
-    assert "step 1, train, made up, as it was: makespan 18, bubble 33.3 % on average" in printed
+    assert "step 1, train, made up, measured: makespan 18, bubble 33.3 % on average" in printed
     assert "simulated: makespan 15, bubble 20.0 % on average" in printed
     assert "rank 1  .  F0 .  .  .  B0--- F1" in printed
     assert "lost: 18 - 15 = 3 ms, 16.7 % of the step" in printed
@@ -49,6 +49,17 @@ def test_a_step_that_lost_time(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert words[1] == ["1", "1", "33.3", "%", "20.0", "%", "12", "12", "1", "0", "5"]
     # Stage, forward, backward and transfer.
     assert words[2] == ["0", "1", "2", "0"]
+
+
+def test_a_picture_of_the_measured_and_the_simulated_step(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.svg"
+    assert main(["timeline", str(trace), "--svg", str(path)]) == 0
+    picture = path.read_text()
+    assert picture.index("step 1, train, made up, measured") < picture.index("simulated with the measured times")
+    assert main(["timeline", str(trace), "--svg", "/nowhere/a.svg"]) == 2
+    assert "--svg: /nowhere/a.svg cannot be written: No such file" in capsys.readouterr().err
 
 
 def test_torch_is_not_imported(trace: Path) -> None:
@@ -62,7 +73,7 @@ def test_bad_files_and_steps_are_refused(trace: Path, capsys: pytest.CaptureFixt
     assert main(["timeline", str(trace), "--step", "7"]) == 2
     assert "nxdpp timeline: step 7 is not there in" in capsys.readouterr().err
     assert main(["timeline", str(trace.parent / "none.json")]) == 2
-    assert "none.json cannot be read as a trace" in capsys.readouterr().err
+    assert "none.json cannot be read as a timeline" in capsys.readouterr().err
     trace.write_text(trace.read_text()[:-500])
     assert main(["timeline", str(trace)]) == 0
     assert "has steps 0; cut short: 1." in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Chrome traces as a run would write them, of simulated steps."""
+"""Timeline files of simulated steps, as a run would write them."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ def heads(ranks: int) -> list[dict[str, Any]]:
 
 
 def events(timeline: Timeline, step: int, transfer: float = 0.0) -> list[dict[str, Any]]:
-    """Those of a step; a rank waits for what comes from another one from the end of its action before."""
+    """Return the events of a step; a rank waits for a transfer from the end of its action before."""
     ends = {span.action: span.end for rank in timeline.spans for span in rank}
     rank_of = {span.action.stage: rank for rank, spans in enumerate(timeline.spans) for span in spans}
     found = []
@@ -44,6 +44,6 @@ def text(parts: list[dict[str, Any]]) -> str:
 
 
 def _event(name: str, category: str, rank: int, start: float, end: float, said: dict[str, Any]) -> dict[str, Any]:
-    # A rank's clock did not start with the step.
+    # The clock starts long before the step.
     times = {"ts": 7e6 + 1000 * start, "dur": 1000 * (end - start)}
     return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": rank, **times, "args": said}

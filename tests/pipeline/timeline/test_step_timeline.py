@@ -1,8 +1,9 @@
-"""What real runs write with ``trace_file_path``: every event once, on one clock, and a file that loads in any case."""
+"""Timeline files of real runs: every event once, on one clock, and readable after a failure."""
 
 import json
 import os
 import signal
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.__main__ import main
+from nxdpp.pipeline.timeline import step_timeline
+from nxdpp.pipeline.timeline.step_timeline import offset, offset_to_first
 from nxdpp.schedules.families.registry import find_family
+from tests.schedules.pipelines import SPLIT
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
@@ -47,10 +51,10 @@ def train(rank: int, path: str, schedule: str, deallocate: bool) -> None:
 
 
 def expected_names(schedule: str, trains: bool) -> Counter[str]:
-    """Of a chain of stages."""
+    """Return the names of all events of a chain of stages."""
     family = find_family(schedule)
     placement = family.placement(RANKS, None)
-    backward = "" if not trains else "IW" if family.splits_backward else "B"
+    backward = "" if not trains else "IW" if schedule in SPLIT else "B"
     stages = placement.stages
     names: list[str] = []
     for microbatch in range(MICROBATCHES):
@@ -84,13 +88,13 @@ def test_every_event_is_there_once(
     assert main(["timeline", str(path), "--step", "1"]) == 0
     printed = capsys.readouterr().out
     assert "steps 0 to 2" in printed
-    assert f"step 1, train, {schedule}, as it was: makespan" in printed
+    assert f"step 1, train, {schedule}, measured: makespan" in printed
     assert main(["timeline", str(path)]) == 0
     assert "step 2, eval" in capsys.readouterr().out
 
 
 def _check_order(events: list[dict[str, Any]]) -> None:
-    """Within the step, computations of a rank one after the other, none before what it needs is made and there."""
+    """Computations of a rank are in sequence within the step, each after its inputs were computed and received."""
     spans = {event["name"]: (event["ts"], event["ts"] + event["dur"]) for event in events}
     for rank in range(RANKS):
         own = [event for event in events if event["tid"] == rank]
@@ -165,7 +169,7 @@ def test_the_file_of_a_run_that_is_cut_short_loads(
     for event in load(path):
         if event.get("cat") == "compute":
             steps.setdefault(event["args"]["step"], set()).add(event["tid"])
-    # A rank that is killed writes nothing; one that fails what it did until then.
+    # A failed rank writes its events until then, a killed rank writes none.
     assert steps[0] == {0, 1, 2, 3}
     assert (2 in steps.get(1, set())) == (how != "kill")
     if how != "kill":
@@ -173,7 +177,7 @@ def test_the_file_of_a_run_that_is_cut_short_loads(
         assert failed == "F s2 mb2"
 
     assert main(["timeline", str(path)]) == 0
-    assert "step 0, train, 1f1b, as it was" in capsys.readouterr().out
+    assert "step 0, train, 1f1b, measured" in capsys.readouterr().out
 
 
 def train_with_trace_on_first(rank: int, path: str) -> None:
@@ -185,3 +189,34 @@ def train_with_trace_on_first(rank: int, path: str) -> None:
 def test_a_trace_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"trace: True[\s\S]*trace: False"):
         run_ranks(2, train_with_trace_on_first, str(tmp_path / "trace.json"))
+
+
+class _Shifted:
+    """``time`` on a rank whose clock is behind."""
+
+    def __init__(self, behind: int) -> None:
+        self._behind = behind
+
+    def perf_counter_ns(self) -> int:
+        return time.perf_counter_ns() - self._behind
+
+
+def measure_offsets(rank: int) -> tuple[int, int]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    group = parallel_state.get_pipeline_control_group()
+    same = offset_to_first(group)
+    setattr(step_timeline, "time", _Shifted(rank * 10**12))  # noqa: B010
+    return same, offset_to_first(group)
+
+
+def test_offsets_of_processes() -> None:
+    for rank, (same, shifted) in enumerate(run_ranks(3, measure_offsets)):
+        assert same == 0
+        # The error is at most half of the quickest of five round trips.
+        assert abs(shifted - rank * 10**12) < 10**8
+
+
+def test_an_offset_within_half_the_round_trip_is_zero() -> None:
+    assert offset(took=100, theirs=1050, ours=1000) == 0
+    assert offset(took=100, theirs=1051, ours=1000) == 51
+    assert offset(took=100, theirs=10, ours=1000) == -990

@@ -1,0 +1,207 @@
+"""Timeline files: the recorded steps of a pipeline in the Chrome trace format, which Perfetto opens.
+
+A file is a JSON array with one event a line, and is complete after each step: the next step is written over the closing
+bracket. ``pid`` is the pipeline among the replicas, ``tid`` the rank; ``ts`` and ``dur`` are microseconds::
+
+    [
+    {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "rank 1"}},
+    {"ph": "X", "name": "F s1 mb0", "cat": "compute", "pid": 0, "tid": 1, "ts": ..., "dur": ..., "args": {...}}
+    ]
+"""
+
+import fcntl
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nxdpp.schedules.actions import parse_action
+
+_END = b"\n]\n"
+
+
+class Activity(StrEnum):
+    """Kind of an event; the value is its category in the file."""
+
+    STEP = "step"
+    COMPUTE = "compute"
+    WAIT = "wait"
+    SEND = "send"
+    RECEIVE = "receive"
+    WAIT_SENT = "wait sent"
+    WAIT_LAYOUTS = "wait layouts"
+
+
+class Event(NamedTuple):
+    """One activity of a rank from ``start`` to ``end``, in nanoseconds.
+
+    ``kind`` is the letter of a compute action; a transfer has ``F`` for activations, ``B`` for gradients. ``other`` is
+    the stage at the other end. A send or receive is the call that starts the transfer, not the transfer.
+    """
+
+    activity: Activity
+    kind: str
+    stage: int
+    microbatch: int | None
+    other: int | None
+    start: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        """``F s2 mb5``, ``send F s2 mb5 to s3``, ``wait B s2 mb5 from s3``."""
+        words = ["" if self.activity is Activity.COMPUTE else self.activity.value, self.kind, f"s{self.stage}"]
+        words.append("" if self.microbatch is None else f"mb{self.microbatch}")
+        if self.other is not None:
+            words.append(f"{'to' if self.activity in (Activity.SEND, Activity.WAIT_SENT) else 'from'} s{self.other}")
+        return " ".join(filter(None, words))
+
+
+def check_path(path: Any) -> Path:
+    """Return ``trace_file_path`` as a path.
+
+    Raises ``TypeError`` for another type, ``ValueError`` for a path where no file can be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"trace_file_path={path!r:.80} must be the path of a file.")
+    found = Path(path)
+    if not str(path) or found.is_dir():
+        raise ValueError(f"trace_file_path={str(path)!r} is a folder: give the path of a file in it.")
+    if not found.parent.is_dir():
+        raise ValueError(f"trace_file_path={str(path)!r}: there is no folder {found.parent}. Make it on every machine.")
+    if not os.access(found if found.exists() else found.parent, os.W_OK):
+        raise ValueError(f"trace_file_path={str(path)!r} cannot be written: no permission.")
+    return found
+
+
+class TimelineWriter:
+    """Writer of the file of one pipeline.
+
+    Args:
+        path: of the first replica's file; the others write ``NAME.pipeline1.json``, ... beside it.
+        pipeline: number of the pipeline among the replicas.
+        ranks: number of ranks of the pipeline.
+    """
+
+    def __init__(self, path: Path, pipeline: int, ranks: int) -> None:
+        self.path = path if pipeline == 0 else path.with_name(f"{path.stem}.pipeline{pipeline}{path.suffix}")
+        self._pipeline = pipeline
+        self._ranks = ranks
+        self._transfers = count()
+
+    def create(self) -> None:
+        """Write a file without steps; an existing file is replaced."""
+        row: dict[str, Any] = {"ph": "M", "pid": self._pipeline}
+        rows = [row | {"name": "process_name", "args": {"name": f"pipeline {self._pipeline}"}}]
+        for rank in range(self._ranks):
+            rows.append(row | {"tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+            rows.append(row | {"tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}})
+        try:
+            self.path.write_bytes(b"[\n" + _lines(rows) + _END)
+        except OSError as error:
+            raise ValueError(f"trace_file_path={str(self.path)!r} cannot be written: {error.strerror}.") from None
+
+    def append(self, step: int, description: str, ranks: Mapping[int, Sequence[Event]]) -> None:
+        """Add a step: for each of ``ranks`` the event of the step itself, then its other events."""
+        each = [(rank, event) for rank, events in ranks.items() for event in events]
+        rows = [self._slice(step, description, rank, event) for rank, event in each] + self._arrows(each)
+        with self.path.open("r+b") as file:
+            # A rank whose step fails writes its own events while rank 0 may still write the step before.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(-len(_END), os.SEEK_END)
+            file.write(b",\n" + _lines(rows) + _END)
+
+    def _slice(self, step: int, description: str, rank: int, event: Event) -> dict[str, Any]:
+        name = f"step {step}, {description}"
+        arguments: dict[str, Any] = {"step": step}
+        if event.activity is not Activity.STEP:
+            told = {"kind": event.kind, "stage": event.stage, "microbatch": event.microbatch, "other": event.other}
+            name = event.name
+            arguments |= {key: value for key, value in told.items() if value not in (None, "")}
+        row = {"ph": "X", "name": name, "cat": event.activity.value, "pid": self._pipeline, "tid": rank}
+        return row | {"ts": event.start / 1000, "dur": (event.end - event.start) / 1000, "args": arguments}
+
+    def _arrows(self, each: Sequence[tuple[int, Event]]) -> list[dict[str, Any]]:
+        """Arrows from each send to the wait for it."""
+        arrows: list[dict[str, Any]] = []
+        sends: dict[Any, tuple[int, int]] = {
+            (e.kind, e.stage, e.other, e.microbatch): (rank, e.start) for rank, e in each if e.activity is Activity.SEND
+        }
+        for rank, wait in each:
+            sent = sends.get((wait.kind, wait.other, wait.stage, wait.microbatch))
+            if wait.activity is Activity.WAIT and sent is not None:
+                arrow = {"name": "transfer", "cat": "transfer", "pid": self._pipeline, "id": next(self._transfers)}
+                arrows.append(arrow | {"ph": "s", "tid": sent[0], "ts": sent[1] / 1000})
+                # The end of an arrow belongs to the event around it: the last nanosecond of the wait.
+                arrows.append(arrow | {"ph": "f", "bp": "e", "tid": rank, "ts": max(wait.start, wait.end - 1) / 1000})
+        return arrows
+
+
+class TimelineFile(NamedTuple):
+    """Contents of a file: the number of ranks, and for each step its name and the events of each rank."""
+
+    ranks: int
+    names: dict[int, str]
+    steps: dict[int, dict[int, list[Event]]]
+
+
+def read_timeline(path: Path) -> TimelineFile:
+    """Read a file; of one that was cut off, the events before the cut.
+
+    Raises ``ValueError`` for a file that cannot be read or is no timeline of a pipeline.
+    """
+    rows = _read_rows(path)
+    names: dict[int, str] = {}
+    steps: defaultdict[int, dict[int, list[Event]]] = defaultdict(dict)
+    try:
+        ranks = {row["tid"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
+        for row in rows:
+            if row["ph"] == "X":
+                step = row["args"]["step"]
+                names.setdefault(step, row["name"])
+                steps[step].setdefault(row["tid"], []).append(_event(row))
+    except (KeyError, TypeError, AttributeError, ValueError):
+        ranks = set()
+    if not ranks or ranks != set(range(len(ranks))):
+        raise ValueError(
+            f"{path} is no timeline of a pipeline. Give a file that NxDPPModel(..., trace_file_path=...) wrote."
+        )
+    return TimelineFile(len(ranks), names, steps)
+
+
+def _event(row: dict[str, Any]) -> Event:
+    activity, told = Activity(row["cat"]), row["args"]
+    if activity is Activity.COMPUTE:
+        # Raises for an event that is no compute action.
+        parse_action(f"{told['stage']}{told['kind']}{told['microbatch']}")
+    start, end = round(1000 * row["ts"]), round(1000 * (row["ts"] + row["dur"]))
+    stage, microbatch, other = told.get("stage", 0), told.get("microbatch"), told.get("other")
+    return Event(activity, told.get("kind", ""), stage, microbatch, other, start, end)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a timeline: {error}") from None
+    found: Any = None
+    # The file may have been cut off after a line, or within one.
+    for repaired in (text, text.rstrip(",\n") + "]", text.rpartition(",\n")[0] + "]"):
+        try:
+            found = json.loads(repaired)
+            break
+        except ValueError:
+            continue
+    if isinstance(found, dict):
+        found = found.get("traceEvents")
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise ValueError(f"{path} is no timeline: it must be a JSON array of events.")
+    return found
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return ",\n".join(map(json.dumps, rows)).encode()
