@@ -1,11 +1,7 @@
 """Several stages a rank: what is live, what outlives a step, in which order messages go, what failures say."""
 
 import gc
-import os
 import re
-import subprocess
-import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import live_peaks
 from tests.pipeline.runtime.scheduled_models import Chain, Skips, make, rows, v_schedule, wrap
+from tests.support.run_program import run_program
 from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 9
@@ -140,15 +137,10 @@ PROGRAM = str(Path(__file__).with_name("failing_stage.py"))
     ],
 )
 def test_a_failure_names_the_stage_of_the_rank(schedule: str, where: str, words: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
-    ended = subprocess.run(
-        [*launch, schedule, where], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    finished = time.time()
-    failed = re.search(r"fails at (\S+)", ended.stderr)
-    assert failed, ended.stderr
-    assert ended.returncode != 0
-    assert finished - float(failed[1]) < 10, ended.stderr
-    assert f"in the pipeline: {words}" in ended.stderr, ended.stderr
-    assert "ArithmeticError: the layer broke" in ended.stderr, ended.stderr
+    ended = run_program(PROGRAM, [schedule, where], ranks=2, timeout=120)
+    failed = re.search(r"fails at (\S+)", ended.output)
+    assert failed, ended.output
+    assert all(ended.codes), ended.output
+    assert ended.time - float(failed[1]) < 10, ended.output
+    assert f"in the pipeline: {words}" in ended.output, ended.output
+    assert "ArithmeticError: the layer broke" in ended.output, ended.output
