@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.examples.tiny import TINY_LLAMA
-from tests.support.run_program import run_program
 from tests.support.run_ranks import run_ranks
 
 TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
@@ -173,11 +175,18 @@ def test_bfloat16_is_the_dtype_of_the_arithmetic_alone(tmp_path: Path, of_one_pr
     assert _losses(tmp_path / "half") == pytest.approx(_losses(of_one_process[0]), rel=2e-2)
 
 
-def test_wrong_flag_is_one_sentence_of_all_ranks(tmp_path: Path) -> None:
-    ended = run_program(str(TRAIN), ["--dtype", "float64", "--output", str(tmp_path / "run")], ranks=2)
+def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [sys.executable, *command, str(TRAIN), "--dtype", "float64", "--output", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
 
-    assert 0 not in ended.codes
-    assert ended.output.count("train.py: argument --dtype: invalid choice: 'float64'") == 1
+    assert finished.returncode != 0
+    assert finished.stderr.count("train.py: argument --dtype: invalid choice: 'float64'") == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -72,14 +72,9 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
     os.environ.update(environment)
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
     status = 0
     try:
         runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
     except BaseException as error:
         status = 1
         sys.last_value = error
