@@ -1,181 +1,152 @@
-"""The slowest stage against the mean, cut evenly, balanced and profiled: predicted, and measured.
+"""Work of the slowest stage over the mean, for even, balanced and profiled cuts: predicted and measured.
 
-    python -m benchmarks.partition
+    python benchmarks/partition.py
 
-Predicted for a Llama of 16 layers and a vocabulary of 128,256 (the shape of Llama 3.2 1B, its head not tied, 16 bits,
-microbatches of one sequence of 2048) over 4 stages. Predicted and measured for one of half the width and half the
-vocabulary: forward and backward of each stage alone in this process, on one thread, gradients added to those of an
-earlier microbatch; the partitions in alternation, the first round not counted. CPU time is what counts where other
-processes run; wall-clock time is shown beside it.
+Large: a Llama with 16 layers and a vocabulary of 128,256 (the shape of Llama 3.2 1B with an untied head), 16 bits,
+sequences of 2048, over 4 stages. Predicted only. Half: half the width and half the vocabulary, 32 bits, sequences of
+128. Predicted and measured: forward and backward of each stage alone, one thread, gradients added to earlier ones.
+The partitions alternate; the first round does not count.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch import fx, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+ROOT = str(Path(__file__).resolve().parent.parent)
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
 
-from nxdpp.pipeline.cost.count import count_costs
-from nxdpp.pipeline.cost.layer_costs import layer_costs
-from nxdpp.pipeline.cost.measure import profile_nodes
-from nxdpp.pipeline.partition.assignment import place_nodes
-from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts
-from nxdpp.pipeline.partition.cuts import even_cuts, stages_of_layers
-from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
-from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.layers import find_layer_classes
-from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
+
+from benchmarks.report import markdown_table  # noqa: E402
+from nxdpp.pipeline.cost.count import count_costs  # noqa: E402
+from nxdpp.pipeline.cost.layer_costs import layer_costs  # noqa: E402
+from nxdpp.pipeline.cost.measure import profile_nodes  # noqa: E402
+from nxdpp.pipeline.partition.assignment import assign_layers  # noqa: E402
+from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts  # noqa: E402
+from nxdpp.pipeline.partition.partition import GivenCuts, even  # noqa: E402
+from nxdpp.tracing.trace import TracedGraph  # noqa: E402
+from tests.support.in_process import InProcessPipeline, stage_arguments  # noqa: E402
 
 STAGES = 4
 ROUNDS = 5
-TOKENS = 128
-LARGE_TOKENS = 2048
-CPU = torch.device("cpu")
-GPU = torch.device("cuda")
+HALF_TOKENS, LARGE_TOKENS = 128, 2048
+COLUMNS = (
+    "partition",
+    "large, layers",
+    "predicted",
+    "half, layers",
+    "predicted",
+    "CPU time",
+    "wall",
+    "CPU s of stages",
+)
 
 
-def main() -> None:
-    """Print one table."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    small: PreTrainedModel = LlamaForCausalLM(_config(1))
-    ids = torch.randint(0, small.config.vocab_size, (1, TOKENS))
-    batch = {"input_ids": ids, "labels": ids}
-    traced = _trace(small, batch)
-    counted = _counted(traced, small, batch, CPU)
-    timed = _timed(traced, small, batch)
-    large = _large()
-    cuts = {
-        "even": even_cuts(traced.layers, STAGES),
-        "balanced": balanced_cuts(counted, STAGES),
-        "profiled": balanced_cuts(timed, STAGES),
-    }
-    # Two ways to cut may come to the same cut.
-    runs = {tuple(at): _StageRuns(traced, small, batch, at) for at in cuts.values()}
-    seconds: dict[tuple[str, ...], list[list[_Seconds]]] = {at: [] for at in runs}
-    for _ in range(ROUNDS + 1):
-        for at, run in runs.items():
-            seconds[at].append(run.measure())
-    table = Table("partition", "of the large", "predicted", "of the half", "predicted", "CPU time", "wall", "CPU s")
-    for how, cut in cuts.items():
-        rounds = seconds[tuple(cut)][1:]
-        large_cuts = even_cuts(traced.layers, STAGES) if how == "even" else balanced_cuts(large, STAGES)
-        known = how != "profiled"
-        table.add_row(
-            how,
-            _sizes(large, large_cuts) if known else "",
-            f"{_ratio(_sums(large, large_cuts)):.3f}" if known else "",
-            _sizes(counted, cut),
-            f"{_ratio(_sums(timed if how == 'profiled' else counted, cut)):.3f}",
-            _spread([[stage.cpu for stage in stages] for stages in rounds]),
-            _spread([[stage.wall for stage in stages] for stages in rounds]),
-            " ".join(f"{value:.2f}" for value in _medians([[stage.cpu for stage in stages] for stages in rounds])),
-        )
-    Console(width=160).print(table)
+class Seconds(NamedTuple):
+    """Time of forward and backward of one stage."""
 
-
-def _config(scale: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=64128 * scale,
-        hidden_size=1024 * scale,
-        intermediate_size=4096 * scale,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
-
-
-def _trace(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> TracedGraph:
-    options = TracingOptions(find_layer_classes(model, None))
-    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
-    return trace(model, specs, {}, options, shapes_of(batch))
-
-
-def _counted(
-    traced: TracedGraph, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
-) -> list[LayerCost]:
-    return layer_costs(traced, model, count_costs(traced, model, batch, device), traced.layers)
-
-
-def _timed(traced: TracedGraph, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> list[LayerCost]:
-    placed = place_nodes(traced, model, {layer: index for index, layer in enumerate(traced.layers)})
-    seconds = profile_nodes(traced, model, batch, placed, CPU)
-    costs = count_costs(traced, model, batch, CPU)
-    timed = {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in costs.items()}
-    return layer_costs(traced, model, timed, traced.layers)
-
-
-def _large() -> list[LayerCost]:
-    with torch.device("meta"):
-        model: PreTrainedModel = LlamaForCausalLM(_config(2)).to(torch.bfloat16)  # type: ignore[arg-type]
-    ids = torch.empty(1, LARGE_TOKENS, dtype=torch.int64, device="meta")
-    batch = {"input_ids": ids, "labels": ids}
-    return _counted(_trace(model, batch), model, batch, GPU)
-
-
-@dataclass(frozen=True)
-class _Seconds:
     cpu: float
     wall: float
 
 
-class _StageRuns:
-    """The stages of one partition, to be run one after the other."""
-
-    def __init__(
-        self, traced: TracedGraph, model: nn.Module, batch: Mapping[str, torch.Tensor], cuts: Sequence[str]
-    ) -> None:
-        placed = place_nodes(traced, model, stages_of_layers(cuts, traced.layers), number=STAGES)
-        loss = next(node for node in traced.graph.nodes if node.name == "ForCausalLMLoss")
-        self._batch = batch
-        self._stages: list[tuple[StagePlan, fx.GraphModule]] = [
-            (plan, build_stage(plan, traced, model, placed))
-            for plan in plan_stages(traced, model, placed, [loss], STAGES)
-        ]
-
-    def measure(self) -> list[_Seconds]:
-        """Seconds of forward and backward of each stage."""
-        values: dict[str, Any] = {}
-        taken = []
-        for plan, stage in self._stages:
-            received = [values[name].detach().requires_grad_() for name in plan.received]
-            given = [
-                *(self._batch[name] for name in plan.inputs),
-                *received,
-                *(values[name] for name in plan.received_metadata),
-            ]
-            wall, cpu = time.perf_counter(), time.process_time()
-            made = stage(*given)
-            ends = [value for value in made if value.requires_grad]
-            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-            taken.append(_Seconds(time.process_time() - cpu, time.perf_counter() - wall))
-            values |= {name: value.detach() for name, value in zip(plan.made, made, strict=True)}
-        return taken
+def main() -> None:
+    """Print one table in Markdown."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    half: PreTrainedModel = LlamaForCausalLM(_config(1))
+    ids = torch.randint(0, half.config.vocab_size, (1, HALF_TOKENS))
+    batch = {"input_ids": ids, "labels": ids}
+    traced = InProcessPipeline(half, STAGES, batch).cut.traced
+    costs = {"balanced": _counted(traced, half, batch, "cpu"), "profiled": _profiled(traced, half, batch)}
+    costs["even"] = costs["balanced"]
+    cuts = {name: _cuts(name, traced, costs[name]) for name in ("even", "balanced", "profiled")}
+    # Two policies may choose the same cuts.
+    pipelines = {tuple(at): InProcessPipeline(half, STAGES, batch, policy=GivenCuts(at)) for at in cuts.values()}
+    rounds: dict[tuple[str, ...], list[list[Seconds]]] = {at: [] for at in pipelines}
+    for _ in range(ROUNDS + 1):
+        for at, pipeline in pipelines.items():
+            rounds[at].append(_run_stages(pipeline, batch))
+    rows = []
+    for name, at in cuts.items():
+        cpu, wall = ([[getattr(s, clock) for s in each] for each in rounds[tuple(at)][1:]] for clock in Seconds._fields)
+        seconds = " ".join(f"{value:.2f}" for value in _medians(cpu))
+        rows.append([name, *_large_cells(name), *_predicted(costs[name], at), _spread(cpu), _spread(wall), seconds])
+    print(markdown_table(COLUMNS, rows, left=("partition", "large, layers", "half, layers", "CPU s of stages")))
 
 
-def _sums(costs: Sequence[LayerCost], cuts: Sequence[str]) -> list[float]:
-    return [sum(cost.work for cost in stage) for stage in _runs(costs, cuts)]
+def _config(scale: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=64128 * scale, hidden_size=1024 * scale, intermediate_size=4096 * scale, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
 
 
-def _sizes(costs: Sequence[LayerCost], cuts: Sequence[str]) -> str:
-    *others, last = [len(stage) for stage in _runs(costs, cuts)]
-    return "/".join(map(str, [*others, last - 1]))  # without the head
+def _large_cells(name: str) -> list[str]:
+    """Layers of each stage and the predicted ratio of the large model, which cannot be profiled here."""
+    if name == "profiled":
+        return ["", ""]
+    with torch.device("meta"):
+        model: PreTrainedModel = LlamaForCausalLM(_config(2)).to(torch.bfloat16)  # type: ignore[arg-type]
+        ids = torch.empty(1, LARGE_TOKENS, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    traced = InProcessPipeline(model, STAGES, batch).cut.traced
+    costs = _counted(traced, model, batch, "cuda")
+    return _predicted(costs, _cuts(name, traced, costs))
 
 
-def _runs(costs: Sequence[LayerCost], cuts: Sequence[str]) -> list[list[LayerCost]]:
-    found: list[list[LayerCost]] = [[]]
+def _counted(
+    traced: TracedGraph, model: PreTrainedModel, batch: Mapping[str, torch.Tensor], device: str
+) -> list[LayerCost]:
+    return layer_costs(traced, model, count_costs(traced, model, batch, torch.device(device)), traced.layers)
+
+
+def _profiled(traced: TracedGraph, model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[LayerCost]:
+    cpu = torch.device("cpu")
+    seconds = profile_nodes(traced, model, batch, assign_layers(traced, model, traced.layers), cpu)
+    costs = count_costs(traced, model, batch, cpu)
+    timed = {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in costs.items()}
+    return layer_costs(traced, model, timed, traced.layers)
+
+
+def _cuts(name: str, traced: TracedGraph, costs: Sequence[LayerCost]) -> list[str]:
+    return even(traced, STAGES) if name == "even" else balanced_cuts(costs, STAGES)
+
+
+def _run_stages(pipeline: InProcessPipeline, batch: Mapping[str, torch.Tensor]) -> list[Seconds]:
+    """Run forward and backward of each stage of the loss, one stage after the other."""
+    cut, plans = pipeline.loss_plans(batch)
+    made: list[dict[str, Any]] = []
+    taken = []
+    for plan in plans:
+        stage = cut.build(plan)
+        given, received, placeholders = stage_arguments(plan, batch, made)
+        received = [value.detach().requires_grad_() for value in received]
+        wall, cpu = time.perf_counter(), time.process_time()
+        values = stage(*given, *received, *placeholders)
+        ends = [value for value in values if value.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        taken.append(Seconds(time.process_time() - cpu, time.perf_counter() - wall))
+        made.append({name: value.detach() for name, value in zip(plan.made, values, strict=True)})
+    return taken
+
+
+def _predicted(costs: Sequence[LayerCost], cuts: Sequence[str]) -> list[str]:
+    """Layers of each stage, and its work over the mean."""
+    stages: list[list[LayerCost]] = [[]]
     for cost in costs:
-        found[-1].append(cost)
+        stages[-1].append(cost)
         if cost.layer in cuts:
-            found.append([])
-    return found
+            stages.append([])
+    *others, last = map(len, stages)
+    # The head counts as a layer of the last stage.
+    sizes = "/".join(map(str, [*others, last - 1]))
+    return [sizes, f"{_ratio([sum(cost.work for cost in stage) for stage in stages]):.3f}"]
 
 
 def _medians(rounds: Sequence[Sequence[float]]) -> list[float]:

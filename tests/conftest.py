@@ -1,14 +1,14 @@
-"""The variables and threads of all tests.
+"""Environment variables and threads of all tests.
 
-One thread for the single-process references, as in the ranks: a sum's order can follow the threads.
+The single-process references have one thread, like the ranks: the order of a sum can depend on the threads.
 """
 
 import os
 
-# OpenMP reads its variable when torch is loaded.
+# OpenMP reads this variable when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# torch looks up the name of every address that connects; a lost answer then costs 1 s instead of 5.
+# torch looks up the name of every address that connects: a lost answer costs 1 s in place of 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import torch

@@ -1,1 +1,1 @@
-"""How much memory a rank takes, as the kernel counts it."""
+"""The parts of benchmarks/memory.py."""

@@ -1,54 +1,80 @@
-"""The rows: ranks of one pipeline, and each rank of the 405B Llama in a process of its own."""
+"""Measured processes: the ranks of one pipeline, and each rank of Llama-3.1-405B alone."""
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.resident.processes import run_alone, run_ranks
-from benchmarks.resident.published import LLAMA_3_1_405B_STAGES, SIZES, WITH_TARGETS
+import torch
+from transformers import LlamaForCausalLM
+
 from benchmarks.resident.rows import MEGABYTE, Row, own_limit
-from benchmarks.resident.ways import WAYS
-from benchmarks.resident.weights import bytes_of, write_weights
+from benchmarks.resident.ways import SIZES, WAYS, WITH_TARGETS, WRAP_RANKS
 
 RANKS = 4
 WRAP_BYTES = 1500 * MEGABYTE
 WRAP_SECONDS = 20.0
 _WRAPS = ((1, "even"), (2, "even"), (1, "balanced"), (2, "balanced"))
+_ROOT = Path(__file__).resolve().parents[2]
+_TIMEOUT = 900
 
-Say = Callable[[str], None]
 
-
-def rows_of_ranks(size: str, ways: Sequence[str], runs: int, say: Say) -> list[Row]:
+def rows_of_ranks(size: str, ways: Sequence[str], runs: int) -> list[Row]:
     """A row for each way and rank of a pipeline of 4."""
     rows = []
-    with _weights(size, any(WAYS[name].reads_weights for name in ways), say) as folder:
+    with _weights(size, any(WAYS[name].reads_weights for name in ways)) as folder:
         for name in ways:
-            say(WAYS[name].title)
-            repeated = [
-                run_ranks(RANKS, "benchmarks.resident.rank_program", name, size, str(folder)) for _ in range(runs)
-            ]
+            way = WAYS[name]
+            print(f"measuring {way.title}", file=sys.stderr)
+            repeated = [run_program(RANKS, "rank", name, size, folder) for _ in range(runs)]
             for rank in range(RANKS):
                 measured = [ranks[rank] for ranks in repeated]
-                has_target = WAYS[name].has_target and size in WITH_TARGETS
+                has_target = way.has_target and size in WITH_TARGETS
                 limit = own_limit(measured[0]["owned"]) if has_target else None
-                case = f"Llama of {_parameters(size)} parameters, {RANKS} ranks"
-                rows.append(_row(case, WAYS[name].title, str(rank), measured, limit))
+                case = f"Llama of {_billions(size):.2f} B parameters, {RANKS} ranks"
+                rows.append(_row(case, way.title, str(rank), measured, limit))
     return rows
 
 
-def rows_of_wraps(ranks: Sequence[int], say: Say) -> list[Row]:
-    """A row for each way to cut the 405B Llama: the worst of ``ranks``, each run once, and all of their seconds."""
+def rows_of_wraps(ranks: Sequence[int]) -> list[Row]:
+    """A row for each cut of the 405B Llama: the worst of ``ranks``, each run once, with the seconds of all."""
     rows = []
     for chunks, partition in _WRAPS:
         way = f"{partition}, {chunks} stage{'s' if chunks > 1 else ''} a rank"
-        say(f"Llama-3.1-405B, {way}")
-        measured = [run_alone("benchmarks.resident.wrap_program", str(rank), str(chunks), partition) for rank in ranks]
-        case = f"Llama-3.1-405B, {LLAMA_3_1_405B_STAGES} ranks"
-        which = f"worst of {len(ranks)}"
-        rows.append(_row(case, way, which, measured, WRAP_BYTES, WRAP_SECONDS))
+        print(f"measuring Llama-3.1-405B, {way}", file=sys.stderr)
+        measured = [run_program(1, "wrap", str(rank), str(chunks), partition)[0] for rank in ranks]
+        case = f"Llama-3.1-405B, {WRAP_RANKS} ranks"
+        rows.append(_row(case, way, f"worst of {len(ranks)}", measured, WRAP_BYTES, WRAP_SECONDS))
     return rows
+
+
+def run_program(ranks: int, *arguments: str) -> list[dict[str, Any]]:
+    """Reports of ``benchmarks.resident.program`` in rank order; ``RuntimeError`` with its output if it fails.
+
+    The processes are fresh, one thread each. torchrun starts them if ``ranks`` is above 1.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [*launcher, "-m", "benchmarks.resident.program", *arguments]
+    paths = [str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory(prefix="nxdpp-memory-") as folder:
+        done = subprocess.run(
+            [sys.executable, *command, folder],
+            cwd=_ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TIMEOUT,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}")
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def _row(
@@ -59,29 +85,23 @@ def _row(
     peak_limit: int | None,
     seconds_limit: float | None = None,
 ) -> Row:
-    return Row(
-        case,
-        way,
-        ranks,
-        owned=max(run["owned"] for run in measured),
-        imported=max(run["imported"] for run in measured),
-        peak=max(run["peak"] for run in measured),
-        peak_limit=peak_limit,
-        seconds=[run["seconds"] for run in measured],
-        seconds_limit=seconds_limit,
-    )
+    worst = {name: max(run[name] for run in measured) for name in ("owned", "imported", "peak")}
+    seconds = [run["seconds"] for run in measured]
+    return Row(case, way, ranks, peak_limit=peak_limit, seconds=seconds, seconds_limit=seconds_limit, **worst)
 
 
 @contextmanager
-def _weights(size: str, are_read: bool, say: Say) -> Iterator[Path | str]:
+def _weights(size: str, are_read: bool) -> Iterator[str]:
+    """A folder of random weights in shards of 500 MB, removed at the end; ``-`` if no way reads it."""
     if not are_read:
         yield "-"
         return
     with tempfile.TemporaryDirectory(prefix="nxdpp-weights-") as folder:
-        say(f"writing weights to {folder}")
-        write_weights(SIZES[size](), Path(folder))
+        print(f"writing weights to {folder}", file=sys.stderr)
+        LlamaForCausalLM(SIZES[size]).save_pretrained(folder, max_shard_size="500MB")
         yield folder
 
 
-def _parameters(size: str) -> str:
-    return f"{bytes_of(SIZES[size]()) / 4e9:.2f} B"
+def _billions(size: str) -> float:
+    with torch.device("meta"):
+        return LlamaForCausalLM(SIZES[size]).num_parameters() / 1e9

@@ -1,1 +1,1 @@
-"""What the benchmarks measure with, judged itself."""
+"""Tests of benchmarks/."""

@@ -1,4 +1,4 @@
-"""The comparison with torch.distributed.pipelining: what its layers, verdicts and tables say, and a small run."""
+"""The comparison with torch.distributed.pipelining: its layers, verdicts and tables, and a small run."""
 
 import json
 import time
@@ -6,19 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks.compare.alternation import Times
-from benchmarks.compare.contender import BY_HAND, PEER, US
-from benchmarks.compare.efficiency import case_rows, ideal_ms, sleeping_job
-from benchmarks.compare.field import Entry, run_field
-from benchmarks.compare.job import Job
-from benchmarks.compare.layers import ScalingLayer, SleepingLayer
-from benchmarks.compare.overhead import targets
-from benchmarks.compare.rows import Row, Verdict
-from benchmarks.compare.session import Effort, describe_session
-from benchmarks.compare.stacks import stack_job
-from benchmarks.compare.table import print_markdown, print_table, read_rows, rows_as_json
+from benchmarks.comparison.contenders import BY_HAND, NXDPP, TORCH
+from benchmarks.comparison.efficiency import excess_rows, ideal_ms, sleeping_job
+from benchmarks.comparison.job import Job
+from benchmarks.comparison.overhead import targets
+from benchmarks.comparison.rows import Entrant, Row, Verdict, rows_as_json, rows_as_markdown
+from benchmarks.comparison.stacks import ScalingLayer, SleepingLayer, stack_job
+from benchmarks.comparison.timing import Effort, Times, time_families
+from benchmarks.report import describe_session
 from nxdpp.parallel_layers import parallel_state
 from tests.support.run_ranks import run_ranks
 
@@ -38,81 +34,71 @@ def test_a_sleeping_layer_sleeps_once_for_each_gradient(monkeypatch: pytest.Monk
     assert slept == [0.005] * 5
 
 
-def test_the_ideal_of_1f1b_is_the_one_of_the_issue() -> None:
+def test_ideal_of_1f1b_counts_sleeps_only() -> None:
     assert ideal_ms("1f1b", 5, 32) == 525
 
 
-def test_an_efficiency_row_compares_what_is_above_the_ideal() -> None:
-    entries = [
-        Entry(BY_HAND, "1f1b", Times([0.545, 0.545], [])),
-        Entry(PEER, "1f1b", Times([0.565, 0.565], [])),
-        Entry(US, "1f1b", Times([0.548, 0.548], [])),
-    ]
-    rows = case_rows("case", 5, 32, entries)
-    assert [row.median for row in rows[:3]] == pytest.approx([20, 40, 23])
-    peer, by_hand, ideal = rows[2].verdicts
-    assert [verdict.ratio for verdict in (peer, by_hand, ideal)] == pytest.approx([23 / 40, 23 / 20, 548 / 525])
-    assert [verdict.met for verdict in (peer, by_hand, ideal)] == [True, False, None]
+def test_efficiency_rows_compare_the_excess_over_the_ideal() -> None:
+    times = {
+        (BY_HAND, "1f1b"): Times([0.545, 0.545], []),
+        (TORCH, "1f1b"): Times([0.565, 0.565], []),
+        (NXDPP, "1f1b"): Times([0.548, 0.548], []),
+    }
+    rows = excess_rows(5, 32, times)
+    assert [row.quartiles[1] for row in rows] == pytest.approx([20, 40, 23])
+    torch_verdict, by_hand, ideal = rows[2].verdicts
+    assert [v.ratio for v in (torch_verdict, by_hand, ideal)] == pytest.approx([23 / 40, 23 / 20, 548 / 525])
+    assert [v.met for v in (torch_verdict, by_hand, ideal)] == [True, False, None]
 
 
-def test_overhead_has_the_targets_of_the_issue() -> None:
-    assert targets("1f1b") == {BY_HAND: 1.1, PEER: 1.0}
-    assert targets("zb-v") == {PEER: 0.6}
-    assert targets("gpipe") == {PEER: None}
+def test_overhead_targets() -> None:
+    assert targets(NXDPP, "1f1b") == {(BY_HAND, "1f1b"): 1.1, (TORCH, "1f1b"): 1.0}
+    assert targets(NXDPP, "zb-v") == {(TORCH, "zb-v"): 0.6}
+    assert targets(NXDPP, "gpipe") == {(TORCH, "gpipe"): None}
+    assert targets(TORCH, "1f1b") == {}
 
 
-def test_rows_survive_json_and_a_missed_target_is_shown() -> None:
-    rows = [
-        Row("efficiency", "5 ms", "1f1b", US, "ms", 50.0, 49.0, 51.0, 12, [Verdict(PEER, 0.7, 0.6)]),
-    ]
-    session = describe_session(Effort(1, 3))
-    content = json.loads(rows_as_json(rows, session))
-    assert content["rows"][0]["verdicts"][0]["met"] is False
-    assert read_rows(content) == rows
-    console = Console(width=150)
-    with console.capture() as captured:
-        print_table(console, rows, session)
-    text = captured.get()
+def test_a_missed_target_shows_in_table_and_json() -> None:
+    row = Row("efficiency", "5 ms", "1f1b", NXDPP, "ms", [49.0, 50.0, 51.0], [Verdict(TORCH, 0.7, 0.6)])
+    session = {**describe_session(), **Effort(1, 3)._asdict()}
+    (written,) = json.loads(rows_as_json([row], session))["rows"]
+    assert written["verdicts"][0]["met"] is False
+    assert [written[name] for name in ("low", "median", "high")] == [49.5, 50.0, 50.5]
+    text = " ".join(rows_as_markdown([row], session).split())
+    assert "| 1f1b | nxdpp | 50 | 49.5 to 50.5 | ms | 0.7 x torch (at most 0.6: NOT met) |" in text
     assert "0 of 1 targets are met." in text
-    assert "not met: efficiency, 5 ms, 1f1b: 0.7 x torch (at most 0.6: NOT met)" in text
 
 
-def test_a_table_for_a_document_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
-    row = Row("efficiency", "5 ms", "1f1b", US, "ms", 50.0, 49.0, 51.0, 12, [Verdict(PEER, 0.7, 0.6)])
-    print_markdown([row], describe_session(Effort(1, 3)))
-    assert "| 1f1b | nxdpp | 50 | 49 to 51 | ms | 0.7 x torch (at most 0.6: NOT met) |" in capsys.readouterr().out
-
-
-def light_rank(rank: int) -> list[Entry]:
+def light_rank(rank: int) -> dict[Entrant, Times]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
 
     def job(chunks: int) -> Job:
         return stack_job(partial(ScalingLayer, 8), 2 * chunks, (2, 4, 8), 4)
 
-    return run_field(["gpipe", "1f1b", "interleaved", "zb1p", "zb-v"], job, job, Effort(1, 2))
+    return time_families(["gpipe", "1f1b", "interleaved", "zb1p", "zb-v"], job, job, Effort(1, 2))
 
 
 def test_all_contenders_compute_the_same_and_are_timed() -> None:
-    entries = run_ranks(2, light_rank)[0]
-    ran = [(entry.name, entry.family) for entry in entries]
-    assert {(BY_HAND, "1f1b"), (PEER, "1f1b"), (US, "1f1b"), (PEER, "gpipe"), (PEER, "zb-v")} <= set(ran)
-    for entry in entries:
-        assert len(entry.times.wall) == len(entry.times.cpu) == 2
-        assert min(entry.times.wall) > 0
+    times = run_ranks(2, light_rank)[0]
+    expected = {(BY_HAND, "1f1b"), (TORCH, "1f1b"), (NXDPP, "1f1b"), (TORCH, "gpipe"), (TORCH, "zb-v")}
+    assert expected <= set(times)
+    for taken in times.values():
+        assert len(taken.wall) == len(taken.cpu) == 2
+        assert min(taken.wall) > 0
 
 
-def lying_rank(rank: int) -> None:
+def wrong_rank(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     other = partial(stack_job, partial(ScalingLayer, 8), 2, (2, 4, 8))
-    run_field(["1f1b"], lambda chunks: other(4), lambda chunks: other(2), Effort(0, 1))
+    time_families(["1f1b"], lambda chunks: other(4), lambda chunks: other(2), Effort(0, 1))
 
 
-def test_a_contender_that_computes_something_else_is_caught() -> None:
+def test_a_contender_with_another_result_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"by hand 1f1b: .* differs by"):
-        run_ranks(2, lying_rank)
+        run_ranks(2, wrong_rank)
 
 
-def test_the_sleeping_job_has_the_same_gradients_without_sleep() -> None:
+def test_sleep_does_not_change_gradients() -> None:
     asleep, awake = (sleeping_job(ms, 2, 1).reference() for ms in (1, 0))
     assert torch.equal(asleep[0], awake[0])
     assert all(torch.equal(asleep[1][name], awake[1][name]) for name in awake[1])

@@ -1,4 +1,4 @@
-"""Lets the tests import the example's modules by the names by which they import each other."""
+"""Import path of the example's modules, which import each other by their plain names."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The text of the main job: what is held out stays held out, and the same seed gives the same batches."""
+"""The text of the main job: held-out files are not trained on, and a seed determines the batches."""
 
 import os
 from itertools import islice
@@ -48,7 +48,7 @@ def test_standard_library_holds_whole_files_out() -> None:
         assert file.read_bytes() not in train
 
 
-def test_corpus_is_the_same_each_time() -> None:
+def test_corpus_is_deterministic() -> None:
     first, second = read_corpus(standard_library_files()), read_corpus(standard_library_files())
 
     assert torch.equal(first.train, second.train)
@@ -92,7 +92,7 @@ def test_tiny_and_empty_files(tmp_path: Path) -> None:
     assert empty not in corpus.train_files
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_text_is_refused(tmp_path: Path) -> None:
     empty, file = tmp_path / "empty", tmp_path / "file"
     empty.touch()
     file.write_text("text")

@@ -1,4 +1,4 @@
-"""What the README shows works: the loop that its difference leads to, run as it stands."""
+"""The README's training loop, run before and after the change that it shows."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def _loop(side: str) -> str:
 
 
 def _train(rank: int, side: str) -> dict[str, torch.Tensor]:
-    """The weights that this rank has after the loop has run over two batches."""
+    """This rank's weights after the loop over two batches."""
     batches = torch.randint(256, (2, 8, 16), generator=torch.Generator().manual_seed(1))
     names = {
         "LlamaForCausalLM": LlamaForCausalLM,

@@ -1,4 +1,4 @@
-"""The main job at tiny size, end to end: the same training on any number of processes, and what it leaves."""
+"""The main job at tiny size, from start to end: equal training on any number of processes, and its files."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def _train(rank: int, arguments: list[str]) -> str:
-    """What one rank prints."""
+    """Run one rank; return its output."""
     import train
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -37,7 +37,7 @@ def _train(rank: int, arguments: list[str]) -> str:
 
 
 def _job(folder: Path, world_size: int, *flags: str, **fields: Any) -> list[str]:
-    """Run the job over ``world_size`` processes into ``folder``; what each rank prints."""
+    """Run the job over ``world_size`` processes into ``folder``; return the output of each rank."""
     folder.mkdir()
     config = folder.with_suffix(".json")
     config.write_text(json.dumps({**TINY_LLAMA, **fields}))
@@ -59,14 +59,26 @@ def _losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def _unwrapped_training(pretrained: Path | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of the same training without nxdpp: a plain model accumulating microbatches."""
+@pytest.fixture(scope="module")
+def unwrapped() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the training from scratch without nxdpp."""
+    torch.manual_seed(SEED)
+    return _unwrapped_training(LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)))
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Folder and output of the job on one process."""
+    folder = tmp_path_factory.mktemp("job") / "run"
+    return folder, _job(folder, 1)
+
+
+def _unwrapped_training(model: LlamaForCausalLM) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the same training without nxdpp: ``model`` accumulates microbatches."""
     from corpus import read_corpus, standard_library_files, training_batches
     from train import learning_rate_factor
 
     text = read_corpus(standard_library_files()).train
-    torch.manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)) if pretrained is None else _loaded(pretrained)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     losses = []
     for step, batch in enumerate(islice(training_batches(text, BATCH, LENGTH, SEED), STEPS)):
@@ -98,12 +110,17 @@ def _held_out_loss(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_pipeline_trains_exactly_like_the_unwrapped_model(tmp_path: Path, stages: int) -> None:
-    losses, weights = _unwrapped_training()
-    printed = _job(tmp_path / "run", stages)
-    saved = LlamaForCausalLM.from_pretrained(tmp_path / "run").state_dict()
+def test_pipeline_trains_exactly_like_the_unwrapped_model(
+    tmp_path: Path,
+    stages: int,
+    unwrapped: tuple[list[float], dict[str, torch.Tensor]],
+    of_one_process: tuple[Path, list[str]],
+) -> None:
+    losses, weights = unwrapped
+    folder, printed = of_one_process if stages == 1 else (tmp_path / "run", _job(tmp_path / "run", stages))
+    saved = LlamaForCausalLM.from_pretrained(folder).state_dict()
 
-    assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-6)
+    assert _losses(folder) == pytest.approx(losses, rel=1e-6)
     assert losses[-1] < losses[0]
     assert saved.keys() == weights.keys()
     assert [name for name in weights if not torch.equal(saved[name], weights[name])] == []
@@ -111,13 +128,15 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(tmp_path: Path, stages
     for rank, layers in enumerate(["model.layers.0-1"] if stages == 1 else ["model.layers.0 ", "model.layers.1 "]):
         assert re.search(rf"{rank} │ +{rank} │ +0 │ {layers}", printed[0])
     before, after = (float(number) for number in re.findall(r"held-out loss .* training: ([0-9.]+)", printed[0]))
-    assert after == pytest.approx(_held_out_loss(tmp_path / "run"), abs=1e-3)
+    assert after == pytest.approx(_held_out_loss(folder), abs=1e-3)
     assert after < before == pytest.approx(5.55, abs=0.1)
     assert "a sample from the checkpoint" in printed[0]
 
 
-def test_replicas_train_like_one_process(tmp_path: Path) -> None:
-    losses, weights = _unwrapped_training()
+def test_replicas_train_like_one_process(
+    tmp_path: Path, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    losses, weights = unwrapped
     _job(tmp_path / "run", 2, "--pipeline-parallel-size", "1")
     saved = _saved(tmp_path / "run")
 
@@ -125,10 +144,10 @@ def test_replicas_train_like_one_process(tmp_path: Path) -> None:
     torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
 
 
-def test_it_goes_on_from_a_pretrained_folder(tmp_path: Path) -> None:
+def test_training_continues_from_a_pretrained_folder(tmp_path: Path) -> None:
     torch.manual_seed(3)
     LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "before")
-    losses, weights = _unwrapped_training(tmp_path / "before")
+    losses, weights = _unwrapped_training(_loaded(tmp_path / "before"))
     run_ranks(2, _train, [*FLAGS, "--pretrained", str(tmp_path / "before"), "--output", str(tmp_path / "after")])
     saved = _saved(tmp_path / "after")
 
@@ -147,14 +166,13 @@ def test_tied_weight_is_saved_once(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_bfloat16_is_the_arithmetic_not_the_weights(tmp_path: Path) -> None:
-    _job(tmp_path / "whole", 1)
+def test_bfloat16_is_the_dtype_of_the_arithmetic_alone(tmp_path: Path, of_one_process: tuple[Path, list[str]]) -> None:
     _job(tmp_path / "half", 2, "--dtype", "bfloat16")
     saved = _saved(tmp_path / "half")
 
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
-    assert _losses(tmp_path / "half") != _losses(tmp_path / "whole")
-    assert _losses(tmp_path / "half") == pytest.approx(_losses(tmp_path / "whole"), rel=2e-2)
+    assert _losses(tmp_path / "half") != _losses(of_one_process[0])
+    assert _losses(tmp_path / "half") == pytest.approx(_losses(of_one_process[0]), rel=2e-2)
 
 
 def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
@@ -164,7 +182,7 @@ def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
 
     assert finished.returncode != 0
@@ -172,6 +190,6 @@ def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_training_that_diverges_says_so(tmp_path: Path) -> None:
+def test_a_diverging_training_names_the_learning_rate(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"the loss of step \d is nan: try a smaller --learning-rate"):
         _job(tmp_path / "run", 1, "--learning-rate", "1e30")

@@ -1,4 +1,4 @@
-"""The smallest Llama that the example's tests train: a config's fields, two layers."""
+"""Configuration fields of the smallest Llama that the example's tests train."""
 
 from typing import Any
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from tests.support.run_program import run_program
 from tests.support.run_ranks import run_ranks
 
 PROGRAM = str(Path(__file__).with_name("watched_program.py"))
@@ -23,7 +24,7 @@ BOUND_SECONDS = 10.0
 
 
 class _Ended(NamedTuple):
-    codes: list[int]
+    codes: list[int | None]
     output: str
     seconds: float
 
@@ -45,8 +46,14 @@ def _free_port() -> int:
         return port
 
 
+def _fork(case: str, rank: int) -> _Ended:
+    """Run forked processes, with the store in rank 0; times count from the failure."""
+    ended = run_program(PROGRAM, [case, str(rank)], RANKS, first_rank_has_store=True)
+    return _Ended(ended.codes, ended.output, ended.time - _began(ended.output))
+
+
 def _launch(tmp_path: Path, case: str, rank: int) -> _Ended:
-    """Plain processes, the store in rank 0, all writing to one file; times count from the failure."""
+    """Run fresh interpreters, with the store in rank 0; times count from the failure."""
     port = str(_free_port())
     path = tmp_path / "output.txt"
     with path.open("w") as output:
@@ -71,22 +78,26 @@ def _launch(tmp_path: Path, case: str, rank: int) -> _Ended:
                 process.kill()
                 process.wait()
     text = path.read_text()
+    return _Ended([process.returncode for process in processes], text, ended - _began(text))
+
+
+def _began(text: str) -> float:
     began = re.search(r"(?:fails at|rank \d ends well at) (\S+)", text)
     assert began, text
-    return _Ended([process.returncode for process in processes], text, ended - float(began[1]))
+    return float(began[1])
 
 
 @pytest.mark.parametrize(
-    ("case", "rank"),
+    ("case", "rank", "is_fresh"),
     [
-        ("raise_in_one", 0),
-        ("raise_in_one", 2),
-        ("raise_from_all_reduce", 2),
-        ("report_then_unwind_slowly", 1),
+        ("raise_in_one", 0, True),
+        ("raise_in_one", 2, False),
+        ("raise_from_all_reduce", 2, False),
+        ("report_then_unwind_slowly", 1, False),
     ],
 )
-def test_an_error_ends_all_ranks_and_is_printed_last(tmp_path: Path, case: str, rank: int) -> None:
-    ended = _launch(tmp_path, case, rank)
+def test_an_error_ends_all_ranks_and_is_printed_last(tmp_path: Path, case: str, rank: int, is_fresh: bool) -> None:
+    ended = _launch(tmp_path, case, rank) if is_fresh else _fork(case, rank)
     assert ended.codes == [1] * RANKS, ended.output
     assert ended.seconds < BOUND_SECONDS
     expected = "stage 1, 1F3" if case == "raise_in_one" else "ValueError: the first error"
@@ -98,8 +109,8 @@ def test_an_error_ends_all_ranks_and_is_printed_last(tmp_path: Path, case: str, 
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_ends_all_ranks(tmp_path: Path, rank: int) -> None:
-    ended = _launch(tmp_path, "be_killed", rank)
+def test_a_killed_rank_ends_all_ranks(rank: int) -> None:
+    ended = _fork("be_killed", rank)
     assert ended.codes == [-9 if number == rank else 1 for number in range(RANKS)], ended.output
     assert ended.seconds < BOUND_SECONDS
     if rank:

@@ -1,4 +1,4 @@
-"""Tiny models, a padded batch, and what one process makes of them."""
+"""Tiny Hugging Face models, a padded batch, and the training of one process."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -78,7 +78,7 @@ def make(name: str, **changes: Any) -> Any:
 
 
 def padded_batch(size: int, length: int = 10, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Tokens, a mask that pads every other sequence by another length, and labels without the padding."""
+    """Tokens (size, length), a mask that pads every other sequence differently, and labels without the padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (size, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -88,12 +88,12 @@ def padded_batch(size: int, length: int = 10, seed: int = 0) -> dict[str, torch.
 
 
 def microbatches(inputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The inputs of each microbatch, where all are tensors of the whole batch."""
+    """The inputs of each microbatch; all inputs are tensors of the whole batch."""
     return [{name: value.chunk(count)[i] for name, value in inputs.items()} for i in range(count)]
 
 
 def train_in_one_process(model: nn.Module, inputs: Mapping[str, Any], count: int) -> list[torch.Tensor]:
-    """Accumulate the gradients of the mean loss of ``count`` microbatches; the losses."""
+    """Accumulate the gradients of the mean loss of ``count`` microbatches; return the losses."""
     losses = []
     for microbatch in microbatches(inputs, count):
         loss = model(**microbatch).loss
@@ -103,7 +103,7 @@ def train_in_one_process(model: nn.Module, inputs: Mapping[str, Any], count: int
 
 
 def reference(model: Any) -> Any:
-    """A copy that stays whole, with the key-value cache off as a training loop would have it."""
+    """A copy that stays whole, without a key-value cache, as in a training loop."""
     twin = copy.deepcopy(model)
     if hasattr(twin, "config"):
         twin.config.use_cache = False
@@ -111,9 +111,9 @@ def reference(model: Any) -> Any:
 
 
 def gradient_differences(wrapped: Any, whole: nn.Module) -> dict[str, float | None]:
-    """Parameters of this stage whose gradient is not bit for bit that of one process, with the relative distance.
+    """Relative distance of each gradient on this rank that is not bit for bit that of one process.
 
-    ``None`` stands for a gradient that only one of them has.
+    ``None`` if only one of the two models has the gradient.
     """
     expected = dict(whole.named_parameters(remove_duplicate=False))
     differences: dict[str, float | None] = {}

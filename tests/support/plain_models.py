@@ -1,4 +1,4 @@
-"""Models that users write themselves, each with a construct of its own, three layers and a small input."""
+"""Models as users write them: three layers, a small input (B, WIDTH), and one construct each."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ WIDTH = 4
 
 
 class Block(nn.Module):
-    """The transformer layer of all these models."""
+    """The transformer layer of these models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    """An embedding, blocks and a head; a subclass says how they are put together."""
+    """An embedding, blocks and a head; a subclass joins them in its forward."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Base(nn.Module):
 
 
 class Skips(Base):
-    """Every block's input comes back after the last one, in the opposite order."""
+    """Skip connections from every block's input to the end, in reverse order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(x)
@@ -59,7 +59,7 @@ class Skips(Base):
 
 
 class SeveralInputs(Base):
-    """Inputs of several kinds, some of which are wanted late; keyword-only ones with and without a default."""
+    """Inputs of several types, used early and late; keyword-only inputs with and without a default."""
 
     def forward(
         self, x: torch.Tensor, late: torch.Tensor, *rest: Any, target: torch.Tensor, scale: float = 2.0, **more: Any
@@ -90,7 +90,7 @@ class DataclassBlock(Block):
 
 
 class Dataclasses(Base):
-    """A dataclass goes from layer to layer, with a tensor more after each."""
+    """A dataclass between layers; each layer adds a tensor."""
 
     def __init__(self) -> None:
         super().__init__(DataclassBlock)
@@ -112,7 +112,7 @@ class Frozen:
 
 
 class DataclassAttributes(Base):
-    """Attributes of a layer's dataclass are taken between the layers."""
+    """Attributes of a layer's dataclass, read between the layers."""
 
     def __init__(self) -> None:
         super().__init__(FrozenBlock)
@@ -132,7 +132,7 @@ class TupleBlock(Block):
 
 
 class NamedTuples(Base):
-    """A named tuple, of which one part is None at first, is unpacked into the next layer."""
+    """A named tuple, unpacked into the next layer; one of its values is None at first."""
 
     def __init__(self) -> None:
         super().__init__(TupleBlock)
@@ -153,7 +153,7 @@ class DictBlock(Block):
 
 
 class Dicts(Base):
-    """Nested dicts go from layer to layer."""
+    """Nested dicts between layers."""
 
     def __init__(self) -> None:
         super().__init__(DictBlock)
@@ -164,7 +164,7 @@ class Dicts(Base):
 
 
 class AliasBlock(Block):
-    """Its two inputs may be one tensor, and it changes the first in place."""
+    """Takes two inputs, which may be one tensor, and changes the first in place."""
 
     def forward(self, values: Any) -> Any:
         first, second = values
@@ -174,7 +174,7 @@ class AliasBlock(Block):
 
 
 class Aliases(Base):
-    """One tensor twice in what a layer gives; the next changes one of them in place."""
+    """One tensor twice in a layer's output; the next layer changes one of the two in place."""
 
     def __init__(self) -> None:
         super().__init__(AliasBlock)
@@ -199,7 +199,7 @@ class NormBlock(Block):
 
 
 class StepCounter(nn.Module):
-    """No parameter, a buffer that counts and one that remembers."""
+    """Two buffers that a forward changes, and no parameter."""
 
     steps: torch.Tensor
     last: torch.Tensor
@@ -216,7 +216,7 @@ class StepCounter(nn.Module):
 
 
 class BatchNorms(Base):
-    """Batch norms in the layers and beside them, with parameters and without; one more that only watches."""
+    """Batch norms in and beside the layers, with and without parameters; the output of one is not used."""
 
     def __init__(self) -> None:
         super().__init__(NormBlock)
@@ -235,7 +235,7 @@ class BatchNorms(Base):
 
 
 class UsedTwice(Base):
-    """A projection, a norm and an activation before, between and after the layers."""
+    """A projection, a norm and an activation, each used before, between and after the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class Constants(Base):
 
 
 class GlobalConstant(Base):
-    """A tensor of the Python module, and one in a list."""
+    """A global tensor of the Python module, and one in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class GlobalConstant(Base):
 
 
 class OutputsParameters(Base):
-    """Gives parameters and buffers away beside its loss."""
+    """Returns parameters and buffers beside the loss."""
 
     offset: torch.Tensor
 
@@ -353,7 +353,7 @@ class Output:
 
 
 class DataclassOutput(Base):
-    """Gives a dataclass."""
+    """Returns a dataclass."""
 
     def forward(self, x: torch.Tensor) -> Any:
         early = self.embedding(x)
@@ -362,7 +362,7 @@ class DataclassOutput(Base):
 
 
 class DictOutput(Base):
-    """Gives a dict of early and late values, and things that are no tensors."""
+    """Returns a dict of early and late tensors and of other values."""
 
     def forward(self, x: torch.Tensor) -> Any:
         early = self.embedding(x)
@@ -371,7 +371,7 @@ class DictOutput(Base):
 
 
 class NamedTupleOutput(Base):
-    """Gives a named tuple."""
+    """Returns a named tuple."""
 
     def forward(self, x: torch.Tensor) -> Any:
         early = self.embedding(x)
@@ -379,7 +379,7 @@ class NamedTupleOutput(Base):
 
 
 class DataclassWithoutLoss(Base):
-    """Gives a dataclass in which nothing is called loss."""
+    """Returns a dataclass without a loss."""
 
     def forward(self, x: torch.Tensor) -> Any:
         hidden = self.embedding(x)
@@ -387,7 +387,7 @@ class DataclassWithoutLoss(Base):
 
 
 class Holder:
-    """An object that nobody but its user knows."""
+    """An object that is not a pytree."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
@@ -399,7 +399,7 @@ class HolderBlock(Block):
 
 
 class Objects(Base):
-    """Objects of a class of its own go from layer to layer."""
+    """Objects that are not pytrees between layers."""
 
     def __init__(self) -> None:
         super().__init__(HolderBlock)
@@ -409,7 +409,7 @@ class Objects(Base):
 
 
 class InPlaceActivations(Base):
-    """Activations that change their input, which goes on to later stages as it then is."""
+    """Activations that change their input in place; later stages use the changed input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ class InPlaceActivations(Base):
 
 
 class ChangingBlock(Block):
-    """Changes what it is given."""
+    """Changes its input in place."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden += 1
@@ -432,7 +432,7 @@ class ChangingBlock(Block):
 
 
 class ChangesSkip(Base):
-    """What the second layer changes in place is used by the third, too."""
+    """The second layer changes its input in place; the end of the model uses that input too."""
 
     def __init__(self) -> None:
         super().__init__(ChangingBlock)
@@ -445,7 +445,7 @@ class ChangesSkip(Base):
 
 
 class ChangesInput(Base):
-    """A layer changes the model's input, which a later one uses, too."""
+    """A layer changes the model's input in place; a later layer uses it too."""
 
     def __init__(self) -> None:
         super().__init__(ChangingBlock)
@@ -462,7 +462,7 @@ class Changer(nn.Module):
 
 
 class ChangesTable(Base):
-    """A module changes a table that every stage makes for itself."""
+    """A module changes a table that every stage computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,7 +505,7 @@ class SharedBatchNorm(Base):
 
 
 class CountsInForward(Base):
-    """Its own forward changes its own buffer, in one way or another."""
+    """The model's own forward changes a buffer; ``way`` is the kind of change."""
 
     steps: torch.Tensor
 
@@ -529,7 +529,7 @@ class CountsInForward(Base):
 
 
 class ChangesAttribute(Base):
-    """Changes a tensor that is an attribute and no buffer."""
+    """Changes a tensor that is an attribute, not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -541,7 +541,7 @@ class ChangesAttribute(Base):
 
 
 class ReadsStatistics(Base):
-    """Reads what a batch norm keeps."""
+    """Reads the statistics of a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -553,14 +553,14 @@ class ReadsStatistics(Base):
 
 
 class Repeats(Base):
-    """The first and the last layer are one."""
+    """One module is the first and the last layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.close(self.through([*self.blocks, self.blocks[0]], self.embedding(x)))
 
 
 class Universal(nn.Module):
-    """One layer, four times."""
+    """One layer that runs four times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,7 +576,7 @@ class Universal(nn.Module):
 
 
 class TiedBlocks(Base):
-    """Layers of their own that share their weights, the module that has them or all that they have."""
+    """Three layers that share one linear module: by a shallow copy, and by assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -588,7 +588,7 @@ class TiedBlocks(Base):
 
 
 class SharedWeights(Base):
-    """What stands for one layer that runs several times."""
+    """Three layers that share their parameters, in place of one layer that runs three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -601,7 +601,7 @@ class SharedWeights(Base):
 
 
 class TwoTowers(nn.Module):
-    """Two stacks, of which the second one's layers also see the first one's end, and a loss with aux values."""
+    """Two stacks; the second one's layers also take the first one's output. The loss has auxiliary values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -622,7 +622,7 @@ class TwoTowers(nn.Module):
 
 
 class Normalised(Base):
-    """Weight norm and spectral norm, the latter with buffers that its forward changes."""
+    """Weight norm, and spectral norm with buffers that a forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -636,7 +636,7 @@ class Normalised(Base):
 
 
 class WithMode(Base):
-    """Another way for training than for evaluation."""
+    """A forward that differs between training and evaluation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.through(self.blocks, self.embedding(x))

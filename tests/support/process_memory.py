@@ -1,20 +1,20 @@
-"""Resident memory of this process, as Linux counts it. Imports nothing, so that it can come first."""
+"""Resident memory of this process, as Linux counts it. It imports little, so that it can be imported first."""
 
 from pathlib import Path
 
 
 def resident_bytes() -> int:
-    """Bytes that are resident now."""
+    """Resident bytes now."""
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most bytes that were resident since the process began, or since ``reset_peak``."""
+    """Highest number of resident bytes since the process started, or since ``reset_peak``."""
     return _status("VmHWM")
 
 
 def reset_peak() -> None:
-    """Have the peak count from what is resident now."""
+    """Set the peak to the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

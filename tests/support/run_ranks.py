@@ -1,4 +1,4 @@
-"""Runs a test's function in real processes, one a rank."""
+"""Run a test's function in one process a rank."""
 
 import faulthandler
 import math
@@ -24,30 +24,31 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
 GRACE_SECONDS = 2.0
-"""How long the others may go on after a first failure, so that their errors can be shown too."""
+"""Time that the other ranks have after a first failure, so that the message shows their errors too."""
 
 STACK_SECONDS = 0.3
-"""How long a rank that still runs gets to write its stacks before it is killed."""
+"""Time that a running rank has to write its stacks before it is killed."""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """What ``function(rank, *args)`` returns in each of ``world_size`` processes, in rank order.
+    """Return the results of ``function(rank, *args)`` in ``world_size`` processes, in rank order.
 
-    ``function`` is a module's own function; it, ``args`` and the results travel by pickle, tensors by
-    value. Each process has one thread and torchrun's variables, its store held by the caller;
-    ``torch.distributed`` is left for ``function`` to start. A rank that raises or dies, or ``timeout``
-    seconds from the start, ends all ranks with one ``AssertionError``: every rank's error and output,
-    and the stacks of those that still ran.
+    ``function`` is defined at the top of a module. It, ``args`` and the results travel by pickle, tensors by value.
+    Each process has one thread and torchrun's variables. The caller holds the store. ``function`` starts
+    ``torch.distributed`` itself.
+
+    Raises ``AssertionError`` if a rank raises or dies, or after ``timeout`` seconds. All ranks then end. The message
+    has the error and the output of every rank, and the stacks of ranks that were running.
     """
-    context = _fork_server()
-    # The store is the caller's, as torchrun's is its agent's: no port is free now and taken later.
+    context = fork_server()
+    # The caller holds the store, as torchrun's agent does: no port can be free now and taken later.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="nxdpp-ranks-") as folder:
         ranks = []
         try:
             for rank in range(world_size):
-                environment = _environment(rank, world_size, store.port)
+                environment = rank_environment(rank, world_size, store.port)
                 ranks.append(_Rank(context, rank, Path(folder), environment, payload, timeout))
             failure = _wait_for_all(ranks, timeout)
             if failure:
@@ -61,7 +62,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 class _Rank:
-    """One process, seen from the caller."""
+    """One process, as the caller sees it."""
 
     def __init__(
         self,
@@ -87,16 +88,16 @@ class _Rank:
 
     @property
     def done(self) -> bool:
-        """Whether it has returned and come to its end, raised or died."""
+        """True once the rank has returned and ended, raised or died."""
         return self.ended or bool(self.error)
 
     @property
     def awaited(self) -> Connection | int:
-        """What becomes ready when there is news: its outcome first, then its end."""
+        """Object that becomes ready with the rank's outcome, then with its end."""
         return self.process.sentinel if self.result else self.connection
 
     def receive(self) -> None:
-        """Takes in the outcome or, after a result, the end; blocks until it is there."""
+        """Receive the outcome or, after a result, the end; blocks."""
         if self.result:
             self.process.join()
             self.ended = True
@@ -115,7 +116,7 @@ class _Rank:
             self.error = content.decode()
 
     def write_stacks(self) -> None:
-        """Has a process that still runs write its threads' stacks into its output, then kills it."""
+        """Make a running process write its threads' stacks into its output, then kill it."""
         self.was_running = not self.done
         if self.was_running and self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -123,7 +124,7 @@ class _Rank:
             self.process.kill()
 
     def end(self) -> None:
-        """Leaves nothing behind."""
+        """Kill and close the process."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -131,7 +132,7 @@ class _Rank:
 
 
 def _wait_for_all(ranks: list[_Rank], timeout: float) -> str:
-    """Takes in outcomes until all ranks are done or it is of no use; says what failed, or nothing."""
+    """Receive outcomes until all ranks are done, or until a failure or the timeout; return its description or ''."""
     deadline = time.monotonic() + timeout
     failure = ""
     while waiting := [rank for rank in ranks if not rank.done]:
@@ -148,7 +149,7 @@ def _wait_for_all(ranks: list[_Rank], timeout: float) -> str:
 
 
 def _account(rank: _Rank) -> str:
-    """What became of one rank, with all that it wrote."""
+    """Outcome and output of one rank."""
     returned = "returned, " if rank.result else ""
     outcome = rank.error or f"{returned}{'still running, killed' if rank.was_running else 'ended'}\n"
     output = rank.output.read_text(errors="replace") if rank.output.exists() else ""
@@ -165,8 +166,8 @@ def _exit(code: int | None) -> str:
     return f"exit status {code}"
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The caller's variables and torchrun's."""
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The caller's environment variables and torchrun's."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -182,12 +183,12 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @cache
-def _fork_server() -> ForkServerContext:
-    """A process with everything imported, of which each rank is a fork; it lives as long as the caller."""
+def fork_server() -> ForkServerContext:
+    """Server process with all imports done; each rank is its fork. It lives as long as the caller."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     before = dict(os.environ)
-    # The server is a fresh interpreter: it finds modules, and sizes its thread pools, by its variables.
+    # The server is a fresh interpreter: its variables tell where modules are and how large thread pools are.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -206,8 +207,8 @@ def _run(
     payload: bytes,
     timeout: float,
 ) -> None:
-    """A rank's process, from its first line to its last."""
-    # Outlives neither the caller's patience nor a caller that was killed.
+    """Run one rank."""
+    # The process ends soon after the timeout, and without its caller too.
     signal.alarm(math.ceil(timeout + GRACE_SECONDS) + 5)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, sys.stdout.fileno())
@@ -226,5 +227,5 @@ def _run(
     connection.send_bytes(kind)
     connection.send_bytes(content)
     if kind == b"error":
-        # Whatever still blocks in a thread or an atexit of a failed rank has nothing left to say.
+        # Threads and exit functions of a failed rank may block.
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The helper itself: values come back whole, and every way to fail is told."""
+"""``run_ranks`` itself: results return unchanged, and every failure is reported."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def _raise_on_some(rank: int) -> None:
     time.sleep(60)
 
 
-def test_every_ranks_error_is_told_and_who_still_ran() -> None:
+def test_the_message_has_every_error_and_the_running_ranks() -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         run_ranks(3, _raise_on_some)
@@ -74,7 +74,7 @@ def _die(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "told"), [("killed", "SIGKILL"), ("exited", "exit status 3")])
-def test_a_rank_that_dies_is_told_with_what_it_wrote(how: str, told: str) -> None:
+def test_the_message_has_a_dead_rank_and_its_output(how: str, told: str) -> None:
     with pytest.raises(AssertionError, match=told) as caught:
         run_ranks(2, _die, how)
     assert "last words" in str(caught.value)
@@ -85,7 +85,7 @@ def _sleep_on_rank_one(rank: int) -> int:
     return rank
 
 
-def test_a_timeout_names_who_still_runs() -> None:
+def test_a_timeout_names_the_running_ranks() -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError, match=r"timeout after 1\.0 s: rank 1 still running") as caught:
         run_ranks(2, _sleep_on_rank_one, timeout=1.0)
@@ -97,7 +97,7 @@ def _unpicklable(rank: int) -> object:
     return lambda: rank
 
 
-def test_a_result_that_cannot_travel_is_an_error() -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(AssertionError, match="_unpicklable"):
         run_ranks(1, _unpicklable)
 
@@ -107,7 +107,7 @@ def _hang_at_the_end(rank: int) -> None:
         threading.Thread(target=time.sleep, args=(60,), name="lingers").start()
 
 
-def test_a_rank_that_returns_but_does_not_end_is_told() -> None:
+def test_a_rank_that_returns_but_does_not_end_is_reported() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 still running") as caught:
         run_ranks(2, _hang_at_the_end, timeout=1.0)
     assert "rank 1: returned, still running" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The zoo's judge: what it must call wrong."""
+"""The distance by which the zoo judges: differences that it must find."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from tests.support.training_distance import distance, gradient_distances, relati
 
 
 class Trained(nn.Module):
-    """Two tied weights and one of its own, all with gradients."""
+    """Two tied weights and an untied one, all with gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Trained(nn.Module):
 
 
 class Whole(nn.Module):
-    """A model with a Hugging Face output, a batch norm, and nothing cut."""
+    """A whole model with a Hugging Face output and a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Whole(nn.Module):
 
 
 class Pipeline:
-    """Trains the model as a whole, and then changes what ``spoil`` says."""
+    """Trains the model as a whole, then calls ``spoil`` with the model and its losses."""
 
     def __init__(self, model: nn.Module, spoil: Any = None) -> None:
         self._model = model
@@ -91,9 +91,9 @@ def test_without_gradients_the_losses_are_compared() -> None:
         pytest.param(_change("linear.weight", lambda p: p.grad.mul_(2)), id="a gradient twice as large"),
         pytest.param(_change("linear.weight", lambda p: setattr(p, "grad", None)), id="a gradient that is missing"),
         pytest.param(_change("linear.weight", lambda p: p.grad.zero_()), id="a gradient of zeros"),
-        pytest.param(_change("linear.weight", lambda p: p.grad[0].fill_(math.nan)), id="no number in a gradient"),
+        pytest.param(_change("linear.weight", lambda p: p.grad[0].fill_(math.nan)), id="nan in a gradient"),
         pytest.param(lambda model, losses: losses[1].mul_(1.001), id="a loss"),
-        pytest.param(lambda model, losses: losses[1].fill_(math.nan), id="no number as loss"),
+        pytest.param(lambda model, losses: losses[1].fill_(math.nan), id="nan as loss"),
         pytest.param(lambda model, losses: model.norm.running_mean.add_(1), id="a buffer"),
         pytest.param(lambda model, losses: model.norm.num_batches_tracked.add_(1), id="a count"),
     ],
@@ -107,7 +107,7 @@ def test_a_missing_loss_is_an_error() -> None:
         _judge(lambda model, losses: losses.pop())
 
 
-def test_a_whole_model_without_numbers_is_no_yardstick() -> None:
+def test_a_reference_with_nan_is_infinitely_far() -> None:
     model, whole = _two()
     whole.linear.weight.data.fill_(math.nan)
     pipeline: Any = Pipeline(model)
@@ -121,7 +121,7 @@ def test_nothing_to_compare_is_an_error(gradient: float | None) -> None:
     for parameter in whole.parameters():
         parameter.grad = None if gradient is None else torch.zeros_like(parameter)
 
-    with pytest.raises(RuntimeError, match="no gradient that is not zero"):
+    with pytest.raises(RuntimeError, match="are zero or missing"):
         gradient_distances(model, whole)
 
 

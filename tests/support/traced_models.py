@@ -1,4 +1,4 @@
-"""Tiny models of each architecture, and the way to trace them as the runtime does."""
+"""Tiny models of each architecture, traced as the runtime does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,7 +45,7 @@ def make_inputs(architecture: str) -> dict[str, torch.Tensor]:
 def options_for(
     module: nn.Module, layer_class: Any = None, leaves: tuple[Any, ...] = (), **options: Any
 ) -> TracingOptions:
-    """The options that the constructor would make."""
+    """The options that ``NxDPPModel`` would make."""
     return TracingOptions(
         layer_classes=find_layer_classes(module, layer_class),
         leaf_classes=resolve_classes(module, leaves, "leaf_module_cls"),
@@ -61,7 +61,7 @@ def trace_with(module: nn.Module, inputs: Mapping[str, Any], options: TracingOpt
 
 
 def run_graph(module: nn.Module, traced: TracedGraph, inputs: Mapping[str, Any]) -> Any:
-    """What the graph, run as a whole over the original modules, gives in the place of the module's output."""
+    """Output of the whole graph, run over the original modules."""
     values = fx.GraphModule(module, traced.graph)(**{name: inputs[name] for name in traced.inputs})
     return pytree.tree_unflatten(values, traced.output_spec)
 
@@ -78,7 +78,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """Four layers between an embedding and a head; a subclass says what comes between embedding and layers."""
+    """Four layers between an embedding and a head; a subclass may change the first hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class PlainModel(nn.Module):
 
 
 class Asserts(PlainModel):
-    """Wants positive inputs, and finite hidden states. Not in a test, where pytest rewrites assertions."""
+    """Asserts positive inputs and finite hidden states. It is not in a test file: pytest rewrites assertions there."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert torch.all(x > 0).item(), "x must be positive"

@@ -1,4 +1,4 @@
-"""How far a model that is trained in stages is from the same model trained whole: loss, gradients and buffers."""
+"""Distance between a model trained in stages and the same model trained whole: losses, gradients and buffers."""
 
 import math
 from collections import Counter
@@ -13,11 +13,11 @@ TIED_ROUNDING = 1e-6
 
 
 def distance(pipeline: InProcessPipeline, model: Any, whole: Any, batch: dict[str, torch.Tensor], parts: int) -> float:
-    """0 where every number is equal, otherwise the greatest difference; infinite where one is not a number.
+    """Greatest relative difference: 0 if all numbers are equal, infinite if one is not finite.
 
-    ``pipeline`` runs the modules of ``model``; ``whole`` is its unwrapped copy. Both accumulate ``parts``
-    microbatches from empty gradients; where gradients are off, losses and buffers alone are compared. Raises
-    ``RuntimeError`` where ``whole`` has no gradient at all, and so nothing is compared.
+    ``pipeline`` runs the modules of ``model``; ``whole`` is its unwrapped copy. Both accumulate ``parts`` microbatches
+    from empty gradients. With gradients disabled, only losses and buffers are compared. Raises ``RuntimeError`` if
+    ``whole`` has no gradient, because nothing would be compared.
     """
     backward = torch.is_grad_enabled()
     model.zero_grad()
@@ -35,16 +35,16 @@ def distance(pipeline: InProcessPipeline, model: Any, whole: Any, batch: dict[st
 
 
 def gradient_distances(model: Any, whole: Any) -> list[float]:
-    """For each parameter how much its gradient differs, as a share of the greatest value of that of ``whole``.
+    """Difference of each parameter's gradient, as a share of the greatest value of the gradient in ``whole``.
 
-    A gradient that is not there is one of zeros. A gradient that is small beside the others', below a thousandth of
-    the greatest, is measured by that: an attention's key bias has none but for rounding. A tied weight's, a sum in
-    another order, may differ by ``TIED_ROUNDING``.
+    A missing gradient counts as zeros. The share is of at least a thousandth of the greatest gradient of all: the
+    gradient of an attention's key bias is zero but for rounding. The gradient of a tied weight is a sum in another
+    order and may differ by ``TIED_ROUNDING``.
     """
     names = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
     greatest = max((_greatest(parameter.grad) for parameter in whole.parameters()), default=0.0)
     if not greatest:
-        raise RuntimeError("the unwrapped model has no gradient that is not zero: nothing is compared.")
+        raise RuntimeError("all gradients of the unwrapped model are zero or missing: nothing is compared.")
     distances = []
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         a = torch.zeros_like(ours) if ours.grad is None else ours.grad
@@ -56,8 +56,10 @@ def gradient_distances(model: Any, whole: Any) -> list[float]:
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor, least_scale: float) -> float:
-    """The greatest difference, as a share of the greatest value of ``theirs``, which counts as ``least_scale`` at
-    least. Infinite where a difference is not a finite number, or the shapes differ."""
+    """Greatest difference, as a share of the greatest value of ``theirs`` or of ``least_scale``, whichever is more.
+
+    Infinite for different shapes and for a difference that is not finite.
+    """
     if torch.equal(ours, theirs):
         return 0.0
     if ours.shape != theirs.shape:

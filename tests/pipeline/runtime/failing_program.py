@@ -1,4 +1,4 @@
-"""A training script whose second stage fails in the middle of a step; run under torchrun by test_failures."""
+"""A training script whose second stage fails in the middle of a step; run by test_failures."""
 
 import sys
 

@@ -1,13 +1,11 @@
 """A rank that fails in a step ends all ranks, with a note of the stage, action and microbatch."""
 
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.run_program import Ended, run_program
 
 FOLDER = Path(__file__).parent
 LAST_WORDS = {
@@ -17,29 +15,24 @@ LAST_WORDS = {
 }
 
 
-def errors_of(program: str, ranks: int, *arguments: str) -> str:
-    """Run a program that must fail under torchrun; its errors, when all ranks end within 10 s of the first failure."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*launch, str(FOLDER / program), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-    finished = time.time()
-    failed = re.search(r"fails at (\S+)", ended.stderr)
-    assert failed, ended.stderr
-    assert ended.returncode != 0
-    assert finished - float(failed[1]) < 10, ended.stderr
-    return ended.stderr
+def run_failing(program: str, arguments: list[str], ranks: int) -> Ended:
+    """Run a program that must fail; all its ranks end within 10 s of the first failure."""
+    ended = run_program(str(FOLDER / program), arguments, ranks=ranks, timeout=120)
+    failed = re.search(r"fails at (\S+)", ended.output)
+    assert failed, ended.output
+    assert all(ended.codes), ended.output
+    assert ended.time - float(failed[1]) < 10, ended.output
+    return ended
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "input"])
-def test_the_first_error_is_the_last_thing_printed(where: str) -> None:
-    errors = errors_of("failing_program.py", 4, where)
-    # torchrun prints its own report after the end of the workers.
-    of_workers = errors.split("torch/distributed/elastic/multiprocessing/api.py")[0]
-    lines = [line for line in of_workers.strip().splitlines() if not re.match(r"[WE]\d{4} ", line)]
-    assert LAST_WORDS[where] in lines[-1], errors
+def test_the_first_error_is_the_last_line(where: str) -> None:
+    ended = run_failing("failing_program.py", [where], ranks=4)
+    assert ended.codes == [1] * 4, ended.output
+    lines = [line for line in ended.output.strip().splitlines() if not re.match(r"[WE]\d{4} ", line)]
+    assert LAST_WORDS[where] in lines[-1], ended.output
     if where != "input":
-        assert any("ArithmeticError: the layer broke" in line for line in lines[-3:]), errors
+        assert any("ArithmeticError: the layer broke" in line for line in lines[-3:]), ended.output
 
 
 @pytest.mark.parametrize(
@@ -50,6 +43,6 @@ def test_the_first_error_is_the_last_thing_printed(where: str) -> None:
     ],
 )
 def test_a_failure_names_the_stage_of_the_rank(schedule: str, where: str, words: str) -> None:
-    errors = errors_of("failing_stage.py", 2, schedule, where)
-    assert f"in the pipeline: {words}" in errors, errors
-    assert "ArithmeticError: the layer broke" in errors, errors
+    ended = run_failing("failing_stage.py", [schedule, where], ranks=2)
+    assert f"in the pipeline: {words}" in ended.output, ended.output
+    assert "ArithmeticError: the layer broke" in ended.output, ended.output

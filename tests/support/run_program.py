@@ -1,0 +1,87 @@
+"""Run a script in one process a rank, each a fork of the server that has imported everything.
+
+A process ends like an interpreter that runs the script: an error goes to ``sys.excepthook``, exit functions follow.
+"""
+
+import multiprocessing.util
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not in its __all__
+
+from tests.support.run_ranks import fork_server, rank_environment
+
+
+class Ended(NamedTuple):
+    """Exit codes in rank order, all that the ranks wrote, and the time at which the last rank ended."""
+
+    codes: list[int | None]
+    output: str
+    time: float
+
+
+def run_program(
+    script: str, arguments: Sequence[str], ranks: int, timeout: float = 60.0, first_rank_has_store: bool = False
+) -> Ended:
+    """Run ``script`` on ``ranks`` ranks; ``AssertionError`` after ``timeout`` seconds.
+
+    The caller holds the store, as torchrun does, unless the first rank is to hold it.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environments = [rank_environment(rank, ranks, store.port) for rank in range(ranks)]
+    if first_rank_has_store:
+        # Its port is free from now on.
+        del store
+        for environment in environments:
+            del environment["TORCHELASTIC_USE_AGENT_STORE"]
+    with tempfile.TemporaryDirectory(prefix="nxdpp-program-") as folder:
+        output = Path(folder) / "output.txt"
+        processes: list[Any] = []
+        try:
+            for environment in environments:
+                given = (script, list(arguments), environment, output, timeout)
+                processes.append(fork_server().Process(target=_run, args=given))
+                processes[-1].start()
+            deadline = time.monotonic() + timeout
+            while running := [process.sentinel for process in processes if process.is_alive()]:
+                if not wait(running, max(0.0, deadline - time.monotonic())):
+                    raise AssertionError(f"{len(running)} ranks run after {timeout} s:\n{output.read_text()}")
+            return Ended([process.exitcode for process in processes], output.read_text(), time.time())
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _run(script: str, arguments: list[str], environment: dict[str, str], output: Path, timeout: float) -> NoReturn:
+    signal.alarm(int(timeout) + 5)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    status = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        status = 1
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
+    # The way out of an interpreter, outside of the error's handling.
+    threading._shutdown()  # type: ignore[attr-defined]
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
