@@ -1,4 +1,4 @@
-"""Tensor constructors that are recorded while tracing, also where torch could not take a traced size."""
+"""Tensor constructors, recorded while tracing, also with traced sizes that torch could not take."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from nxdpp.tracing.calls import has_proxy
+from nxdpp.tracing.checks import traced_is_tensor
 from nxdpp.tracing.swap import swapped
-from nxdpp.tracing.type_tests import traced_is_tensor
 
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",
@@ -23,10 +23,10 @@ _TYPE_LIMITS = ("finfo", "iinfo")
 
 @contextmanager
 def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
-    """Record every tensor made while tracing as a node, so that it is made anew wherever it is needed.
+    """Record every new tensor as a node, so that each stage that needs it makes it.
 
-    A random number drawn outside the layers would be drawn once, at tracing, and a mode set there would hold for
-    the tracing only: both are refused.
+    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once, and for modes,
+    which would apply to the trace only.
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name) for name in _RANDOM}
@@ -38,14 +38,14 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
 
 @contextmanager
 def refused_modes() -> Iterator[None]:
-    """Refuse ``no_grad``, autocast and their like, which would hold for the tracing only."""
+    """Refuse ``no_grad``, autocast and similar modes, which would apply to the trace only."""
     with _in_torch({name: _lost_mode(name) for name in _MODES}):
         yield
 
 
 @contextmanager
 def refused_random_tensors() -> Iterator[None]:
-    """Refuse random tensors that are made of no traced value: a tracer that records none would draw them once."""
+    """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
     with _in_torch({name: _refusal_unless_traced(name, getattr(torch, name)) for name in _RANDOM}):
         yield
 
@@ -55,7 +55,7 @@ def _in_torch(replacements: dict[str, Callable[..., Any]]) -> AbstractContextMan
 
 
 def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    # A data loader's thread goes on making tensors meanwhile.
+    # The thread of a data loader makes tensors at the same time.
     tracing_thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def _recorder(tracer: fx.Tracer, constructor: Callable[..., Any]) -> Callable[..
 
 def _limits_recorder(tracer: fx.Tracer, limits: Any) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+        if has_proxy(args, kwargs):
             return tracer.create_proxy("call_function", limits, args, kwargs)
         return limits(*args, **kwargs)
 
@@ -92,8 +92,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 def _refusal_unless_traced(name: str, constructor: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        traced = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
-        return (constructor if traced else _refusal(name))(*args, **kwargs)
+        return (constructor if has_proxy(args, kwargs) else _refusal(name))(*args, **kwargs)
 
     return refuse
 

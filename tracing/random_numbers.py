@@ -1,4 +1,4 @@
-"""Random numbers that no tensor of the graph stands for are refused: a trace would draw them once and for all."""
+"""Refusal of random numbers of Python and NumPy, which a trace would draw once for all steps."""
 
 import random
 import re
@@ -33,9 +33,11 @@ _FUNCTIONS = {
 
 @contextmanager
 def refused_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Refuse Python's and NumPy's global generators, also where the code of ``model`` has imported their functions.
+    """Refuse the global generators of Python and NumPy, also their functions that the code of ``model`` imports.
 
-    A layer that is skipped by ``random.random() < p`` would be skipped for good, or never.
+    A layer that is skipped if ``random.random() < p`` would be skipped in all steps, or in none.
+
+    Raises ``RuntimeError`` at the call.
     """
     thread = threading.get_ident()
     with ExitStack() as stack:
@@ -47,8 +49,8 @@ def refused_random_numbers(model: nn.Module) -> Iterator[None]:
 
 def _refusal(function: Callable[..., Any], thread: int) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A data loader's thread goes on shuffling meanwhile. What transformers draws is whether to drop a layer, and
-        # rates of that other than 0 are refused (``huggingface.refuse_untraceable``).
+        # The thread of a data loader may draw. transformers draws only to drop layers, and ``refuse_untraceable``
+        # refuses rates other than 0.
         drops_layers = str(sys._getframe(1).f_globals.get("__name__")).startswith("transformers.models.")
         if threading.get_ident() != thread or drops_layers:
             return function(*args, **kwargs)

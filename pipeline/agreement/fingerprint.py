@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig
 
-from nxdpp.tracing.opaque import OpaqueCall
+from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.trace import TracedGraph
 
 _DIGEST_BYTES = 8

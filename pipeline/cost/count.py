@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.cost.roofline import WorkCounter, accumulation_work, machine_balance
 from nxdpp.pipeline.cost.run_node import NodeRun, map_tensors, run_of, signature, tensors_in
-from nxdpp.tracing.fake_copies import FakeCopies
+from nxdpp.tracing.sizes import FakeCopies
 from nxdpp.tracing.trace import TracedGraph
 
 # What models are planned for where nothing is said.

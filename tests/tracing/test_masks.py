@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, masking_utils
 
-from nxdpp.tracing.masks import recorded_masks
-from nxdpp.tracing.opaque import OpaqueCall
+from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.huggingface import recorded_masks
 from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
 
 ROOT = torch.nn.Module()
