@@ -43,7 +43,7 @@ class OpaqueCall:
 
     @property
     def declares_dict(self) -> bool:
-        """Whether the function is annotated to return a ``dict``."""
+        """``True`` if the function is annotated to return a ``dict``."""
         return getattr(self.function, "__annotations__", {}).get("return") in (dict, "dict")
 
     def bound(self) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from tests.support.traced_models import PlainLayer, PlainModel, options_for, run
 
 
 def collect(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """What it was called with."""
+    """Return the arguments."""
     return args, kwargs
 
 
@@ -115,7 +115,7 @@ def test_its_backward_is_the_one_that_runs(tracer: str) -> None:
     assert _tripled.apply(torch.ones(2), 2.0).tolist() == [2, 2]
 
 
-def test_one_that_runs_layers_in_its_backward_is_refused() -> None:
+def test_a_function_that_runs_layers_in_its_backward_is_refused() -> None:
     class Reversible(PlainModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             function: Any = _Runs

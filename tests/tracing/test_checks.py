@@ -23,7 +23,7 @@ X = torch.ones(3, 4)
 
 
 class Decides(PlainModel):
-    """Raises an error of its own, which is a decision like any other."""
+    """Raise an error that depends on the data, without ``assert``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.all(x > 0):
@@ -44,7 +44,7 @@ def test_an_assertion_is_a_node() -> None:
     assert sum(is_assertion(node) for node in traced.graph.nodes) == 2
 
 
-def test_anything_else_that_only_the_data_tells_is_refused() -> None:
+def test_another_decision_that_depends_on_data_is_refused() -> None:
     model = Decides()
 
     with pytest.raises(TracingError, match=r"only the data tells.*\n  at .*test_checks\.py:\d+, in forward: if not"):
@@ -78,7 +78,7 @@ class Pair(nn.Module):
 
 
 class Asking(nn.Module):
-    """Asks for the types of its inputs and of what its layers give."""
+    """Ask for the types of inputs and of layer outputs."""
 
     def __init__(self, first: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def run(module: nn.Module, x: Tensor, scale: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("scale", [2, 2.0, torch.ones(1)])
-def test_a_tensor_and_a_number_are_known_for_what_they_are(scale: Any) -> None:
+def test_tensors_and_numbers_are_told_apart_by_spec(scale: Any) -> None:
     module, x = Asking(nn.Linear(4, 4)), torch.randn(3, 4)
     assert torch.equal(run(module, x, scale), module(x, scale))
 

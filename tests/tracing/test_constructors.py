@@ -1,4 +1,4 @@
-"""Tensors made outside the layers are made anew in each step; random ones are refused."""
+"""Each step makes the tensors outside the layers; random tensors are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +100,7 @@ def test_random_tensors_that_plain_fx_would_draw_once_are_refused(draw: Callable
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
 
 
-def test_plain_fx_draws_what_is_like_a_traced_value_in_each_step() -> None:
+def test_plain_fx_draws_random_tensors_like_a_traced_value_in_each_step() -> None:
     model = Prepared(torch.rand_like)
     traced = trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
     x = torch.ones(2, 4)

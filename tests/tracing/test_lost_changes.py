@@ -120,7 +120,7 @@ OPTIONS = TracingOptions((nn.Linear,))
 
 
 class Keeping(nn.Module):
-    """Does ``change`` to itself before its layer runs."""
+    """Apply ``change`` to itself before its layer runs."""
 
     table: Tensor
 
@@ -165,7 +165,7 @@ def counts_in_python(module: Any, x: Tensor) -> None:
     "change",
     [keeps_an_input, counts, takes_from_the_input, moves_another, moves_to_what_is_computed, counts_in_python],
 )
-def test_a_forward_that_keeps_what_it_computes_is_refused(change: Callable[[Any, Tensor], Any], tracer: str) -> None:
+def test_a_forward_that_keeps_a_computed_value_is_refused(change: Callable[[Any, Tensor], Any], tracer: str) -> None:
     module = Keeping(change)
     table, attributes = module.table, set(vars(module))
     with pytest.raises(
@@ -192,7 +192,7 @@ def test_a_buffer_that_is_moved_is_followed(change: Callable[[Any, Tensor], Any]
     graph = trace(module, SPECS, {}, OPTIONS)
     assert module.table is table
     with torch.no_grad():
-        table.copy_(torch.tensor([1.001, 2.003, 3.007, 4.009]))  # not what the moved dtype can hold
+        table.copy_(torch.tensor([1.001, 2.003, 3.007, 4.009]))  # not exact in the dtype that it is moved to
     output = run_graph(module, graph, {"x": x})
     assert module.table is table
     assert torch.equal(output, module(x))
@@ -209,7 +209,7 @@ def test_a_trace_that_fails_leaves_no_traced_value_behind() -> None:
     with pytest.raises(TracingError, match="later"):
         trace(module, SPECS, {}, OPTIONS)
     assert module.table is table
-    module.blocks = nn.ModuleList()  # attributes can be set as ever
+    module.blocks = nn.ModuleList()  # attributes can be set again
 
 
 class Constant(nn.Module):

@@ -38,7 +38,7 @@ def test_a_random_number_is_refused(name: str, tracer: str) -> None:
     model = Skipping(DRAWS[name])
     with pytest.raises(TracingError, match=rf"{name} is called outside .*\n  at .*test_random_numbers.py:\d+"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
-    DRAWS[name]()  # as ever
+    DRAWS[name]()  # allowed again
 
 
 def test_other_threads_draw_meanwhile() -> None:

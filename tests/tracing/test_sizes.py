@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class _Asking(nn.Module):
-    """Two layers, after which ``ask`` looks at the sizes of what it is given."""
+    """Two layers, then ``ask``, which reads sizes."""
 
     def __init__(self, ask: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ QUESTIONS = [_window, _counted, _indexed, _iterated, _with_numpy]
 
 @pytest.mark.parametrize("ask", QUESTIONS)
 @pytest.mark.parametrize("length", [3, 6])
-def test_the_graph_does_what_the_model_does(ask: Callable[..., torch.Tensor], length: int) -> None:
+def test_the_graph_gives_the_result_of_the_model(ask: Callable[..., torch.Tensor], length: int) -> None:
     x = torch.randn(2, length, WIDTH)
     model, traced = _trace(ask, x)
     assert traced.facts
@@ -95,7 +95,7 @@ def test_sizes_behind_modules_are_found_without_their_weights() -> None:
     assert trace_with(model, {"x": x}, options_for(model, PlainLayer)).facts
 
 
-def test_what_asks_no_size_has_no_facts() -> None:
+def test_a_model_that_asks_no_size_has_no_facts() -> None:
     _, traced = _trace(lambda x: x.view(x.shape[0], -1).sum(-1), torch.randn(2, 5, WIDTH))
     assert traced.facts == ()
 
@@ -110,7 +110,7 @@ def test_what_asks_no_size_has_no_facts() -> None:
     ],
     ids=["sum", "item", "int", "dtype"],
 )
-def test_what_only_data_tells_is_refused(ask: Callable[..., torch.Tensor]) -> None:
+def test_an_answer_that_depends_on_data_is_refused(ask: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(TracingError, match=r"which only the data tells.*\n.*test_sizes.py:\d+, in "):
         _trace(ask, torch.randn(2, 5, WIDTH))
 

@@ -1,4 +1,4 @@
-"""The spine: what stands above layers, and nothing else."""
+"""The spine: the ancestors of layers."""
 
 import re
 
@@ -48,7 +48,7 @@ def test_the_python_modules_of_a_spine() -> None:
     assert not [name for name in found if name.startswith("torch")]
 
 
-def test_what_a_graph_cannot_hold_is_named() -> None:
+def test_the_message_names_a_value_that_a_graph_cannot_hold() -> None:
     class Handing(PlainModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.embedding(x)

@@ -21,20 +21,20 @@ def test_values_come_back_also_after_an_error() -> None:
     assert dictionary["b"] == 2
 
 
-def test_its_order_is_that_of_what_its_members_print_as() -> None:
+def test_members_are_ordered_by_repr() -> None:
     members = [chr(letter) for letter in range(ord("a"), ord("z"))]
     assert list(StableSet(reversed(members))) == members
 
 
-def test_every_set_is_one_of_its_kind() -> None:
+def test_every_set_is_an_instance() -> None:
     assert isinstance({1, 2}, StableSet)
     assert not isinstance([1, 2], StableSet)
     assert StableSet([2, 1, 2]) == {1, 2}
 
 
 def test_attributes_are_in_order_for_a_while() -> None:
-    module, kinds = nn.Module(), {"b", "a"}
-    vars(module)["kinds"] = kinds
+    module, names = nn.Module(), {"b", "a"}
+    vars(module)["names"] = names
     with stable_attributes([module]):
-        assert list(vars(module)["kinds"]) == ["a", "b"]
-    assert vars(module)["kinds"] is kinds
+        assert list(vars(module)["names"]) == ["a", "b"]
+    assert vars(module)["names"] is names

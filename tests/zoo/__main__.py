@@ -38,7 +38,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("sweep", choices=SWEEPS, help="what is compared")
+    parser.add_argument("sweep", choices=SWEEPS, help="comparison")
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; all by default")
     parser.add_argument("--type", help="this model type only")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
