@@ -28,7 +28,6 @@ from nxdpp.tracing.errors import calling_line, line_of, model_line
 from nxdpp.tracing.input_specs import UNKNOWN
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
-_REMEDY = "Make the module that holds this line a leaf (leaf_module_cls), or the function a single node"
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE")
 _BETWEEN = ("COPY", "TO_BOOL", "NOT_TAKEN")
 
@@ -55,7 +54,8 @@ def expect_value(value: Any, place: str) -> Any:
     if value is None:
         raise RuntimeError(
             f"a value between layers is None; the trace took it not to be None\n  at {place}\n"
-            f"{_REMEDY} (autowrap_functions)."
+            f"Make the module that holds this line a leaf (leaf_module_cls), or the function a single node "
+            f"(autowrap_functions)."
         )
     return value
 
@@ -109,7 +109,7 @@ def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
     The first item of an output is a value. So is a whole output whose annotation does not name ``None``.
     """
     tracer: Any = value.tracer
-    if not _may_be_none(value.node, getattr(tracer, "root", None)):
+    if not _may_be_none(value.node, tracer.root):
         return value
     return None if tracer.is_none(value.node) else _checked(value)
 
@@ -123,7 +123,7 @@ def _checked(value: fx.Proxy) -> fx.Proxy:
     return record_opaque_call(expect_value, (value, model_line(calling_line())), {})
 
 
-def _may_be_none(node: fx.Node, root: nn.Module | None) -> bool:
+def _may_be_none(node: fx.Node, root: nn.Module) -> bool:
     is_first = is_whole = True
     while node.op == "call_function" and node.target is operator.getitem and builtins.isinstance(node.args[0], fx.Node):
         index = node.args[1]
@@ -133,7 +133,7 @@ def _may_be_none(node: fx.Node, root: nn.Module | None) -> bool:
         is_first = is_first and start in (0, None)
         is_whole = False
         node = node.args[0]
-    if root is None or node.op != "call_module":
+    if node.op != "call_module":
         return False
     module = root.get_submodule(str(node.target))
     return not is_from_torch(module) and (_declares_none(module) if is_whole else not is_first)

@@ -8,14 +8,8 @@ from functools import cache
 from types import FrameType, TracebackType
 
 _MACHINERY = (
-    "/torch/",
-    "/nxdpp/tracing/",
-    "/transformers/utils/",
-    "/collections/",
-    "<frozen ",
-    "contextlib.py",
-    "functools.py",
-)
+    "/torch/", "/nxdpp/tracing/", "/transformers/utils/", "/collections/", "<frozen ", "contextlib.py", "functools.py",
+)  # fmt: skip
 _UNKNOWN = "an unknown place"
 
 

@@ -29,8 +29,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.checks import traced_isinstance
-from nxdpp.tracing.spine import SpineTracer, sources
-from nxdpp.tracing.swap import StableSet, swapped
+from nxdpp.tracing.spine import SpineTracer
+from nxdpp.tracing.swap import StableSet, sources, swapped
 
 _CAPTURES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from nxdpp.tracing.checks import mask_with_items, value_or_none
-from nxdpp.tracing.input_specs import UNKNOWN, InputSpec, length_of, spec_of
+from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
 
@@ -90,16 +90,17 @@ class _InPlaceMethod:
 
 
 def _spec(proxy: fx.Proxy) -> InputSpec:
-    root = getattr(proxy.tracer, "root", None)
-    return UNKNOWN if root is None else spec_of(proxy.node, root)
+    return spec_of(proxy.node, _tracer(proxy).root)
+
+
+def _tracer(proxy: fx.Proxy) -> Any:
+    # SpineTracer, which imports this module.
+    return proxy.tracer
 
 
 def _whole_number(proxy: fx.Proxy) -> int:
-    ask = getattr(proxy.tracer, "fact", None)
-    if ask is None:
-        raise TypeError(f"{proxy.node.name} is a traced value, not a whole number")
     try:
-        return int(ask(proxy.node, whole_number))
+        return int(_tracer(proxy).fact(proxy.node, whole_number))
     except UnknownSizeError as error:
         raise TypeError(
             f"{proxy.node.name} is needed as a whole number, which only the data tells ({error})"
@@ -107,30 +108,22 @@ def _whole_number(proxy: fx.Proxy) -> int:
 
 
 def _length(proxy: fx.Proxy) -> int | None:
-    known = _known_length(proxy)
-    size: int | None = _fact(proxy, len) if known is None else known
-    return size
+    known = length_of(proxy.node, _tracer(proxy).root)
+    return _fact(proxy, len) if known is None else known
 
 
 def _length_for_unpacking(proxy: fx.Proxy, caller: FrameType) -> int | None:
-    known = _known_length(proxy)
+    known = length_of(proxy.node, _tracer(proxy).root)
     if known is not None:
         return known
     code = caller.f_code.co_code
     if dis.opname[code[caller.f_lasti]] == "UNPACK_SEQUENCE":
         return code[caller.f_lasti + 1]
-    size: int | None = _fact(proxy, number_of_items)
-    return size
+    return _fact(proxy, number_of_items)
 
 
-def _known_length(proxy: fx.Proxy) -> int | None:
-    root = getattr(proxy.tracer, "root", None)
-    return None if root is None else length_of(proxy.node, root)
-
-
-def _fact(proxy: fx.Proxy, read: Callable[[Any], Any]) -> Any:
-    ask = getattr(proxy.tracer, "fact", None)
+def _fact(proxy: fx.Proxy, read: Callable[[Any], int]) -> int | None:
     try:
-        return None if ask is None else ask(proxy.node, read)
+        return int(_tracer(proxy).fact(proxy.node, read))
     except UnknownSizeError:
         return None

@@ -74,8 +74,8 @@ def call_sharing(
     output = call(args, kwargs)
     for container, state in opened:
         held = _Untouchable(
-            f"forward uses a {type(container).__name__} that it has handed to {type(module).__name__}; what layers "
-            f"have put into it is known between layers alone"
+            f"forward uses a {type(container).__name__} that it has handed to {type(module).__name__}; its "
+            f"content is known between layers alone"
         )
         held.content = tracer.create_proxy("call_function", contents, (output, state), {})
         container.data = held
@@ -114,6 +114,6 @@ def refuse_empty_containers(module: nn.Module, args: tuple[Any, ...], kwargs: di
     for name, value in (*enumerate(args), *kwargs.items()):
         if type(value) in (list, dict, set) and not value:
             raise RuntimeError(
-                f"{type(module).__name__} is given an empty {type(value).__name__} ({name!r}), as if to fill it; what "
-                f"it puts there would be lost. Return the values, or share them in a collections.UserDict"
+                f"{type(module).__name__} is given an empty {type(value).__name__} ({name!r}), as if to fill it; its "
+                f"additions would be lost. Return the values, or share them in a collections.UserDict"
             )

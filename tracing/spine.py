@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -22,7 +21,7 @@ from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_containers
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError, is_none
-from nxdpp.tracing.swap import StableSet, stable_attributes, swapped
+from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 
 _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
 
@@ -170,10 +169,3 @@ class SpineTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node."""
         return RecordingProxy(node, self)
-
-
-def sources(modules: list[nn.Module], frameworks: re.Pattern[str]) -> list[ModuleType]:
-    """The Python modules that define the classes of ``modules``, without those of ``frameworks``."""
-    classes = {cls for module in modules for cls in type(module).__mro__}
-    names = {cls.__module__ for cls in classes if not frameworks.match(cls.__module__)}
-    return [sys.modules[name] for name in sorted(names) if name in sys.modules]

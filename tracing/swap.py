@@ -5,8 +5,11 @@ each of ``set(config.layer_types)`` would have another graph on every rank.
 """
 
 import builtins
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -45,3 +48,10 @@ def stable_attributes(modules: list[nn.Module]) -> Iterator[None]:
             sets = {name: StableSet(value) for name, value in vars(module).items() if type(value) is builtins.set}
             stack.enter_context(swapped(vars(module), sets))
         yield
+
+
+def sources(modules: list[nn.Module], frameworks: re.Pattern[str]) -> list[ModuleType]:
+    """The Python modules that define the classes of ``modules``, without those of ``frameworks``."""
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    names = {cls.__module__ for cls in classes if not frameworks.match(cls.__module__)}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
