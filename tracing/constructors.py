@@ -24,6 +24,7 @@ _CONSTRUCTORS = (
 _RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
 _MODES = ("autocast", "enable_grad", "inference_mode", "no_grad", "set_grad_enabled")
 _TYPE_LIMITS = ("finfo", "iinfo")
+_DRAWN_ONCE = "be drawn once for all steps"
 
 
 @contextmanager
@@ -34,8 +35,8 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     which would apply to the trace only.
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
-    replacements |= {name: _refusal(name) for name in _RANDOM}
-    replacements |= {name: _limits_recorder(tracer, getattr(torch, name)) for name in _TYPE_LIMITS}
+    replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
+    replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _TYPE_LIMITS}
     replacements["is_tensor"] = traced_is_tensor
     with _in_torch(replacements), refused_modes():
         yield
@@ -44,14 +45,14 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
 @contextmanager
 def refused_modes() -> Iterator[None]:
     """Refuse ``no_grad``, autocast and similar modes, which would apply to the trace only."""
-    with _in_torch({name: _lost_mode(name) for name in _MODES}):
+    with _in_torch({name: _refusal(name, "have no effect") for name in _MODES}):
         yield
 
 
 @contextmanager
 def refused_random_tensors() -> Iterator[None]:
     """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
-    with _in_torch({name: _refusal_unless_traced(name, getattr(torch, name)) for name in _RANDOM}):
+    with _in_torch({name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}):
         yield
 
 
@@ -70,41 +71,20 @@ def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any
     return call
 
 
-def _recorder(tracer: fx.Tracer, constructor: Callable[..., Any]) -> Callable[..., Any]:
+def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
-        return tracer.create_proxy("call_function", constructor, args, kwargs)
+        if always or has_proxy(args, kwargs):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
 
     return record
 
 
-def _limits_recorder(tracer: fx.Tracer, limits: Any) -> Callable[..., Any]:
-    def record(*args: Any, **kwargs: Any) -> Any:
-        if has_proxy(args, kwargs):
-            return tracer.create_proxy("call_function", limits, args, kwargs)
-        return limits(*args, **kwargs)
-
-    return record
-
-
-def _refusal(name: str) -> Callable[..., Any]:
+def _refusal(name: str, reason: str, if_traced: Callable[..., Any] | None = None) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"torch.{name} is called outside the transformer layers; a trace would draw it once for all steps"
-        )
-
-    return refuse
-
-
-def _refusal_unless_traced(name: str, constructor: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        return (constructor if has_proxy(args, kwargs) else _refusal(name))(*args, **kwargs)
-
-    return refuse
-
-
-def _lost_mode(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"torch.{name} is used outside the transformer layers; traced, it would have no effect")
+        if if_traced is not None and has_proxy(args, kwargs):
+            return if_traced(*args, **kwargs)
+        raise RuntimeError(f"torch.{name} is used outside the transformer layers; traced, it would {reason}")
 
     return refuse
 
@@ -149,7 +129,7 @@ def _refuse_function(function: Callable[..., Any], thread: int) -> Callable[...,
         if threading.get_ident() != thread or drops_layers:
             return function(*args, **kwargs)
         raise RuntimeError(
-            f"{_FUNCTIONS[function]} is called outside the transformer layers; a trace would draw it once for all steps"
+            f"{_FUNCTIONS[function]} is used outside the transformer layers; traced, it would {_DRAWN_ONCE}"
         )
 
     return call

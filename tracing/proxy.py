@@ -60,7 +60,8 @@ class RecordingProxy(_SizedProxy):
         return RecordingAttribute(self, name)
 
     def __getitem__(self, index: Any) -> fx.Proxy | None:
-        return value_or_none(fx.Proxy.__getitem__(mask_with_items(self), index))  # type: ignore[attr-defined]
+        item = (mask_with_items(self), index)
+        return value_or_none(self.tracer.create_proxy("call_function", operator.getitem, item, {}))
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node

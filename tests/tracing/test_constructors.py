@@ -72,7 +72,7 @@ def test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(
     ids=["rand", "randn", "rand_like", "randperm", "bernoulli"],
 )
 def test_a_random_number_in_the_spine_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(TracingError, match=r"torch\.(rand|bern)\w* is called outside the transformer layers"):
+    with pytest.raises(TracingError, match=r"torch\.(rand|bern)\w* is used outside the transformer layers"):
         _trace(Prepared(function))
 
 
@@ -101,7 +101,7 @@ def test_modes_that_tracing_would_lose_are_refused_with_every_tracer(tracer: str
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), lambda: torch.randn(4)], ids=["number", "tensor"])
 def test_random_tensors_that_plain_fx_would_draw_once_are_refused(draw: Callable[[], Any]) -> None:
     model = Prepared(lambda hidden: hidden * draw())
-    with pytest.raises(TracingError, match=r"torch.randn? is called outside .*\n  at .*test_constructors.py:\d+"):
+    with pytest.raises(TracingError, match=r"torch.randn? is used outside .*\n  at .*test_constructors.py:\d+"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
 
 
@@ -138,7 +138,7 @@ class Skipping(PlainModel):
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_random_number_is_refused(name: str, tracer: str) -> None:
     model = Skipping(DRAWS[name])
-    with pytest.raises(TracingError, match=rf"{name} is called outside .*\n  at .*test_constructors.py:\d+"):
+    with pytest.raises(TracingError, match=rf"{name} is used outside .*\n  at .*test_constructors.py:\d+"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
     DRAWS[name]()  # allowed again
 
