@@ -1,16 +1,21 @@
-"""Tensor constructors that are recorded while tracing, also where torch could not take a traced size."""
+"""Tensors and random numbers that code outside the layers makes: recorded or refused while tracing."""
 
+import random
+import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
-from torch import fx
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
-from nxdpp.tracing.swap import swapped
-from nxdpp.tracing.type_tests import traced_is_tensor
+from nxdpp.tracing.calls import has_proxy
+from nxdpp.tracing.checks import traced_is_tensor
+from nxdpp.tracing.swap import sources, swapped
 
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",
@@ -19,18 +24,19 @@ _CONSTRUCTORS = (
 _RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
 _MODES = ("autocast", "enable_grad", "inference_mode", "no_grad", "set_grad_enabled")
 _TYPE_LIMITS = ("finfo", "iinfo")
+_DRAWN_ONCE = "be drawn once for all steps"
 
 
 @contextmanager
 def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
-    """Record every tensor made while tracing as a node, so that it is made anew wherever it is needed.
+    """Record every new tensor as a node, so that each stage that needs it makes it.
 
-    A random number drawn outside the layers would be drawn once, at tracing, and a mode set there would hold for
-    the tracing only: both are refused.
+    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once, and for modes,
+    which would apply to the trace only.
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
-    replacements |= {name: _refusal(name) for name in _RANDOM}
-    replacements |= {name: _limits_recorder(tracer, getattr(torch, name)) for name in _TYPE_LIMITS}
+    replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
+    replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _TYPE_LIMITS}
     replacements["is_tensor"] = traced_is_tensor
     with _in_torch(replacements), refused_modes():
         yield
@@ -38,15 +44,15 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
 
 @contextmanager
 def refused_modes() -> Iterator[None]:
-    """Refuse ``no_grad``, autocast and their like, which would hold for the tracing only."""
-    with _in_torch({name: _lost_mode(name) for name in _MODES}):
+    """Refuse ``no_grad``, autocast and similar modes, which would apply to the trace only."""
+    with _in_torch({name: _refusal(name, "have no effect") for name in _MODES}):
         yield
 
 
 @contextmanager
 def refused_random_tensors() -> Iterator[None]:
-    """Refuse random tensors that are made of no traced value: a tracer that records none would draw them once."""
-    with _in_torch({name: _refusal_unless_traced(name, getattr(torch, name)) for name in _RANDOM}):
+    """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
+    with _in_torch({name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}):
         yield
 
 
@@ -55,7 +61,7 @@ def _in_torch(replacements: dict[str, Callable[..., Any]]) -> AbstractContextMan
 
 
 def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    # A data loader's thread goes on making tensors meanwhile.
+    # The thread of a data loader makes tensors at the same time.
     tracing_thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,41 +71,65 @@ def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any
     return call
 
 
-def _recorder(tracer: fx.Tracer, constructor: Callable[..., Any]) -> Callable[..., Any]:
+def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
-        return tracer.create_proxy("call_function", constructor, args, kwargs)
+        if always or has_proxy(args, kwargs):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
 
     return record
 
 
-def _limits_recorder(tracer: fx.Tracer, limits: Any) -> Callable[..., Any]:
-    def record(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
-            return tracer.create_proxy("call_function", limits, args, kwargs)
-        return limits(*args, **kwargs)
-
-    return record
-
-
-def _refusal(name: str) -> Callable[..., Any]:
+def _refusal(name: str, reason: str, if_traced: Callable[..., Any] | None = None) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        if if_traced is not None and has_proxy(args, kwargs):
+            return if_traced(*args, **kwargs)
+        raise RuntimeError(f"torch.{name} is used outside the transformer layers; traced, it would {reason}")
+
+    return refuse
+
+
+_NOTHING = re.compile(r"$")
+
+
+def _drawing(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The functions of ``module`` that draw from its global generator."""
+    owner = module.random.__self__
+    return {name: function for name, function in vars(module).items() if getattr(function, "__self__", None) is owner}
+
+
+_FUNCTIONS = {
+    function: f"{module.__name__}.{name}"
+    for module in (random, numpy.random)
+    for name, function in _drawing(module).items()
+}
+
+
+@contextmanager
+def refused_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Refuse the global generators of Python and NumPy, also their functions that the code of ``model`` imports.
+
+    A layer that is skipped if ``random.random() < p`` would be skipped in all steps, or in none.
+
+    Raises ``RuntimeError`` at the call.
+    """
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+        for module in (random, numpy.random, *sources(list(model.modules()), _NOTHING)):
+            found = {name: f for name, f in vars(module).items() if getattr(f, "__self__", None) and f in _FUNCTIONS}
+            stack.enter_context(swapped(vars(module), {name: _refuse_function(f, thread) for name, f in found.items()}))
+        yield
+
+
+def _refuse_function(function: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # The thread of a data loader may draw. transformers draws only to drop layers, and ``refuse_untraceable``
+        # refuses rates other than 0.
+        drops_layers = str(sys._getframe(1).f_globals.get("__name__")).startswith("transformers.models.")
+        if threading.get_ident() != thread or drops_layers:
+            return function(*args, **kwargs)
         raise RuntimeError(
-            f"torch.{name} is called outside the transformer layers; traced, it would be drawn once and for all"
+            f"{_FUNCTIONS[function]} is used outside the transformer layers; traced, it would {_DRAWN_ONCE}"
         )
 
-    return refuse
-
-
-def _refusal_unless_traced(name: str, constructor: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        traced = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
-        return (constructor if traced else _refusal(name))(*args, **kwargs)
-
-    return refuse
-
-
-def _lost_mode(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"torch.{name} is used outside the transformer layers; traced, it would have no effect")
-
-    return refuse
+    return call

@@ -1,4 +1,4 @@
-"""What torch's pytree knows as containers, and dataclasses as well."""
+"""Containers of torch's pytree, extended by dataclasses."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -8,11 +8,11 @@ from torch.utils import _pytree as pytree
 
 
 class Leaf:
-    """Base of dataclasses that are leaves all the same."""
+    """Base class of dataclasses that are leaves."""
 
 
 class _Opened:
-    """A dataclass that pytree may look into; what it puts together again is the dataclass itself."""
+    """A dataclass that pytree flattens; unflattening returns the dataclass itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -21,7 +21,7 @@ class _Opened:
 def fields_of(value: Any) -> dict[str, Any]:
     """The fields of a dataclass by name."""
     names = [field.name for field in dataclasses.fields(value)]
-    # An attribute that is no field, set in __post_init__ say, goes along.
+    # Attributes that are not fields (set in __post_init__) are kept.
     names += [name for name in getattr(value, "__dict__", {}) if name not in names]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
@@ -48,12 +48,12 @@ def _open(value: Any) -> Any:
 
 
 def is_dataclass_instance(value: Any) -> bool:
-    """Whether ``value`` is an instance of a dataclass, not the class, and no ``Leaf``."""
+    """Return whether ``value`` is an instance of a dataclass and not a ``Leaf``."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Leaf)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of ``value``, and what ``pytree.tree_unflatten`` puts together again, dataclasses included."""
+    """The leaves of ``value`` and the spec for ``pytree.tree_unflatten``, which rebuilds dataclasses too."""
     return pytree.tree_flatten(_open(value))
 
 

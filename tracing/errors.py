@@ -1,4 +1,4 @@
-"""The error that says which construct of a model cannot be traced, where it stands and what to do."""
+"""The error for a construct of a model that cannot be traced, and the place in the model's code."""
 
 import linecache
 import re
@@ -8,19 +8,13 @@ from functools import cache
 from types import FrameType, TracebackType
 
 _MACHINERY = (
-    "/torch/",
-    "/nxdpp/tracing/",
-    "/transformers/utils/",
-    "/collections/",
-    "<frozen ",
-    "contextlib.py",
-    "functools.py",
-)
+    "/torch/", "/nxdpp/tracing/", "/transformers/utils/", "/collections/", "<frozen ", "contextlib.py", "functools.py",
+)  # fmt: skip
 _UNKNOWN = "an unknown place"
 
 
 class TracingError(RuntimeError):
-    """A model could not be turned into a graph; the message names the construct, the file and the line."""
+    """A model cannot be traced; the message has the construct, the file, the line and the remedy."""
 
 
 def source_line(trace: TracebackType | None) -> str:
@@ -34,9 +28,9 @@ def source_line(trace: TracebackType | None) -> str:
 
 
 def calling_line() -> str | None:
-    """The innermost line of model code that is running, as fx writes one line of a node's stack.
+    """The innermost running line of model code, in the format of a node's ``stack_trace``.
 
-    fx's own way reads the code of every frame of the stack from its file, for each node.
+    fx itself would read the code of every frame of the stack from its file, for each node.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_machinery(frame.f_code.co_filename):
@@ -55,7 +49,7 @@ def model_line(stack: str | None) -> str:
 
 
 def line_of(frame: FrameType) -> str:
-    """The line that ``frame`` is at, as ``file:line, in function: code``."""
+    """The current line of ``frame``, as ``file:line, in function: code``."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f"{file}:{line}, in {frame.f_code.co_name}: {linecache.getline(file, line).strip()}"
 

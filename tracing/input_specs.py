@@ -1,7 +1,7 @@
-"""What follows about a traced value from the kinds of the inputs: how many dimensions it has, and its dtype.
+"""Number of dimensions and dtype of a traced value, as far as they follow from the specs of the inputs.
 
 Models ask for them in their control flow (``if mask.ndim == 4``), unpack shapes (``x.view(*y.shape)``) and take
-their length. The answers hold for every input of the same kind, which is what a trace belongs to.
+their length. The answers hold for all inputs of the same specs, and a trace belongs to these.
 """
 
 import operator
@@ -13,7 +13,7 @@ from torch import fx, nn
 
 
 class InputSpec(NamedTuple):
-    """What a trace takes for granted about an input; another kind needs another trace.
+    """Number of dimensions and dtype of an input. Another spec needs another trace.
 
     A number has no dimensions and no dtype; its type is ``number``.
     """
@@ -38,7 +38,7 @@ _SAME_MODULES = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
 
 
 def spec_of(node: fx.Node, root: nn.Module) -> InputSpec:
-    """The kind of a value of the graph, as far as it is known; ``root`` holds the modules and parameters."""
+    """The known spec of a value of the graph. ``root`` has the modules and parameters."""
     if "spec" not in node.meta:
         node.meta["spec"] = _infer(node, root)
     spec: InputSpec = node.meta["spec"]
@@ -46,7 +46,7 @@ def spec_of(node: fx.Node, root: nn.Module) -> InputSpec:
 
 
 def length_of(node: fx.Node, root: nn.Module) -> int | None:
-    """The length of a value that is the shape of another."""
+    """The length of a value that is a shape."""
     asks_shape = node.op == "call_function" and node.target is getattr and node.args[1] == "shape"
     asks_size = node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
     if asks_shape or asks_size:
@@ -60,8 +60,7 @@ def length_of(node: fx.Node, root: nn.Module) -> int | None:
 
 
 def constant_of(value: Any, root: nn.Module) -> Any:
-    """The value that a node has for all inputs of these kinds: a size that is written in the code, or a comparison
-    of such. ``None`` where it has none."""
+    """The value of a node for all inputs of these specs: a size in the code or a comparison of sizes, else ``None``."""
     if not isinstance(value, fx.Node):
         return value
     if value.op != "call_function":
@@ -96,9 +95,9 @@ def _infer(node: fx.Node, root: nn.Module) -> InputSpec:
     if node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
         module = root.get_submodule(owner)
-        # Not by getattr, which gives a traced value while a model is traced.
+        # getattr would return a traced value while a model is traced.
         tensor = module._parameters.get(name, module._buffers.get(name))
-        # A traced value stands there where forward has set the attribute, which is refused later.
+        # A traced value that forward has set is refused later.
         return InputSpec(tensor.ndim, tensor.dtype) if isinstance(tensor, torch.Tensor) else UNKNOWN
     if node.op == "call_module":
         return _of_module(node, root)
@@ -139,7 +138,7 @@ def _of_function(node: fx.Node, root: nn.Module) -> int | None:
         return 1
     if target in (torch.ones, torch.zeros, torch.empty):
         return _count(node.args, root)
-    if target in (torch.full,):
+    if target is torch.full:
         return _count(node.args[:1], root)
     if target in _POINTWISE:
         known = [_dimensions(argument, root) for argument in node.args]
@@ -159,7 +158,7 @@ def _of_item(node: fx.Node, root: nn.Module) -> int | None:
 
 
 def _count(sizes: Sequence[Any], root: nn.Module) -> int | None:
-    """How many dimensions sizes name: one by one, or all in one tuple or shape."""
+    """The number of dimensions of ``sizes``, given one by one or in one tuple or shape."""
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         return len(sizes[0])
     if len(sizes) == 1 and isinstance(sizes[0], fx.Node):

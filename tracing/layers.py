@@ -1,4 +1,4 @@
-"""Which modules of a model are its transformer layers."""
+"""The transformer layers of a model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,12 +11,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
     """The classes of ``module``'s transformer layers.
 
-    ``transformer_layer_cls`` is a class, the name of one, or several of either. Without it, a Hugging Face
-    model's own ``_no_split_modules`` are taken, as far as their instances stand in a list of the model
-    (an embedding that must not be split is no layer); where there are none, its ``GradientCheckpointingLayer``
-    classes, as far as theirs do.
+    ``transformer_layer_cls`` is a class or a class name, or a list of them. Without it, a Hugging Face model gives its
+    ``_no_split_modules``, otherwise its ``GradientCheckpointingLayer`` classes. Both count only if their instances are
+    in a list of modules: an embedding that must not be split is not a layer.
 
-    Raises ``ValueError`` where that gives no layer.
+    Raises ``ValueError`` if there is no layer.
     """
     if transformer_layer_cls is None:
         return _declared_layer_classes(module)
@@ -31,9 +30,9 @@ def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> 
 
 
 def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> tuple[type[nn.Module], ...]:
-    """Classes from classes and class names; a name stands for every class of that name found in ``module``.
+    """Classes from classes and class names. A name means every class of that name in ``module``.
 
-    Raises ``ValueError`` for a name that no module of ``module`` bears, ``TypeError`` for anything else.
+    Raises ``ValueError`` for a name without a class in ``module``, ``TypeError`` for anything else.
     """
     classes: dict[type[nn.Module], None] = {}
     for item in wanted:
@@ -54,10 +53,10 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
 
 
 def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -> list[str]:
-    """Qualified names of the outermost layers, in the order in which the module tree lists them."""
+    """Qualified names of the outermost layers, in the order of ``named_modules``."""
     names: list[str] = []
     for name, child in module.named_modules():
-        # What is in a layer follows it at once.
+        # Modules inside a layer directly follow it.
         if isinstance(child, layer_classes) and not (names and name.startswith(f"{names[-1]}.")):
             names.append(name)
     return names

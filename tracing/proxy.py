@@ -1,4 +1,4 @@
-"""A proxy that also records assignments to its items, and knows what follows from the kinds of the inputs."""
+"""A proxy that records in-place changes, and knows what follows from the specs and sizes of the inputs."""
 
 import dis
 import operator
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from nxdpp.tracing.input_specs import UNKNOWN, InputSpec, length_of, spec_of
-from nxdpp.tracing.optional_masks import is_mask, item_of_mask
+from nxdpp.tracing.checks import mask_with_items, value_or_none
+from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
 
@@ -20,12 +20,12 @@ def assign_item(value: Any, index: Any, item: Any) -> Any:
     return value
 
 
-# The attributes of a traced value that are facts of its kind.
+# Attributes of a traced value that its spec has, with their names there.
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 
 
 class _SizedProxy(fx.Proxy):
-    """A traced value that gives its length and its items where they follow from the inputs' kinds or sizes."""
+    """A traced value that gives its length and its items where they follow from specs or sizes of the inputs."""
 
     def __index__(self) -> int:
         return _whole_number(self)
@@ -47,8 +47,8 @@ class _SizedProxy(fx.Proxy):
 class RecordingProxy(_SizedProxy):
     """A traced value.
 
-    What changes it in place (``x[i] = y``, ``x.masked_fill_()``) rebinds the proxy to the changed value: the
-    order of reading and writing is then the graph's own, and dead-code elimination keeps it.
+    An in-place change (``x[i] = y``, ``x.masked_fill_()``) rebinds the proxy to the changed value. The graph then
+    has reads and writes in their order, and dead-code elimination keeps the writes.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -59,20 +59,19 @@ class RecordingProxy(_SizedProxy):
             return _InPlaceMethod(self, name)
         return RecordingAttribute(self, name)
 
-    def __getitem__(self, index: Any) -> fx.Proxy:
-        if is_mask(self):
-            return item_of_mask(self, index, sys._getframe(1))
-        return super().__getitem__(index)  # type: ignore[misc, no-any-return]
+    def __getitem__(self, index: Any) -> fx.Proxy | None:
+        item = (mask_with_items(self), index)
+        return value_or_none(self.tracer.create_proxy("call_function", operator.getitem, item, {}))
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node
 
 
 class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
-    """An attribute of a traced value, or a method about to be called; a known shape can be unpacked."""
+    """An attribute or a method of a traced value. A known shape can be unpacked."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Record a method call, unless its answer is known."""
+        """Record a method call, unless the spec has its answer."""
         dimensions = _spec(self.root).dimensions
         if self.attr in ("dim", "ndimension") and dimensions is not None:
             return dimensions
@@ -92,16 +91,17 @@ class _InPlaceMethod:
 
 
 def _spec(proxy: fx.Proxy) -> InputSpec:
-    root = getattr(proxy.tracer, "root", None)
-    return UNKNOWN if root is None else spec_of(proxy.node, root)
+    return spec_of(proxy.node, _tracer(proxy).root)
+
+
+def _tracer(proxy: fx.Proxy) -> Any:
+    # SpineTracer, which imports this module.
+    return proxy.tracer
 
 
 def _whole_number(proxy: fx.Proxy) -> int:
-    ask = getattr(proxy.tracer, "fact", None)
-    if ask is None:
-        raise TypeError(f"{proxy.node.name} is a traced value, not a whole number")
     try:
-        return int(ask(proxy.node, whole_number))
+        return int(_tracer(proxy).fact(proxy.node, whole_number))
     except UnknownSizeError as error:
         raise TypeError(
             f"{proxy.node.name} is needed as a whole number, which only the data tells ({error})"
@@ -109,30 +109,22 @@ def _whole_number(proxy: fx.Proxy) -> int:
 
 
 def _length(proxy: fx.Proxy) -> int | None:
-    known = _known_length(proxy)
-    size: int | None = _fact(proxy, len) if known is None else known
-    return size
+    known = length_of(proxy.node, _tracer(proxy).root)
+    return _fact(proxy, len) if known is None else known
 
 
 def _length_for_unpacking(proxy: fx.Proxy, caller: FrameType) -> int | None:
-    known = _known_length(proxy)
+    known = length_of(proxy.node, _tracer(proxy).root)
     if known is not None:
         return known
     code = caller.f_code.co_code
     if dis.opname[code[caller.f_lasti]] == "UNPACK_SEQUENCE":
         return code[caller.f_lasti + 1]
-    size: int | None = _fact(proxy, number_of_items)
-    return size
+    return _fact(proxy, number_of_items)
 
 
-def _known_length(proxy: fx.Proxy) -> int | None:
-    root = getattr(proxy.tracer, "root", None)
-    return None if root is None else length_of(proxy.node, root)
-
-
-def _fact(proxy: fx.Proxy, read: Callable[[Any], Any]) -> Any:
-    ask = getattr(proxy.tracer, "fact", None)
+def _fact(proxy: fx.Proxy, read: Callable[[Any], int]) -> int | None:
     try:
-        return None if ask is None else ask(proxy.node, read)
+        return int(_tracer(proxy).fact(proxy.node, read))
     except UnknownSizeError:
         return None

@@ -1,17 +1,17 @@
-"""Containers that one layer fills for later ones: keys and values of attention that several layers share.
+"""Containers that one layer fills for later layers: keys and values of attention that several layers share.
 
-What a layer writes into a container beside its output would be lost between stages. So the content of the container
-is a value of the graph, which each layer is given and gives back::
+A stage would lose items that a layer writes into a container beside its output. The content of the container is
+therefore a value of the graph, an input and an output of each layer::
 
     {} ── shared_state ── layers.0 ── contents ── shared_state ── layers.1 ── contents ── ...
                └─────────────────────────┘             └─────────────────────────┘
 
 ``shared_state`` makes a new container for each run of a layer, ``contents`` reads it after the layer. The content
-crosses stages as any other value, with gradients.
+crosses a stage boundary like any other value, with gradients.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn
 
 from torch import fx, nn
@@ -19,19 +19,19 @@ from torch.utils import _pytree as pytree
 
 
 class SharedState:
-    """Makes a container like ``original`` of given content."""
+    """Make a container like ``original`` of given content."""
 
     def __init__(self, original: UserDict[Any, Any]) -> None:
         self.__name__ = "shared_state"
         self._empty = _like(original, {})
 
     def __call__(self, content: dict[Any, Any]) -> UserDict[Any, Any]:
-        """A new container that holds ``content``."""
+        """A new container with ``content``."""
         return _like(self._empty, dict(content))
 
 
 class SealedState:
-    """Makes a container like ``original`` that raises for any use, for a layer that is known not to use it."""
+    """Make a container like ``original`` that raises for any use, for a layer that does not use it."""
 
     def __init__(self, original: UserDict[Any, Any], layer: str) -> None:
         self.__name__ = "sealed_state"
@@ -46,17 +46,17 @@ class SealedState:
 
 
 def contents(output: Any, state: UserDict[Any, Any]) -> dict[Any, Any]:
-    """What ``state`` holds once the layer that gave ``output`` has run."""
+    """The content of ``state`` after the layer that returned ``output`` has run."""
     return dict(state.data)
 
 
 def call_sharing(
     tracer: fx.Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
-    """Record ``module`` by ``call(args, kwargs)`` so that it gets, and gives back, the content of shared containers.
+    """Record ``module`` by ``call(args, kwargs)`` with the content of shared containers as input and output.
 
-    A container is a ``collections.UserDict``. The one that ``forward`` itself holds refuses to be read from then on:
-    it does not have what the layers put into it.
+    A container is a ``collections.UserDict``. The container in ``forward`` itself then raises for any use, because it
+    lacks the items that the layers put into it.
     """
     opened: list[tuple[Any, fx.Proxy]] = []
 
@@ -74,8 +74,8 @@ def call_sharing(
     output = call(args, kwargs)
     for container, state in opened:
         held = _Untouchable(
-            f"forward uses a {type(container).__name__} that it has handed to {type(module).__name__}; what layers "
-            f"have put into it is known between layers alone"
+            f"forward uses a {type(container).__name__} that it has handed to {type(module).__name__}; its "
+            f"content is known between layers alone"
         )
         held.content = tracer.create_proxy("call_function", contents, (output, state), {})
         container.data = held
@@ -83,54 +83,37 @@ def call_sharing(
 
 
 class _Untouchable(MutableMapping[Any, Any]):
-    """Stands where the content of a container would be, and raises for any use."""
+    """Content of a container that raises for any use."""
 
     content: Any = None
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse()
-
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        self._refuse()
-
-    def __delitem__(self, key: Any) -> NoReturn:
-        self._refuse()
-
-    def __iter__(self) -> Iterator[Any]:
-        self._refuse()
-
-    def __len__(self) -> NoReturn:
-        self._refuse()
-
-    def copy(self) -> NoReturn:
-        """Not allowed either."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *arguments: Any) -> NoReturn:
         raise RuntimeError(self._reason)
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = copy = _refuse
 
 
 def _like(original: UserDict[Any, Any], data: Any) -> UserDict[Any, Any]:
-    # Not copy.copy, which would copy the data too.
+    # copy.copy would copy the data too.
     twin = type(original).__new__(type(original))
     vars(twin).update(vars(original), data=data)
     return twin
 
 
 def _takes_part(module: nn.Module) -> bool:
-    """Whether the layer may use the container; where its attention layers say so themselves, that is checked."""
+    """Return whether the layer may use the container. ``SealedState`` checks the answer of its attention layers."""
     attentions = [child for child in module.modules() if hasattr(child, "is_kv_shared_layer")]
     return not attentions or any(child.is_kv_shared_layer or child.store_full_length_kv for child in attentions)
 
 
 def refuse_empty_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``RuntimeError`` for an empty list, dict or set that a leaf is given: what it puts there would be lost."""
+    """Raise ``RuntimeError`` for an empty list, dict or set as an argument of a leaf, whose additions would be lost."""
     for name, value in (*enumerate(args), *kwargs.items()):
         if type(value) in (list, dict, set) and not value:
             raise RuntimeError(
-                f"{type(module).__name__} is given an empty {type(value).__name__} ({name!r}), as if to fill it; what "
-                f"it puts there would be lost. Return the values, or share them in a collections.UserDict"
+                f"{type(module).__name__} is given an empty {type(value).__name__} ({name!r}), as if to fill it; its "
+                f"additions would be lost. Return the values, or share them in a collections.UserDict"
             )

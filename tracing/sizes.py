@@ -1,10 +1,10 @@
 """Sizes that the spine asks for while it is traced: ``range(seq_len)``, ``if seq_len > window``, ``len(x)``.
 
-A graph holds for inputs of any size as long as nobody asks. Where the code does, the answer for the inputs at hand
-is found by running what led to the question on fake tensors, and kept as a fact: the graph belongs to inputs for
-which all its facts hold, and others need a graph of their own.
+A graph is for inputs of any size until the code asks for one. ``Sizes`` then runs the nodes that the answer depends
+on with fake tensors. The answer becomes a fact: inputs for which a fact does not hold need another graph.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nxdpp.tracing.fake_copies import FakeCopies
 from nxdpp.tracing.input_specs import COMPARISONS
 
 # Names of inputs with their shapes and dtypes.
@@ -31,15 +30,49 @@ class Fact:
 
 
 class UnknownSizeError(Exception):
-    """What a fake tensor cannot tell: it depends on data, or on inputs whose shapes are not known."""
+    """The answer depends on data, or on inputs of unknown shape."""
+
+
+class FakeCopies:
+    """Fake copies of modules and tensors, with shapes and dtypes and without memory; needs a ``FakeTensorMode``.
+
+    Each tensor has one copy. All copies are on the CPU, also of tensors on the meta device.
+    """
+
+    def __init__(self) -> None:
+        self._memo: dict[int, Any] = {}
+        self._modules: dict[nn.Module, nn.Module] = {}
+        self._originals: list[torch.Tensor] = []
+
+    def module(self, module: nn.Module) -> nn.Module:
+        """A copy of ``module`` with fake parameters, buffers and tensor attributes."""
+        if module not in self._modules:
+            for part in module.modules():
+                for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+                    if isinstance(value, torch.Tensor):
+                        self.tensor(value)
+            self._modules[module] = copy.deepcopy(module, dict(self._memo))
+        return self._modules[module]
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like ``tensor``; the same one at each call."""
+        if id(tensor) not in self._memo:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            self._memo[id(tensor)] = fake
+            # No other tensor gets its id while it is kept.
+            self._originals.append(tensor)
+        copied: torch.Tensor = self._memo[id(tensor)]
+        return copied
 
 
 class Sizes:
-    """Answers for inputs of one set of shapes.
+    """Answers for inputs of one signature.
 
     Args:
         root: the module that the nodes' targets are names in; its parameters may be on the meta device.
-        shapes: of the graph's inputs; those that are missing are unknown.
+        shapes: shapes and dtypes of the graph's inputs; other inputs have unknown shapes.
     """
 
     def __init__(self, root: nn.Module, shapes: Shapes) -> None:
@@ -50,13 +83,13 @@ class Sizes:
         self._values: dict[fx.Node, Any] = {}
 
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
-        """``read(value of node)``. Raises ``UnknownSizeError`` where that depends on more than sizes."""
-        # In a thread of its own, where nothing is recorded and no mode of the caller's holds.
+        """``read(value of node)``. Raises ``UnknownSizeError`` if that depends on more than sizes."""
+        # The tracer does not record in another thread, and modes of the caller do not apply there.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._read, node, read).result()
 
     def hold(self, facts: tuple[Fact, ...]) -> bool:
-        """Whether ``facts`` are true for these shapes."""
+        """Return whether ``facts`` are true for these shapes."""
         try:
             return all(self.read(fact.node, fact.read) == fact.answer for fact in facts)
         except UnknownSizeError:
@@ -99,7 +132,7 @@ class Sizes:
 
 
 def _in_order(node: fx.Node) -> list[fx.Node]:
-    """``node`` and all that it depends on, in the order of the graph."""
+    """``node`` and all nodes that it depends on, in the order of the graph."""
     needed = {node}
     pending = [node]
     while pending:
@@ -115,14 +148,19 @@ def shapes_of(inputs: Mapping[str, Any]) -> Shapes:
 
 
 def whole_number(value: Any) -> int:
-    """A size as it is read by ``int()``, ``range()`` and indexing."""
+    """A size for ``int()``, ``range()`` and indexing."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UnknownSizeError(f"a {type(value).__name__} is no size")
+        raise UnknownSizeError(f"a {type(value).__name__} is not a size")
     return value
 
 
+def is_none(value: Any) -> bool:
+    """Return whether ``value`` is ``None``."""
+    return value is None
+
+
 def number_of_items(value: Any) -> int:
-    """How many items a loop over ``value`` takes, each of which ``value[i]`` gives too."""
+    """The number of items that a loop over ``value`` reads; item ``i`` is ``value[i]``."""
     if not isinstance(value, tuple | list | torch.Tensor):
         raise UnknownSizeError(f"a {type(value).__name__} is not read by positions")
     return len(value)

@@ -1,4 +1,4 @@
-"""The spine of a model: the modules whose ``forward`` is traced, every other one being a single node."""
+"""The spine of a model: the modules whose ``forward`` is traced. Every other module is a single node."""
 
 import re
 import sys
@@ -6,38 +6,30 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from nxdpp.tracing.assertions import record_assertion
+from nxdpp.tracing.calls import record_opaque_call, recorded, recorded_direct_calls
+from nxdpp.tracing.checks import record_assertion, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
-from nxdpp.tracing.direct_calls import recorded_direct_calls
 from nxdpp.tracing.errors import calling_line
 from nxdpp.tracing.input_specs import constant_of
-from nxdpp.tracing.module_state import unchanged_modules
-from nxdpp.tracing.none_tests import answered_none_tests
-from nxdpp.tracing.opaque import record_opaque_call, recorded
+from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_containers
-from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError
-from nxdpp.tracing.stable_set import StableSet, stable_attributes
-from nxdpp.tracing.swap import swapped
-from nxdpp.tracing.type_tests import traced_isinstance
+from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError, is_none
+from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 
-# The name under which a module is called; graphs name what is in it without this prefix.
-ROOT = "model"
 _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
 
 
 def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[nn.Module], ...]) -> set[str]:
     """Names of the ancestors of ``layers`` (the root is ``""``).
 
-    Raises ``ValueError`` where one of them is of a class that was asked to be a leaf: the layers inside it
-    could not be told apart.
+    Raises ``ValueError`` for an ancestor of one of ``leaf_classes``: a cut could not separate the layers inside it.
     """
     spine = {""}
     for layer in layers:
@@ -54,10 +46,10 @@ def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[n
 
 
 class SpineTracer(fx.Tracer):
-    """Traces the spine alone.
+    """Trace the spine alone.
 
-    Embeddings, norms, heads, rotary modules and layers are single nodes: their arithmetic is of no use to a
-    pipeline, and what cannot be traced stands mostly inside them.
+    Embeddings, norms, heads, rotary modules and layers are single nodes. A pipeline does not cut them, and most code
+    that cannot be traced is inside them.
     """
 
     proxy_buffer_attributes = True
@@ -72,20 +64,18 @@ class SpineTracer(fx.Tracer):
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
-        """What holds while ``model`` is called: tensors it makes and wrapped functions are recorded."""
+        """Record tensors that ``model`` makes and wrapped functions that it calls."""
         with ExitStack() as stack:
             stack.enter_context(unchanged_modules(self.spine_modules(model)))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
             leaves = (module for name, module in model.named_modules() if name not in self._spine)
             stack.enter_context(recorded_direct_calls(self, leaves))
-            # fx itself looks for wrapped functions behind a module's forward, which a decorator hides.
+            # fx looks for wrapped functions in the globals of forward, and a decorator hides these.
             for source in sources(self.spine_modules(model), _TORCH):
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
                 builtins = {"isinstance": traced_isinstance, "set": StableSet}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
-            files = {source.__file__ for source in sources(self.spine_modules(model), _TORCH) if source.__file__}
-            stack.enter_context(answered_none_tests(self, files))
             yield
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:
@@ -93,11 +83,11 @@ class SpineTracer(fx.Tracer):
         return [model.get_submodule(name) for name in sorted(self._spine)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """A module is a leaf unless it stands above a transformer layer."""
+        """A module is a leaf unless it contains a transformer layer."""
         return module_qualified_name.removeprefix(ROOT).removeprefix(".") not in self._spine
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a module; one made inside ``forward`` (a loss, say) becomes a function of its arguments."""
+        """Record a module. A module that ``forward`` makes (a loss) becomes a function of its arguments."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         if m not in (self.submodule_paths or {}) and not any(m.parameters()):
@@ -105,24 +95,27 @@ class SpineTracer(fx.Tracer):
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
             refuse_empty_containers(m, args, kwargs)
-            return call_sharing(self, m, args, kwargs, record)
+            return value_or_none(call_sharing(self, m, args, kwargs, record))
         return record(args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """A parameter or buffer as a traced value, except to threads that are not tracing."""
+        """A parameter or buffer as a traced value. Other threads get the tensor."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """The truth of a value that follows from the kinds and sizes of the inputs; otherwise an error."""
+        """The truth of a value that follows from the specs and sizes of the inputs.
+
+        Raises ``TraceError`` for another value, unless the code asserts it.
+        """
         constant = constant_of(obj.node, self.root)
         if constant is not None:
             return bool(constant)
         try:
             return bool(self.fact(obj.node, bool))
         except UnknownSizeError as error:
-            # Two calls up, beyond the proxy's __bool__, is the code that asks.
+            # The asking code is two frames up, above the proxy's __bool__.
             if record_assertion(obj, sys._getframe(2)):
                 return True
             raise TraceError(
@@ -137,7 +130,7 @@ class SpineTracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
-        """An argument of a node; numpy's numbers become Python's, which a graph can hold."""
+        """An argument of a node. Numbers of NumPy become numbers of Python."""
         try:
             return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
         except NotImplementedError:
@@ -147,23 +140,32 @@ class SpineTracer(fx.Tracer):
             ) from None
 
     def fact(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
-        """``read(value)`` for inputs of the sizes at hand, to which the graph then belongs.
+        """``read(value)`` for inputs of the sizes at hand. The graph then belongs to inputs with the same answer.
 
-        Raises ``UnknownSizeError`` where it depends on more than sizes.
+        Raises ``UnknownSizeError`` if the answer depends on more than sizes.
         """
-        if self._sizes is None:
-            self._sizes = Sizes(self.root, self._shapes)
-        answer = self._sizes.read(node, read)
+        answer = self._read(node, read)
         self.facts.append(Fact(node, read, answer))
         return answer
 
+    def is_none(self, node: fx.Node) -> bool:
+        """Return whether a value is ``None`` for inputs of the sizes at hand; ``False`` if that depends on data.
+
+        ``True`` becomes a fact of the graph.
+        """
+        try:
+            answer = self._read(node, is_none)
+        except UnknownSizeError:
+            return False
+        if answer:
+            self.facts.append(Fact(node, is_none, answer))
+        return bool(answer)
+
+    def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        if self._sizes is None:
+            self._sizes = Sizes(self.root, self._shapes)
+        return self._sizes.read(node, read)
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """The proxy of a node, with what models ask of a tensor beyond fx's own."""
+        """The proxy of a node."""
         return RecordingProxy(node, self)
-
-
-def sources(modules: list[nn.Module], frameworks: re.Pattern[str]) -> list[ModuleType]:
-    """The Python modules in which the classes of ``modules`` are written, without those of ``frameworks``."""
-    classes = {cls for module in modules for cls in type(module).__mro__}
-    names = {cls.__module__ for cls in classes if not frameworks.match(cls.__module__)}
-    return [sys.modules[name] for name in sorted(names) if name in sys.modules]

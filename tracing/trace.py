@@ -1,4 +1,4 @@
-"""The way from a module and the names of its inputs to one graph.
+"""Trace a module to one graph.
 
 ::
 
@@ -7,7 +7,7 @@
     input_ids ── embed_tokens ── layers.0 ── layers.1 ── ... ── norm ── lm_head ── loss ── output
              └── mask, positions, rotary_emb ──┴───────────┘             labels ───┘
 
-Every module that does not stand above a transformer layer is one node.
+Every module that does not contain a transformer layer is one node.
 """
 
 import math
@@ -23,23 +23,21 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from nxdpp.tracing.autograd_functions import recorded_autograd_functions
-from nxdpp.tracing.constructors import refused_modes, refused_random_tensors
+from nxdpp.tracing.calls import recorded_autograd_functions
+from nxdpp.tracing.constructors import refused_modes, refused_random_numbers, refused_random_tensors
 from nxdpp.tracing.containers import flatten
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
-from nxdpp.tracing.in_place import refuse_lost_changes
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.module_state import unchanged_modules
-from nxdpp.tracing.random_numbers import refused_random_numbers
+from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
-from nxdpp.tracing.spine import ROOT, SpineTracer, spine_names
+from nxdpp.tracing.spine import SpineTracer, spine_names
 
 
 @dataclass(frozen=True)
 class TracingOptions:
-    """How a model is traced; ``tracer_cls`` is ``"hf"``, ``"torch"``, a tracer class, or ``None`` to choose."""
+    """Options of a trace. ``tracer_cls`` is ``"hf"``, ``"torch"``, a tracer class, or ``None`` for the spine tracer."""
 
     layer_classes: tuple[type[nn.Module], ...]
     leaf_classes: tuple[type[nn.Module], ...] = ()
@@ -50,10 +48,10 @@ class TracingOptions:
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """One graph; its ``call_module`` and ``get_attr`` targets are qualified names of the traced module.
+    """A graph whose ``call_module`` and ``get_attr`` targets are qualified names of the traced module.
 
-    ``inputs`` are the graph's inputs in order; ``output_spec`` puts the values of the output node together
-    to what the module returns. The graph is for inputs for whose sizes ``facts`` hold.
+    ``inputs`` are the graph's inputs in order. ``output_spec`` builds the module's output from the values of the
+    output node. The graph belongs to inputs of sizes for which ``facts`` hold.
     """
 
     graph: fx.Graph
@@ -73,14 +71,14 @@ def trace(
     """Trace ``module(**inputs, **constants)``.
 
     Args:
-        module: any module; its parameters may be on the meta device. It is as before afterwards.
-        inputs: names of the traced inputs, with the kind of each.
+        module: any module; its parameters may be on the meta device. It is unchanged afterwards.
+        inputs: names of the traced inputs, with their specs.
         constants: inputs whose values are part of the graph (``None``, booleans, strings).
-        options: leaves, wrapped functions and the kind of tracer.
-        shapes: of the inputs that it is traced for, which are used where the code asks for sizes.
+        options: leaves, wrapped functions and the tracer.
+        shapes: shapes and dtypes of inputs, for code that asks for sizes.
 
     Raises:
-        TracingError: with the line of the model that cannot be traced, and what to do about it.
+        TracingError: with the line of the model that cannot be traced, and the remedy.
     """
     tracer = _make_tracer(module, constants, options, shapes or {})
     entry = _Entry(module, inputs, constants, tracer)
@@ -110,7 +108,7 @@ def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOpti
 
 
 class _Entry(nn.Module):
-    """Calls the module by keyword, with a placeholder for each input, and returns the values it gives."""
+    """Call the module by keyword, with a placeholder for each input, and return the leaves of its output."""
 
     def __init__(
         self,

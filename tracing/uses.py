@@ -1,4 +1,4 @@
-"""What a node of the graph really uses of its arguments: their data, or only shape, dtype and device."""
+"""Use that a node makes of its arguments (data or metadata), of random numbers and of buffers."""
 
 import re
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.tracing.opaque import OpaqueCall
+from nxdpp.tracing.calls import OpaqueCall
 
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda"})
-# Methods that use nothing but the metadata of the tensor they belong to.
+# Methods that use only the metadata of their own tensor.
 _OF_SELF = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "element_size", "get_device",
      "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
 )  # fmt: skip
-# Methods that use nothing but the metadata of the tensors they are given.
+# Methods that use only the metadata of their arguments.
 _OF_OTHERS = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
 _KNOWN = re.compile(r"(torch|transformers|nxdpp)\b")
@@ -26,7 +26,7 @@ _RANDOM = frozenset(
      torch.dropout, torch.multinomial, torch.normal, torch.poisson, torch.rand_like, torch.randint_like,
      torch.randn_like}
 )  # fmt: skip
-# Weights of classes are all that losses keep.
+# The buffers of losses are weights of classes.
 _CONSTANT_BUFFERS = frozenset({"torch.nn.modules.loss"})
 _RANDOM_METHODS = frozenset(
     {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal_",
@@ -37,8 +37,8 @@ _RANDOM_METHODS = frozenset(
 def metadata_arguments(node: fx.Node, root: nn.Module) -> set[fx.Node]:
     """Arguments of which ``node`` uses shape, dtype and device alone.
 
-    A value that is used so can be stood in for by an empty tensor of the same metadata. Wrong knowledge
-    here ends in an error, not in a wrong number: the stand-in raises when its data is asked for.
+    A metadata placeholder can replace them. A wrong entry ends in an error, not in a wrong number: a placeholder
+    raises when its data is read.
     """
     references = set(_references(node, root))
     others = [argument for argument in node.all_input_nodes if argument not in references]
@@ -46,9 +46,9 @@ def metadata_arguments(node: fx.Node, root: nn.Module) -> set[fx.Node]:
 
 
 def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
-    """Whether running ``node`` twice may give two results, or change a buffer twice.
+    """Return whether two runs of ``node`` may give two results, or change a buffer twice.
 
-    Of modules and functions that neither torch nor transformers wrote, nothing is known: they may.
+    Modules and functions of neither torch nor transformers may.
     """
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
@@ -66,15 +66,21 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 def is_from_torch(module: nn.Module) -> bool:
-    """Whether torch wrote the class of ``module``."""
+    """Return whether torch defines the class of ``module``."""
     return type(module).__module__.partition(".")[0] == "torch"
 
 
-def may_change_buffers(module: nn.Module) -> bool:
-    """Whether a forward of ``module`` itself, not of one in it, may change buffers that it has.
+def makes_mask(node: fx.Node) -> bool:
+    """Return whether ``node`` calls a mask function of transformers, whose result may be ``None``."""
+    target = node.target
+    return isinstance(target, OpaqueCall) and getattr(target.function, "__module__", "") == _MASK_MODULE
 
-    Of torch's modules those do that keep running statistics, spectral norms and observers; of transformers' own
-    none that matters to others than themselves (a rotary table grows); of other classes nothing is known.
+
+def may_change_buffers(module: nn.Module) -> bool:
+    """Return whether a forward of ``module``, without its children, may change its own buffers.
+
+    Modules of torch with running statistics, spectral norms and observers do. Modules of transformers change only
+    buffers that no other module reads (a rotary table). Modules of other packages may.
     """
     if not any(buffer is not None for buffer in module._buffers.values()):
         return False
@@ -82,7 +88,7 @@ def may_change_buffers(module: nn.Module) -> bool:
 
 
 def changed_buffers(module: nn.Module) -> list[str]:
-    """Names of the buffers in ``module`` and below that its forward may change."""
+    """Names of the buffers of ``module`` and its descendants that its forward may change."""
     return [
         f"{path}.{name}" if path else name
         for path, child in module.named_modules(remove_duplicate=False)
@@ -101,7 +107,7 @@ def _references(node: fx.Node, root: nn.Module) -> list[fx.Node]:
             return nodes[:1]
         return nodes[1:] if node.target in _OF_OTHERS else []
     if node.op == "call_module" and "RotaryEmbedding" in type(root.get_submodule(str(node.target))).__name__:
-        # cos and sin take their dtype and device from the hidden states, and nothing else.
+        # The hidden states give only dtype and device of cos and sin.
         return _first_argument(node)
     return []
 
@@ -112,7 +118,7 @@ def _references_of_function(node: fx.Node, nodes: list[fx.Node]) -> list[fx.Node
         return nodes[:1] if node.args[1] in _ATTRIBUTES else []
     if target in _LIKE:
         return nodes[:1]
-    if isinstance(target, OpaqueCall) and getattr(target.function, "__module__", "") == _MASK_MODULE:
+    if makes_mask(node):
         return [n for i, n in enumerate(nodes) if target.parameter_of(i) in _MASK_REFERENCES]
     return []
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from transformers import PreTrainedConfig
 
-from nxdpp.tracing.opaque import OpaqueCall
+from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.trace import TracedGraph
 
 _DIGEST_BYTES = 8

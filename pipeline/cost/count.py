@@ -27,7 +27,7 @@ from nxdpp.pipeline.cost.run_node import (
     run_of,
     tensors_in,
 )
-from nxdpp.tracing.fake_copies import FakeCopies
+from nxdpp.tracing.sizes import FakeCopies
 from nxdpp.tracing.trace import TracedGraph
 
 # Plans without a device are for accelerators.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from nxdpp.pipeline.stages.in_place_guard import Watch, may_change_arguments
-from nxdpp.tracing.assertions import is_assertion
+from nxdpp.tracing.checks import is_assertion
 from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import changed_buffers, metadata_arguments
 

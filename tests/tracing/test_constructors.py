@@ -1,12 +1,17 @@
-"""Tensors made outside the layers are made anew in each step; random ones are refused."""
+"""Tensors outside the layers are made in each step; random tensors and numbers are refused."""
 
+import random
+import threading
 from collections.abc import Callable
+from random import uniform
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
+from nxdpp.tracing.constructors import refused_random_numbers
 from nxdpp.tracing.errors import TracingError
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
@@ -67,7 +72,7 @@ def test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(
     ids=["rand", "randn", "rand_like", "randperm", "bernoulli"],
 )
 def test_a_random_number_in_the_spine_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(TracingError, match=r"torch\.(rand|bern)\w* is called outside the transformer layers"):
+    with pytest.raises(TracingError, match=r"torch\.(rand|bern)\w* is used outside the transformer layers"):
         _trace(Prepared(function))
 
 
@@ -96,11 +101,11 @@ def test_modes_that_tracing_would_lose_are_refused_with_every_tracer(tracer: str
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), lambda: torch.randn(4)], ids=["number", "tensor"])
 def test_random_tensors_that_plain_fx_would_draw_once_are_refused(draw: Callable[[], Any]) -> None:
     model = Prepared(lambda hidden: hidden * draw())
-    with pytest.raises(TracingError, match=r"torch.randn? is called outside .*\n  at .*test_constructors.py:\d+"):
+    with pytest.raises(TracingError, match=r"torch.randn? is used outside .*\n  at .*test_constructors.py:\d+"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
 
 
-def test_plain_fx_draws_what_is_like_a_traced_value_in_each_step() -> None:
+def test_plain_fx_draws_random_tensors_like_a_traced_value_in_each_step() -> None:
     model = Prepared(torch.rand_like)
     traced = trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
     x = torch.ones(2, 4)
@@ -109,3 +114,46 @@ def test_plain_fx_draws_what_is_like_a_traced_value_in_each_step() -> None:
         expected = model(x)
         torch.manual_seed(seed)
         assert torch.equal(run_graph(model, traced, {"x": x}), expected)
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "random.random": lambda: random.random(),
+    "random.uniform": lambda: uniform(0, 1),
+    "numpy.random.rand": lambda: float(numpy.random.rand()),
+}
+
+
+class Skipping(PlainModel):
+    """Skips its layers at random."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 2 if self.draw() < 0.5 else hidden
+
+
+@pytest.mark.parametrize("tracer", ["hf", "torch"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_random_number_is_refused(name: str, tracer: str) -> None:
+    model = Skipping(DRAWS[name])
+    with pytest.raises(TracingError, match=rf"{name} is used outside .*\n  at .*test_constructors.py:\d+"):
+        trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
+    DRAWS[name]()  # allowed again
+
+
+def test_other_threads_draw_meanwhile() -> None:
+    drawn: list[float] = []
+    with refused_random_numbers(PlainModel()):
+        thread = threading.Thread(target=lambda: drawn.append(random.random()))
+        thread.start()
+        thread.join()
+    assert len(drawn) == 1
+
+
+def test_transformers_may_ask_whether_to_drop_a_layer() -> None:
+    drawn: dict[str, Any] = {"__name__": "transformers.models.musicgen.modeling_musicgen", "random": random}
+    with refused_random_numbers(PlainModel()):
+        exec("number = random.uniform(0, 1)", drawn)
+    assert 0 <= drawn["number"] <= 1

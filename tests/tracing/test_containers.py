@@ -1,4 +1,4 @@
-"""Dataclasses are looked into like tuples and dicts."""
+"""Dataclasses are containers like tuples and dicts."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ def test_leaves_of_nested_dataclasses() -> None:
     assert leaves_of(value) == [1, 2, 3, None, 5, Whole(4)]
 
 
-def test_what_is_put_together_again_is_the_same() -> None:
+def test_unflattening_restores_the_value() -> None:
     value = (State(1, [Frozen(2), "x"]), [State(3)])
 
     leaves, structure = flatten(value)

@@ -1,4 +1,4 @@
-"""The line of an error is one of the model, not of the machinery."""
+"""The line in an error is a line of the model."""
 
 from nxdpp.tracing.errors import calling_line, model_line, source_line
 

@@ -1,4 +1,4 @@
-"""Hugging Face models trace as they are, and are as before afterwards."""
+"""Hugging Face models are traced without changes to them."""
 
 import copy
 import sys
@@ -41,7 +41,7 @@ def _inputs(architecture: str, names: tuple[str, ...]) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("names", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_graph_computes_what_the_model_computes(architecture: str, names: tuple[str, ...]) -> None:
+def test_the_graph_computes_the_numbers_of_the_model(architecture: str, names: tuple[str, ...]) -> None:
     model = make_model(architecture)
     inputs = _inputs(architecture, names)
 
@@ -100,7 +100,7 @@ def test_a_graph_serves_any_batch_size_and_length() -> None:
 
 @contextmanager
 def _unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """Fail unless the model, its configuration and what tracing replaces are the same objects afterwards."""
+    """Fail if the model, its configuration or a replaced object is another object afterwards."""
 
     def state() -> dict[str, Any]:
         source = sys.modules[type(model).__module__]

@@ -1,4 +1,4 @@
-"""Which modules are the transformer layers: what the model declares, or what the user says."""
+"""Transformer layers: declared by the model, or given by the user."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ DECLARED = {
 
 
 class OtherLayer(PlainLayer):
-    """A class that no model here holds."""
+    """A class without instances."""
 
 
 class Nested(nn.Module):
@@ -76,12 +76,12 @@ def test_only_the_outermost_layers_count() -> None:
     assert layer_names(model, (PlainLayer,))[:3] == ["blocks.0.0", "blocks.0.1.0", "blocks.1.0"]
 
 
-def test_a_plain_model_must_be_told() -> None:
+def test_a_plain_model_needs_transformer_layer_cls() -> None:
     with pytest.raises(ValueError, match=r"PlainModel does not declare.*Pass transformer_layer_cls.*PlainLayer"):
         find_layer_classes(PlainModel(), None)
 
 
-def test_what_transformers_can_checkpoint_where_nothing_in_a_list_is_declared() -> None:
+def test_checkpointing_layers_if_no_listed_class_is_declared() -> None:
     model = make_model("llama", layers=2)
     for declared in ({"LlamaRotaryEmbedding"}, set(), None):
         model._no_split_modules = declared
@@ -100,7 +100,7 @@ def test_declared_layers_that_stand_in_no_list() -> None:
         find_layer_classes(model, None)
 
 
-def test_a_list_of_lists_is_told_by_what_the_inner_lists_hold() -> None:
+def test_the_message_for_a_list_of_lists_names_the_inner_classes() -> None:
     module = nn.ModuleList(nn.ModuleList(PlainLayer() for _ in range(2)) for _ in range(2))
 
     with pytest.raises(ValueError, match=r"hold: PlainLayer\."):
@@ -114,18 +114,18 @@ def test_a_declared_embedding_is_no_layer() -> None:
     assert [cls.__name__ for cls in find_layer_classes(model, None)] == ["BertLayer"]
 
 
-def test_an_unknown_class_name_says_what_there_is() -> None:
+def test_the_message_for_an_unknown_class_name_lists_the_classes() -> None:
     with pytest.raises(ValueError, match=r"transformer_layer_cls: no module of PlainModel.*'LamaLayer'.*PlainLayer"):
         find_layer_classes(PlainModel(), "LamaLayer")
 
 
-def test_a_class_without_instances_says_what_there_is() -> None:
+def test_the_message_for_a_class_without_instances_lists_the_classes() -> None:
     with pytest.raises(ValueError, match=r"transformer_layer_cls=OtherLayer: PlainModel has no.*hold: PlainLayer"):
         find_layer_classes(PlainModel(), OtherLayer)
 
 
 @pytest.mark.parametrize("wanted", [3, [3], PlainModel(), object, [int]])
-def test_what_is_no_class_is_refused(wanted: Any) -> None:
+def test_an_argument_that_is_not_a_class_is_refused(wanted: Any) -> None:
     with pytest.raises(TypeError, match="leaf_module_cls takes module classes and class names"):
         resolve_classes(PlainModel(), wanted if isinstance(wanted, list) else [wanted], "leaf_module_cls")
 

@@ -1,4 +1,4 @@
-"""Several masks made at once are known as a dictionary, each mask as a node."""
+"""``create_masks_for_generate`` is traced to a dictionary in which each mask is a node."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, masking_utils
 
-from nxdpp.tracing.masks import recorded_masks
-from nxdpp.tracing.opaque import OpaqueCall
+from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.huggingface import recorded_masks
 from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
 
 ROOT = torch.nn.Module()
@@ -19,7 +19,7 @@ def masks_of(config: PreTrainedConfig, embeds: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "kinds"),
+    ("config", "count"),
     [
         (Gemma2Config(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2), 2),
         (Gemma2Config(layer_types=["indexed_attention"], num_hidden_layers=1), 1),
@@ -27,22 +27,22 @@ def masks_of(config: PreTrainedConfig, embeds: Any) -> Any:
         (LlamaConfig(), None),
     ],
 )
-def test_what_is_made_is_what_the_graph_makes(config: PreTrainedConfig, kinds: int | None) -> None:
+def test_the_graph_makes_the_masks_of_the_model(config: PreTrainedConfig, count: int | None) -> None:
     config._attn_implementation = "eager"
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     embeds = tracer.create_proxy("placeholder", "embeds", (), {})
     with recorded_masks():
         made = masks_of(config, embeds)
-    made_by_kind = made if isinstance(made, dict) else {"": made}
-    assert kinds is None or len(made_by_kind) == kinds
-    assert list(made_by_kind) == sorted(made_by_kind)
-    for proxy in made_by_kind.values():
+    masks = made if isinstance(made, dict) else {"": made}
+    assert count is None or len(masks) == count
+    assert list(masks) == sorted(masks)
+    for proxy in masks.values():
         assert isinstance(proxy.node.target, OpaqueCall)
         assert metadata_arguments(proxy.node, ROOT) == {embeds.node}
         assert not draws_random_numbers(proxy.node, ROOT)
 
-    graph.output({name: proxy.node for name, proxy in made_by_kind.items()})
+    graph.output({name: proxy.node for name, proxy in masks.items()})
     values = fx.GraphModule({}, graph)(torch.zeros(2, 12, 8))
     expected = masks_of(config, torch.zeros(2, 12, 8))
     for name, value in (expected if isinstance(expected, dict) else {"": expected}).items():

@@ -1,4 +1,4 @@
-"""Changes in place are kept, in their order; facts of an input are known while tracing."""
+"""In-place changes keep their order; the spec of an input is known while tracing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_assign_item_gives_the_value_it_changed() -> None:
 
 
 class AsksForFacts(PlainModel):
-    """Decides by what is known of an input before it has a value."""
+    """Decide by the spec of an input."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         if mask is not None and mask.dtype == torch.bool:

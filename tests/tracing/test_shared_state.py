@@ -1,4 +1,4 @@
-"""What layers write into a container for later ones is a value of the graph."""
+"""The content of a container that layers fill for later layers is a value of the graph."""
 
 from collections import UserDict
 from typing import Any
@@ -16,7 +16,7 @@ INPUTS = {"x": InputSpec(2, torch.float32)}
 
 
 class Sharing(nn.Module):
-    """Keeps its product under ``key``, or takes the one that is there."""
+    """Store its product under ``key``, or take the stored product."""
 
     def __init__(self, stores: bool, key: str = "a") -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def traced(model: nn.Module) -> TracedGraph:
     return trace(model, INPUTS, {}, TracingOptions((Sharing, Attentive)))
 
 
-def test_a_layer_has_what_an_earlier_one_stored_and_gradients_flow_back() -> None:
+def test_a_layer_gets_the_tensors_of_an_earlier_layer_and_gradients_flow_back() -> None:
     model = SharingModel(Sharing(True), Sharing(True, "b"), Sharing(False), Sharing(True))
     x = torch.randn(3, 4)
     graph = traced(model)
@@ -62,7 +62,7 @@ def test_a_layer_has_what_an_earlier_one_stored_and_gradients_flow_back() -> Non
     expected.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    for _ in range(2):  # nothing is left over from the first run
+    for _ in range(2):  # the first run leaves nothing
         loss = run_graph(model, graph, {"x": x})
         assert torch.equal(loss, expected)
     loss.backward()
@@ -93,7 +93,7 @@ def test_a_container_that_forward_fills_itself_is_handed_on_filled() -> None:
         lambda shared: shared.copy(),
     ],
 )
-def test_a_forward_that_reads_what_layers_stored_is_refused_by_name_and_line(use: Any) -> None:
+def test_a_forward_that_reads_the_container_is_refused_by_name_and_line(use: Any) -> None:
     class Reading(SharingModel):
         def result(self, x: Tensor, shared: UserDict[str, Tensor]) -> Any:
             return x, use(shared)
@@ -112,7 +112,7 @@ def test_a_container_in_the_output_is_refused() -> None:
 
 
 class Attentive(nn.Module):
-    """Says of itself, as attention layers of transformers do, whether it shares; and may not keep to it."""
+    """Declare, as attention layers of transformers do, whether it shares. The declaration may be wrong."""
 
     def __init__(self, mode: str | None, keeps_to_it: bool = True) -> None:
         super().__init__()

@@ -8,10 +8,11 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.sizes import Sizes, shapes_of
+from nxdpp.tracing.sizes import FakeCopies, Sizes, shapes_of
 from nxdpp.tracing.trace import TracedGraph, trace
 from tests.support.traced_models import PlainLayer, options_for, run_graph, trace_with
 
@@ -19,7 +20,7 @@ WIDTH = 8
 
 
 class _Asking(nn.Module):
-    """Two layers, after which ``ask`` looks at the sizes of what it is given."""
+    """Two layers, then ``ask``, which reads sizes."""
 
     def __init__(self, ask: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ QUESTIONS = [_window, _counted, _indexed, _iterated, _with_numpy]
 
 @pytest.mark.parametrize("ask", QUESTIONS)
 @pytest.mark.parametrize("length", [3, 6])
-def test_the_graph_does_what_the_model_does(ask: Callable[..., torch.Tensor], length: int) -> None:
+def test_the_graph_gives_the_result_of_the_model(ask: Callable[..., torch.Tensor], length: int) -> None:
     x = torch.randn(2, length, WIDTH)
     model, traced = _trace(ask, x)
     assert traced.facts
@@ -94,7 +95,7 @@ def test_sizes_behind_modules_are_found_without_their_weights() -> None:
     assert trace_with(model, {"x": x}, options_for(model, PlainLayer)).facts
 
 
-def test_what_asks_no_size_has_no_facts() -> None:
+def test_a_model_that_asks_no_size_has_no_facts() -> None:
     _, traced = _trace(lambda x: x.view(x.shape[0], -1).sum(-1), torch.randn(2, 5, WIDTH))
     assert traced.facts == ()
 
@@ -109,7 +110,7 @@ def test_what_asks_no_size_has_no_facts() -> None:
     ],
     ids=["sum", "item", "int", "dtype"],
 )
-def test_what_only_data_tells_is_refused(ask: Callable[..., torch.Tensor]) -> None:
+def test_an_answer_that_depends_on_data_is_refused(ask: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(TracingError, match=r"which only the data tells.*\n.*test_sizes.py:\d+, in "):
         _trace(ask, torch.randn(2, 5, WIDTH))
 
@@ -133,3 +134,42 @@ def test_other_threads_go_on_as_they_were() -> None:
 
     _trace(ask, torch.randn(2, 5, WIDTH))
     assert [type(value) for value in seen] == [torch.Tensor, torch.Tensor]
+
+
+class _Module(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4, device=device, dtype=torch.bfloat16)
+        self.register_buffer("table", torch.ones(4, device=device))
+        self.plain = torch.ones(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table + self.plain  # type: ignore[no-any-return]
+
+
+def test_a_module_runs_without_its_weights() -> None:
+    for device in ("cpu", "meta"):
+        module = _Module(device)
+        with FakeTensorMode() as mode:
+            copies = FakeCopies()
+            copied = copies.module(module)
+            assert copies.module(module) is copied
+            result = copied(torch.empty(2, 3, dtype=torch.bfloat16))
+            assert isinstance(result, FakeTensor)
+            assert result.fake_mode is mode
+            assert result.shape == (2, 4)
+            assert result.dtype == torch.float32
+        assert module.linear.weight.device.type == device
+        assert not isinstance(module.plain, FakeTensor)
+
+
+def test_a_tensor_has_one_copy() -> None:
+    weight = nn.Parameter(torch.ones(2, 3).t(), requires_grad=False)
+    with FakeTensorMode():
+        copies = FakeCopies()
+        copied = copies.tensor(weight)
+        assert copies.tensor(weight) is copied
+        assert isinstance(copied, nn.Parameter)
+        assert not copied.requires_grad
+        assert copied.shape == (3, 2)
+        assert copied.stride() == weight.stride()

@@ -1,4 +1,4 @@
-"""The spine: what stands above layers, and nothing else."""
+"""The spine: the ancestors of layers."""
 
 import re
 
@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.spine import SpineTracer, sources, spine_names
+from nxdpp.tracing.spine import SpineTracer, spine_names
+from nxdpp.tracing.swap import sources
 from tests.support.traced_models import PlainLayer, PlainModel, make_model, options_for, trace_with
 
 
@@ -48,7 +49,7 @@ def test_the_python_modules_of_a_spine() -> None:
     assert not [name for name in found if name.startswith("torch")]
 
 
-def test_what_a_graph_cannot_hold_is_named() -> None:
+def test_the_message_names_a_value_that_a_graph_cannot_hold() -> None:
     class Handing(PlainModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.embedding(x)

@@ -1,4 +1,4 @@
-"""Plain modules: what can be traced, what can be made traceable, and what is said where neither holds."""
+"""Plain modules: traced as they are, traced with options, or refused with a message."""
 
 import inspect
 import math
@@ -54,7 +54,7 @@ class BranchesInAFunction(PlainModel):
 
 
 class BranchesInForward(PlainModel):
-    """fx itself looks for wrapped functions among the globals of a module's forward."""
+    """Branch in ``forward``, in whose globals fx looks for wrapped functions."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(sign_of_the_sum(x))
@@ -71,7 +71,7 @@ class BranchesInAModule(PlainModel):
 
 
 class BranchingTracer(fx.Tracer):
-    """A user's own tracer, which knows what not to trace through."""
+    """A tracer of a user with its own leaves."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, Branch) or super().is_leaf_module(m, module_qualified_name)
@@ -82,7 +82,7 @@ def _options(model: nn.Module, **options: Any) -> TracingOptions:
 
 
 def _check(model: nn.Module, options: TracingOptions) -> None:
-    """The graph computes what the model does, for inputs that decide either way."""
+    """Fail unless graph and model agree for inputs of both decisions."""
     batches = [torch.full((3, 4), 0.5), torch.full((3, 4), -0.5), torch.full((3, 4), 5.0)]
     traced = trace_with(model, {"x": batches[0]}, options)
     assert traced.layers == tuple(f"layers.{index}" for index in range(4))
@@ -90,7 +90,7 @@ def _check(model: nn.Module, options: TracingOptions) -> None:
         assert torch.equal(run_graph(model, traced, {"x": batch}), model(batch))
 
 
-def test_a_decision_in_the_spine_is_named_with_its_line_and_what_to_do() -> None:
+def test_the_message_for_a_decision_in_the_spine_has_its_line_and_the_remedy() -> None:
     model = BranchesInline()
 
     with pytest.raises(TracingError) as caught:

@@ -1,4 +1,4 @@
-"""What a node uses of its arguments, and what draws random numbers."""
+"""Metadata arguments of nodes, and nodes that draw random numbers."""
 
 from collections.abc import Callable
 from typing import Any

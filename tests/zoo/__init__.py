@@ -1,4 +1,4 @@
-"""Every model type of transformers' auto mappings, as small as it can be built, with inputs that it trains on."""
+"""Every model type of four of transformers' auto mappings, as small as possible, with inputs for training."""
 
 from tests.zoo.inputs import SHAPES, inputs
 from tests.zoo.special_cases import ARGUMENTS, CANNOT_TRAIN, NO_GRADIENT_IN_EVAL, NOTES

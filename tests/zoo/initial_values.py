@@ -1,12 +1,11 @@
-"""First values of every transformer type: the same for any partition, and as the constructor makes them.
+"""Initial-values sweep: initial weights are the same for any partition, and as the constructor makes them.
 
-    python -m tests.zoo.initial_values [TASK ...] [--jobs 2] [--type TYPE]
+Each type is built on the meta device and wrapped as each rank of 1, 2 and 4. The weights that ``materialise`` gives
+are compared bit for bit. The same is done with ``deferred_init``, compared with the eager constructor. A type is
 
-For each type that ``tests.zoo.training`` has, a model is built on the meta device and wrapped as each rank of 1, 2
-and 4, and what ``materialise`` gives them is compared bit for bit. Then the same with ``deferred_init``, compared with
-the eager constructor. A type is exact, WRONG, refused (with what message), or left: its ``_init_weights`` leaves
-parameters without values, which is an error for a model on the meta device, and ``deferred_init`` alone is compared.
-The exit status is 1 where one is wrong.
+- exact, WRONG or refused (with the message);
+- left: its ``_init_weights`` leaves parameters without values, an error on the meta device. Only ``deferred_init`` is
+  compared.
 """
 
 from collections.abc import Callable
@@ -17,33 +16,28 @@ import torch
 from nxdpp import NxDPPModel, deferred_init, parallel_state
 from nxdpp.tracing.errors import TracingError
 from tests.zoo import ARGUMENTS, build
-from tests.zoo.command import judge_every_type
+from tests.zoo.sweep import Verdict
 
 SIZES = (1, 2, 4)
 Values = dict[str, torch.Tensor]
 
 
-def main() -> None:
-    """Print one line a type, and a summary of each task."""
-    judge_every_type(judge, __doc__ or "")
-
-
-def judge(task: str, model_type: str) -> tuple[str, str]:
-    """What kind of result a type has, and why in words."""
+def judge(task: str, model_type: str) -> Verdict:
+    """Compare the initial weights of one type."""
     given: dict[str, Any] = dict(ARGUMENTS.get(model_type, {}))
     eager = build(task, model_type)
     expected: Values = dict(eager.named_parameters(remove_duplicate=False))
     expected |= dict(eager.named_buffers(remove_duplicate=False))
 
     def deferred() -> Any:
-        # As zoo_models.build has it.
+        # The seed of ``build``.
         torch.manual_seed(0)
         return deferred_init(type(eager), eager.config).train()
 
     try:
         differing = [f"deferred: {name}" for name in differences(deferred, given, expected)]
     except (TracingError, ValueError) as error:
-        return "refused", f"{type(error).__name__}: {error}"
+        return Verdict("refused", f"{type(error).__name__}: {error}")
 
     def on_meta() -> Any:
         torch.manual_seed(0)
@@ -54,13 +48,13 @@ def judge(task: str, model_type: str) -> tuple[str, str]:
     except RuntimeError as error:
         if "left without values" not in str(error):
             raise
-        return ("WRONG", ", ".join(differing)) if differing else ("left", str(error).splitlines()[1].strip())
+        return Verdict("WRONG", ", ".join(differing)) if differing else Verdict("left", str(error).splitlines()[1])
     differing += [f"meta: {name}" for name in differences(on_meta, given, whole)]
-    return ("WRONG", f"{len(differing)} tensors: {', '.join(differing)}") if differing else ("exact", "")
+    return Verdict("WRONG", f"{len(differing)} tensors: {', '.join(differing)}") if differing else Verdict("exact")
 
 
 def differences(make: Callable[[], Any], given: dict[str, Any], expected: Values) -> list[str]:
-    """Names of what any rank of any pipeline has otherwise, and of what no rank has."""
+    """Names of tensors that differ on a rank of a pipeline, and of tensors that no rank has."""
     differing: set[str] = set()
     for ranks in SIZES:
         left = set(expected)
@@ -82,7 +76,3 @@ def local_values(make: Callable[[], Any], given: dict[str, Any], rank: int, rank
         return values | dict(model.local_named_buffers(remove_duplicate=False))
     finally:
         parallel_state.destroy_model_parallel()
-
-
-if __name__ == "__main__":
-    main()

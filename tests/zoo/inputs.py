@@ -11,17 +11,18 @@ from tests.zoo.shrinking import IMAGE, VOCABULARY
 # Rows, tokens (or source tokens), target tokens.
 SHAPES = ((4, 16, 8), (8, 24, 16), (4, 32, 24))
 PADDED = 1
-# A batch norm whose image is a single pixel: a microbatch of one row has nothing to normalise over.
+# Batch norm of a single pixel: a microbatch of one row has no variance.
 NORMALISED_OVER_ROWS = {"levit"}
 CODEBOOKS = {"musicgen_decoder", "musicgen_melody_decoder"}
 
 
 def inputs(task: str, model: PreTrainedModel, shape_index: int) -> dict[str, Tensor]:
-    """Arguments of ``model``'s forward, labels included, on the CPU, the same at each call.
+    """Arguments of ``model``'s forward with labels, on the CPU, the same at each call.
 
-    Tokens are int64 of ``SHAPES[shape_index]``; ``attention_mask`` is there for shape 1 only, where rows end early
-    and labels are -100 from there on. Images are float32, (rows, channels, height, width).
-    ValueError where the forward takes no labels.
+    Tokens are int64 ``(rows, tokens)``, of ``SHAPES[shape_index]``. Shape 1 alone has an ``attention_mask``: its rows
+    end early, and labels are -100 from there on. Images are float32 ``(rows, channels, height, width)``.
+
+    Raises ``ValueError`` if the forward takes no labels.
     """
     generator = torch.Generator().manual_seed(shape_index)
     taken = inspect.signature(model.forward).parameters
@@ -37,13 +38,13 @@ def _text(task: str, model: PreTrainedModel, shape_index: int, generator: torch.
     vocabulary = min(VOCABULARY, getattr(config.get_text_config(), "vocab_size", None) or VOCABULARY)
     rows, length, target_length = SHAPES[shape_index]
     if config.model_type == "perceiver":
-        length = config.max_position_embeddings  # it always answers for all positions
+        length = config.max_position_embeddings  # its output has all positions
 
     def tokens(*shape: int) -> Tensor:
         return torch.randint(vocabulary // 4, vocabulary, shape, generator=generator)
 
     if config.model_type in CODEBOOKS:
-        # Rows stay together in three dimensions; in two, the usual ones, a batch could not be split.
+        # Three dimensions: in the usual two, a batch could not be split by rows.
         batch = {"input_ids": tokens(rows, config.num_codebooks, length)}
         target = batch["input_ids"].transpose(1, 2)
     else:
@@ -65,7 +66,7 @@ def _text(task: str, model: PreTrainedModel, shape_index: int, generator: torch.
 
 
 def _other_inputs(config: PreTrainedConfig, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """What some types need besides tokens: their loss is wrong, or their forward refuses, without."""
+    """Inputs besides tokens without which the loss of a type is wrong, or its forward fails."""
     rows, length = batch["input_ids"].shape[0], batch["input_ids"].shape[-1]
     if config.model_type == "git":
         return {"pixel_values": torch.randn(rows, 3, IMAGE, IMAGE, generator=generator)}
@@ -84,7 +85,7 @@ def _padding(rows: int, length: int) -> Tensor:
 
 
 def _images(model: PreTrainedModel, shape_index: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Rows differ from shape to shape; height and width too, unless the configuration names them."""
+    """Images whose rows differ between shapes, height and width too unless the configuration has them."""
     config = model.config
     rows = (4, 8, 12)[shape_index] * (2 if config.model_type in NORMALISED_OVER_ROWS else 1)
     assert config.num_labels is not None

@@ -1,4 +1,4 @@
-"""Runs a function for each of many names, each in a process of its own that may crash or take too long."""
+"""Run a function for many names, each in a process of its own, which may crash or take too long."""
 
 import multiprocessing
 import time
@@ -11,10 +11,10 @@ from typing import Any
 def in_own_processes(
     function: Callable[[str], Any], names: Sequence[str], jobs: int, time_limit: float
 ) -> Iterator[tuple[str, Any]]:
-    """Each name with what ``function(name)`` returned, as it comes, at most ``jobs`` at a time.
+    """Yield each name with the result of ``function(name)`` when it is ready; ``jobs`` processes run at a time.
 
-    Processes are forked, so that what is imported is imported once. In the place of a result that did not come
-    within ``time_limit`` seconds, or of a process that ended without one, stands a ``RuntimeError`` that says so.
+    Processes are forked, so that modules are imported once. The result is a ``RuntimeError`` for a process that took
+    more than ``time_limit`` seconds or ended without a result.
     """
     waiting = list(names[::-1])
     running: dict[Connection, tuple[str, ForkProcess, float]] = {}

@@ -1,4 +1,4 @@
-"""Rules that shrink any configuration class: a field's name and default decide its small value."""
+"""Rules that shrink any configuration class: a small value from a field's name and default."""
 
 import dataclasses
 import re
@@ -73,13 +73,14 @@ RULES: list[tuple[str, Rule]] = [
 ]
 
 
-def shrink(kind: type[PreTrainedConfig], layers: int, special: dict[str, Value]) -> PreTrainedConfig:
-    """A small configuration of the class ``kind`` with ``layers`` layers in each stack.
+def shrink(config_class: type[PreTrainedConfig], layers: int, special: dict[str, Value]) -> PreTrainedConfig:
+    """A small configuration of ``config_class`` with ``layers`` layers in each stack.
 
-    ``special`` overrides the rules; a dictionary under a sub-configuration's name (``text_config``) does so for it.
+    ``special`` overrides the rules. A dictionary under the name of a sub-configuration (``text_config``) overrides its
+    rules.
     """
-    default = vars(kind(**special))
-    fields = {field.name: _declared(field) for field in dataclasses.fields(kind)}
+    default = vars(config_class(**special))
+    fields = {field.name: _declared(field) for field in dataclasses.fields(config_class)}
     small = {name: value for name, value in special.items() if name not in fields}
     for name, declared in fields.items():
         value = default.get(name)
@@ -95,7 +96,7 @@ def shrink(kind: type[PreTrainedConfig], layers: int, special: dict[str, Value])
                 small[name] = HEADS if declared == fields.get("num_attention_heads") else min(declared, HEADS // 2)
         elif value is None and name == "head_dim":
             small[name] = HEAD_DIM
-    return kind(**small)
+    return config_class(**small)
 
 
 def _declared(field: "dataclasses.Field[Any]") -> Value:
@@ -110,9 +111,9 @@ def _layers_of(default: dict[str, Value]) -> int | None:
 
 
 def _covering(per_layer: list[Value] | tuple[Value, ...], layers: int) -> list[Value]:
-    """One value a layer in which every kind of layer appears, in the order in which it first does."""
-    kinds = [value for index, value in enumerate(per_layer) if value not in per_layer[:index]]
-    return [kinds[index % len(kinds)] for index in range(layers)]
+    """One value for each layer, cycling through the distinct values in their order."""
+    distinct = [value for index, value in enumerate(per_layer) if value not in per_layer[:index]]
+    return [distinct[index % len(distinct)] for index in range(layers)]
 
 
 def _small(name: str, default: Value, layers: int) -> Value:
@@ -133,7 +134,7 @@ def _small(name: str, default: Value, layers: int) -> Value:
 
 
 def _small_list(name: str, default: list[Value] | tuple[Value, ...]) -> list[Value] | tuple[Value, ...]:
-    """Vision models have a depth and a width for each stage; shifted windows need two layers a stage."""
+    """Shrink a list. Vision models have a depth and a width for each stage; shifted windows need two layers a stage."""
     if name == "depths":
         return type(default)(min(depth, 2) for depth in default)
     if name == "hidden_sizes":
@@ -150,7 +151,7 @@ def _without_randomness(default: Value) -> Value:
 
 
 def _special_token(name: str, default: Value) -> Value:
-    """The default where it is small already, else an id that depends on the name, so that names rarely share one."""
+    """The default if it is small, otherwise an id that depends on the name, so that names rarely share one."""
     if isinstance(default, list):
         return [_special_token(name, token) for token in default]
     if not isinstance(default, int) or default < FIRST_TOKEN // 2:

@@ -1,4 +1,4 @@
-"""What the rules of ``shrinking`` cannot know, a type at a time."""
+"""Settings of single types that the rules of ``shrinking`` do not find."""
 
 from typing import Any
 
@@ -95,8 +95,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {("masked-lm", "reformer"): {"is_decoder": False}}
 
-# Arguments of ``NxDPPModel`` that a type cannot do without: its layers, where it does not declare them or declares
-# fewer than four; inputs, where it takes more than tokens.
+# Arguments of ``NxDPPModel`` that a type needs: its layers, if it declares fewer than four; its inputs, if it takes
+# more than tokens.
 ARGUMENTS: dict[str, dict[str, list[str]]] = {
     "albert": {"transformer_layer_cls": ["AlbertLayerGroup"]},
     "bit": {"transformer_layer_cls": ["BitStage"]},
@@ -123,12 +123,12 @@ ARGUMENTS: dict[str, dict[str, list[str]]] = {
     "xlnet": {"transformer_layer_cls": ["XLNetLayer"]},
 }
 
-# Types that keep what they have computed in eval mode, whose graph a second backward then misses.
+# Types that keep computed tensors in eval mode. A second backward fails there.
 NO_GRADIENT_IN_EVAL = {"levit"}
 
-# What the page says about a type whose configuration, or whose comparison, is not that of the others.
+# Notes on the page for types with another configuration or comparison.
 NOTES = {
-    "levit": "in eval mode the loss alone, its own second backward fails there",
+    "levit": "eval mode: the loss alone, because the second backward of the unwrapped model fails",
     "albert": "num_hidden_groups=4, a group for each layer",
     "perceiver": "num_blocks=1, each layer once",
 }
@@ -136,7 +136,7 @@ NOTES = {
 _DRAFTS = "drafts from another model's hidden states and key-value states, takes no labels"
 _TIMM = "needs the timm package"
 
-# Types that do not build or do not train by themselves, and why.
+# Types that do not build or train by themselves, with the reason.
 CANNOT_TRAIN: dict[tuple[str, str], str] = {
     ("causal-lm", "gemma3n"): _TIMM + " for its vision tower (gemma3n_text runs)",
     ("causal-lm", "gemma4_assistant"): _DRAFTS,

@@ -1,12 +1,14 @@
-"""First values of a few types, each of another kind: the command compares all."""
+"""Initial weights of a few types: ``python -m tests.zoo initial-values`` compares all."""
 
 import pytest
 
 from tests.zoo import initial_values
 
+pytestmark = pytest.mark.zoo
+
 
 @pytest.mark.parametrize(
-    ("task", "name", "kind"),
+    ("task", "name", "expected"),
     [
         ("causal-lm", "gpt2", "exact"),  # projections of all layers are drawn by the whole model
         ("causal-lm", "mamba", "exact"),  # computed parameters
@@ -16,8 +18,8 @@ from tests.zoo import initial_values
         ("causal-lm", "xlm", "refused"),
     ],
 )
-def test_a_type(task: str, name: str, kind: str) -> None:
-    found, words = initial_values.judge(task, name)
+def test_a_type(task: str, name: str, expected: str) -> None:
+    verdict = initial_values.judge(task, name)
 
-    assert found == kind
-    assert bool(words) == (kind != "exact")
+    assert verdict.result == expected
+    assert bool(verdict.words) == (expected != "exact")

@@ -1,12 +1,13 @@
-"""Types of transformers chosen for their different constructs, over real processes: the numbers of one process.
+"""Types with different constructs, trained over real processes: equal to one process.
 
-All types that ``tests.zoo.training`` knows are compared there, in one process.
+``python -m tests.zoo training`` compares all types in one process.
 """
 
 import warnings
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -16,6 +17,8 @@ from tests.support.models import gradient_differences, reference, train_in_one_p
 from tests.support.run_ranks import run_ranks
 from tests.zoo import ARGUMENTS, build, inputs
 
+pytestmark = pytest.mark.zoo
+
 MICROBATCHES = 2
 PADDED = 1
 TWO_STAGES = {
@@ -24,7 +27,7 @@ TWO_STAGES = {
         "deepseek_v3",  # compressed attention, routed and shared experts
         "falcon",  # attention and feed-forward side by side
         "falcon_mamba",  # state space
-        "gemma3_text",  # a mask for each kind of layer, scaled embeddings
+        "gemma3_text",  # a mask for each type of layer, scaled embeddings
         "gpt2",  # learned positions, tied head
         "gpt_neo",  # local and global attention
         "gpt_oss",  # attention sinks, experts
@@ -68,7 +71,7 @@ FOUR_STAGES = {
 
 
 def train(rank: int, stages: int, types: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """For each type what is wrong with it."""
+    """The differences of each type."""
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
@@ -95,7 +98,7 @@ def differences(task: str, name: str) -> list[str]:
 
 
 def without_cache(model: nn.Module) -> nn.Module:
-    """Parts have configurations of their own, and keys that went through a cache lie in memory in another order."""
+    """Turn off caches, in whose copies keys have another order in memory. Parts have their own configurations."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
@@ -104,7 +107,7 @@ def without_cache(model: nn.Module) -> nn.Module:
 
 
 def wrong_gradients(wrapped: NxDPPModel, whole: nn.Module) -> list[str]:
-    """Gradients that differ, but for a tied weight's rounding, and for zeros where one process has none."""
+    """Gradients that differ, except for rounding of a tied weight and zeros for a gradient that one process lacks."""
     gradients = dict(wrapped.local_named_parameters())
     expected = dict(whole.named_parameters(remove_duplicate=False))
     uses = Counter(id(parameter) for parameter in expected.values())

@@ -1,6 +1,6 @@
-"""Types of transformers whose checkpoints differ from their state dicts, each in another way.
+"""Types whose checkpoints differ from their state dicts, each in another way.
 
-All types that ``tests.zoo.training`` knows are compared by ``python -m tests.zoo.pretrained``.
+``python -m tests.zoo pretrained`` compares all types.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,9 @@ from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.zoo import build, pretrained
+from tests.zoo.sweep import Verdict
+
+pytestmark = pytest.mark.zoo
 
 TYPES = [
     ("causal-lm", "deepseek_v3"),  # routed experts, a buffer that is saved
@@ -21,7 +24,7 @@ TYPES = [
     ("causal-lm", "qwen2_moe"),  # experts, and one that is shared
     ("masked-lm", "jina_embeddings_v3"),  # query, key and value in one tensor
     ("masked-lm", "nomic_bert"),  # other names, and tensors in one
-    ("seq2seq-lm", "bart"),  # embeddings thrice tied
+    ("seq2seq-lm", "bart"),  # an embedding tied three times
     ("seq2seq-lm", "marian"),  # positions that are not saved
     ("image-classification", "swin"),  # buffers of indices
 ]
@@ -36,11 +39,11 @@ def no_groups_left() -> Iterator[None]:
 @pytest.mark.parametrize(("task", "name"), TYPES)
 def test_a_type_is_exact(task: str, name: str, tmp_path: Path) -> None:
     parallel_state.initialize_model_parallel()
-    assert pretrained.compare(task, name, tmp_path) == ("exact", "")
+    assert pretrained.compare(task, name, tmp_path) == Verdict("exact")
 
 
 def over_two_ranks(rank: int, task: str, name: str, folder: Path) -> list[str]:
-    """Names of the local tensors that come back otherwise; the saved ones are for the caller to compare."""
+    """Names of the local tensors that differ after saving and loading. The caller compares the saved file."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model = build(task, name)
     pretrained.randomise(model, 1)
@@ -62,11 +65,11 @@ def test_over_two_ranks(task: str, name: str, tmp_path: Path) -> None:
     assert pretrained.differences(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs")) == []
 
 
-def test_a_difference_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel_state.initialize_model_parallel()
     monkeypatch.setattr(pretrained, "load_pretrained", lambda model, folder: model.materialise())
-    kind, words = pretrained.compare("causal-lm", "gpt2", tmp_path)
+    verdict = pretrained.compare("causal-lm", "gpt2", tmp_path)
 
-    assert kind == "WRONG"
-    assert "real: transformer.wte.weight" in words
-    assert "meta: transformer.wte.weight" in words
+    assert verdict.result == "WRONG"
+    assert "real: transformer.wte.weight" in verdict.words
+    assert "meta: transformer.wte.weight" in verdict.words

@@ -1,4 +1,4 @@
-"""The zoo tells a refusal from a mishap, and does without nothing that a user could not give."""
+"""Verdicts of the training sweep, and its special cases."""
 
 import pytest
 
@@ -7,7 +7,10 @@ from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
+from tests.zoo.sweep import judge_quietly
 from tests.zoo.training import is_refusal, judge
+
+pytestmark = pytest.mark.zoo
 
 
 def _raised(function: object, *arguments: object) -> Exception:
@@ -16,7 +19,7 @@ def _raised(function: object, *arguments: object) -> Exception:
     return caught.value
 
 
-def test_a_sentence_of_ours_with_a_place_is_a_refusal() -> None:
+def test_our_error_with_a_place_is_a_refusal() -> None:
     model = build("causal-lm", "gpt2", "meta")
     error = _raised(trace, model, {}, {}, TracingOptions(find_layer_classes(model, None)))
 
@@ -28,30 +31,30 @@ def test_a_sentence_of_ours_with_a_place_is_a_refusal() -> None:
     "error",
     [
         pytest.param(_raised(even_cuts, ["a"], 2), id="ours, without a place"),
-        pytest.param(_raised(int, "x.py:3"), id="another's"),
-        pytest.param(_raised(find_layer_classes, None, "Layer"), id="a mishap in our code"),
+        pytest.param(_raised(int, "x.py:3"), id="of another package"),
+        pytest.param(_raised(find_layer_classes, None, "Layer"), id="a defect in our code"),
     ],
 )
-def test_anything_else_is_none(error: Exception) -> None:
+def test_another_error_is_not_a_refusal(error: Exception) -> None:
     assert not is_refusal(error)
 
 
-def test_a_type_that_is_right_says_what_it_needs() -> None:
-    kind, crossing, words = judge("masked-lm", "albert")
+def test_a_right_type_has_the_arguments_that_it_needs() -> None:
+    verdict = judge_quietly(judge, "masked-lm", "albert")
 
-    assert (kind, crossing) == ("exact", "1 1 1")
-    assert words == "num_hidden_groups=4, a group for each layer; transformer_layer_cls=['AlbertLayerGroup']"
+    assert (verdict.result, verdict.received) == ("exact", "1 1 1")
+    assert verdict.words == "num_hidden_groups=4, a group for each layer; transformer_layer_cls=['AlbertLayerGroup']"
 
 
-def test_a_pipeline_that_is_wrong_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.zoo.training.distance", lambda *given: 0.5)
-    assert judge("causal-lm", "gpt2").kind == "WRONG"
+    assert judge("causal-lm", "gpt2").result == "WRONG"
 
     monkeypatch.setattr("tests.zoo.training.distance", lambda *given: float("inf"))
-    assert judge("causal-lm", "gpt2").kind == "WRONG"
+    assert judge("causal-lm", "gpt2").result == "WRONG"
 
 
-def test_special_cases_are_of_types_that_there_are() -> None:
+def test_special_cases_are_of_existing_types() -> None:
     known = {name for task in TASKS for name in types(task)}
 
     assert set(ARGUMENTS) | set(NOTES) | {name for _, name in CANNOT_TRAIN} <= known

@@ -20,28 +20,29 @@ LARGEST = 20_000_000
 
 
 def types(task: str) -> list[str]:
-    """The model types that transformers maps to a model for ``task``, one of ``TASKS``, in order of their names."""
+    """The model types for ``task``, one of ``TASKS``, that transformers maps to a model, sorted by name."""
     return sorted(getattr(modeling_auto, TASKS[task] + "_NAMES"))
 
 
 def configuration(task: str, model_type: str) -> PreTrainedConfig:
     """A small configuration: four layers, or two in the encoder and two in the decoder, without dropout."""
-    kind = CONFIG_MAPPING[model_type]
+    config_class = CONFIG_MAPPING[model_type]
     special = SPECIAL.get(model_type, {}) | SPECIAL_FOR_TASK.get((task, model_type), {})
-    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
     if task == "causal-lm" and "is_decoder" in fields:
         special = {"is_decoder": True} | special
     if task == "seq2seq-lm" and (fields.get("decoder_start_token_id") is None):
         special = {"decoder_start_token_id": 0} | special
-    encodes_and_decodes = task != "causal-lm" and kind.is_encoder_decoder
-    return shrink(kind, layers=2 if encodes_and_decodes else 4, special=special)
+    encodes_and_decodes = task != "causal-lm" and config_class.is_encoder_decoder
+    return shrink(config_class, layers=2 if encodes_and_decodes else 4, special=special)
 
 
 def build(task: str, model_type: str, device: str | None = None) -> PreTrainedModel:
-    """The model of ``model_type`` for ``task``, in float32 and training mode, the same weights at each call.
+    """The model of ``model_type`` for ``task``, in float32 and training mode, with the same weights at each call.
 
-    Where transformers has several models for a type (``deit``) it is the first. ``device="meta"`` allocates
-    nothing. ValueError for a configuration of more than ``LARGEST`` parameters, before they are allocated.
+    If transformers has several models for a type (``deit``), the first is built. ``device="meta"`` allocates nothing.
+
+    Raises ``ValueError`` for more than ``LARGEST`` parameters, before they are allocated.
     """
     model_class = _model_class(task, model_type)
     with torch.device("meta"):
@@ -53,7 +54,7 @@ def build(task: str, model_type: str, device: str | None = None) -> PreTrainedMo
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = model_class(_own_configuration(task, model_type, model_class))
-    torch.nn.Module.to(model, device or "cpu")  # to "meta" too: a few parameters are made elsewhere regardless
+    torch.nn.Module.to(model, device or "cpu")  # to "meta" too: some models make a few parameters on the CPU
     model.train()
     return model
 
@@ -65,11 +66,11 @@ def _model_class(task: str, model_type: str) -> type[PreTrainedModel]:
 
 
 def _own_configuration(task: str, model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
-    """The configuration that the class takes: some types map to the model of one of their parts (``llama4``)."""
+    """The configuration that the class takes. Some types map to the model of one of their parts (``llama4``)."""
     config = configuration(task, model_type)
     wanted = model_class.config_class
     assert wanted is not None
     if isinstance(config, wanted):
         return config
     parts = (part for part in vars(config).values() if isinstance(part, wanted))
-    return next(parts, config)  # a type without model code of its own (``internlm3``) has its own configuration only
+    return next(parts, config)  # ``internlm3`` has no model code

@@ -1,0 +1,291 @@
+"""Assumptions of a trace: right for the inputs, or an error when the graph runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask
+
+from nxdpp.tracing.calls import recorded
+from nxdpp.tracing.checks import is_assertion
+from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.input_specs import InputSpec
+from nxdpp.tracing.sizes import shapes_of
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
+from tests.support.in_process import InProcessPipeline
+from tests.support.traced_models import Asserts, PlainLayer, PlainModel, options_for, run_graph, trace_with
+
+X = torch.ones(3, 4)
+
+
+class Decides(PlainModel):
+    """Raise an error that depends on the data, without ``assert``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.all(x > 0):
+            raise ValueError("x must be positive")
+        return super().forward(x)
+
+
+def _chain(stages: int) -> tuple[Asserts, InProcessPipeline]:
+    model = Asserts()
+    return model, InProcessPipeline(model, stages, {"x": X}, options_for(model, PlainLayer))
+
+
+def test_an_assertion_is_a_node() -> None:
+    model = Asserts()
+
+    traced = trace_with(model, {"x": X}, options_for(model, PlainLayer))
+
+    assert sum(is_assertion(node) for node in traced.graph.nodes) == 2
+
+
+def test_another_decision_that_depends_on_data_is_refused() -> None:
+    model = Decides()
+
+    with pytest.raises(TracingError, match=r"only the data tells.*\n  at .*test_checks\.py:\d+, in forward: if not"):
+        trace_with(model, {"x": X}, options_for(model, PlainLayer))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_an_assertion_that_holds_changes_nothing(stages: int) -> None:
+    model, chain = _chain(stages)
+
+    assert torch.equal(chain.forward({"x": X}), model(X))
+    assert len(chain.boundary_tensors) == stages - 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("x", "line"),
+    [(-X, r"assert torch\.all\(x > 0\)"), (X / 0, r"assert hidden\.isfinite\(\)")],
+    ids=["of the inputs", "of a later stage"],
+)
+def test_an_assertion_that_does_not_hold_is_raised(stages: int, x: torch.Tensor, line: str) -> None:
+    _, chain = _chain(stages)
+
+    with pytest.raises(AssertionError, match=rf"does not hold\n  at .*traced_models\.py:\d+, in forward: {line}"):
+        chain.forward({"x": x})
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + 1
+
+
+class Asking(nn.Module):
+    """Ask for the types of inputs and of layer outputs."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([first, nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor, scale: float | Tensor = 1.0) -> Any:
+        hidden = self.blocks[0](x)
+        if isinstance(hidden, tuple):
+            hidden = hidden[1]
+        if isinstance(hidden, Tensor) and torch.is_tensor(x):
+            hidden = hidden * 2
+        if isinstance(scale, int):
+            hidden = hidden + scale
+        return self.blocks[1](hidden)
+
+
+def run(module: nn.Module, x: Tensor, scale: Any) -> Tensor:
+    number = isinstance(scale, int | float)
+    specs = {"x": InputSpec(2, torch.float32), "scale": InputSpec(None, None, type(scale))}
+    if not number:
+        specs["scale"] = InputSpec(scale.ndim, scale.dtype)
+    graph = trace(module, specs, {}, TracingOptions((nn.Linear, Pair))).graph
+    (output,) = torch.fx.GraphModule(module, graph)(x, scale)
+    assert isinstance(output, Tensor)
+    return output
+
+
+@pytest.mark.parametrize("scale", [2, 2.0, torch.ones(1)])
+def test_tensors_and_numbers_are_told_apart_by_spec(scale: Any) -> None:
+    module, x = Asking(nn.Linear(4, 4)), torch.randn(3, 4)
+    assert torch.equal(run(module, x, scale), module(x, scale))
+
+
+def test_a_tuple_that_was_taken_for_a_tensor_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"a value between layers is a tuple.*leaf_module_cls"):
+        run(Asking(Pair()), torch.randn(3, 4), 1)
+
+
+class Embedding(nn.Module):
+    """Returns a mask for long inputs only, as HieraEmbeddings does for pretraining only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.linear(x), (x > 0 if len(x) > 3 else None)
+
+
+class EmbeddingByData(Embedding):
+    """Returns a mask that depends on the data."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.linear(x), (x > 0 if bool(x.sum() > 0) else None)
+
+
+class ComparesWithNone(PlainModel):
+    """Masks its hidden states if there is a mask."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.first = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, mask = self.first(x)
+        if mask is not None:
+            hidden = hidden * mask
+        for layer in self.layers:
+            hidden = layer(hidden)
+        gate = None if mask is None else mask.sum()
+        result: Tensor = self.head(hidden).mean() * (1 if gate is None else gate)
+        return result
+
+
+class Gate(nn.Module):
+    """Returns a gate for long inputs only."""
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        return x.sum() if len(x) > 3 else None
+
+
+class ComparesWholeOutput(PlainModel):
+    """Doubles its hidden states if there is a gate, without a use of the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        return super().forward(x if gate is None else 2 * x)
+
+
+def _trace(model: nn.Module, x: Tensor) -> TracedGraph:
+    return trace(model, {"x": InputSpec(x.ndim, x.dtype)}, {}, options_for(model, PlainLayer), shapes_of({"x": x}))
+
+
+def _run(model: nn.Module, traced: TracedGraph, x: Tensor) -> Tensor:
+    result = run_graph(model, traced, {"x": x})
+    assert isinstance(result, Tensor)
+    return result
+
+
+@pytest.mark.parametrize("make", [lambda: ComparesWithNone(Embedding()), ComparesWholeOutput])
+@pytest.mark.parametrize("rows", [3, 5])
+def test_the_branch_is_that_of_the_inputs(make: Callable[[], nn.Module], rows: int) -> None:
+    model, x = make(), torch.randn(rows, 4)
+
+    traced = _trace(model, x)
+
+    assert torch.equal(_run(model, traced, x), model(x))
+    assert {(fact.read.__name__, fact.answer) for fact in traced.facts} == ({("is_none", True)} if rows == 3 else set())
+
+
+def test_a_value_that_depends_on_data_is_checked_when_the_graph_runs() -> None:
+    model, x = ComparesWithNone(EmbeddingByData()), torch.ones(3, 4)
+
+    traced = _trace(model, x)
+
+    assert traced.facts == ()
+    assert torch.equal(_run(model, traced, x), model(x))
+    place = r"\n  at .*test_checks\.py:\d+, in forward: hidden, mask = self\.first\(x\)\n"
+    with pytest.raises(RuntimeError, match=rf"value between layers is None.*{place}.*leaf_module_cls"):
+        _run(model, traced, -x)
+
+
+@pytest.mark.parametrize("make", [lambda: ComparesWithNone(Embedding()), ComparesWholeOutput])
+def test_a_value_that_is_none_for_other_sizes_is_an_error(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    traced = _trace(model, torch.ones(5, 4))
+
+    with pytest.raises(RuntimeError, match=r"is None(.|\n)*  at .*test_checks\.py:\d+, in forward"):
+        _run(model, traced, torch.ones(3, 4))
+
+
+def test_nothing_is_asked_of_a_tensor() -> None:
+    class Model(PlainModel):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            x = x if y is None else x + y
+            return super().forward(x + 1 if x is not None else x)
+
+    model = Model()
+    traced = trace_with(model, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer))
+
+    assert traced.facts == ()
+    assert torch.equal(_run(model, traced, torch.ones(3, 4)), model(torch.ones(3, 4)))
+
+
+CONFIG = LlamaConfig(num_hidden_layers=1)
+CONFIG._attn_implementation = "sdpa"
+
+
+class Masked(nn.Module):
+    """Returns what ``use`` makes of a mask of transformers."""
+
+    def __init__(self, use: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.use = use
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Any:
+        mask = recorded(create_causal_mask)(CONFIG, x, attention_mask, None)
+        return self.layers[0](x).sum(), self.use(mask)
+
+
+def whole(mask: Any) -> Any:
+    return mask
+
+
+def all_items(mask: Any) -> Any:
+    return mask[:, :, :] if mask is not None else None
+
+
+def some_items(mask: Any) -> Any:
+    return mask[:, :, -1:] if mask is not None else None
+
+
+def with_another_case(mask: Any) -> Any:
+    return mask[:, :] if mask is not None else torch.zeros(1)
+
+
+def without_a_case(mask: Any) -> Any:
+    return mask[:, :]
+
+
+def results(use: Callable[[Any], Any], attention_mask: Tensor) -> tuple[Any, Any]:
+    model, x = Masked(use), torch.zeros(2, 6, 8)
+    specs = {"x": InputSpec(3, torch.float32), "attention_mask": InputSpec(2, torch.int64)}
+    graph = trace(model, specs, {}, TracingOptions((nn.Linear,)))
+    inputs = {"x": x, "attention_mask": attention_mask}
+    return run_graph(model, graph, inputs)[1], model(**inputs)[1]
+
+
+PADDED = torch.ones(2, 6, dtype=torch.long)
+PADDED[0, 0] = 0
+FULL = torch.ones_like(PADDED)
+
+
+def test_a_whole_mask_may_be_none() -> None:
+    ours, theirs = results(whole, PADDED)
+    assert torch.equal(ours, theirs)
+    assert results(whole, FULL) == (None, None)
+
+
+@pytest.mark.parametrize("use", [all_items, some_items, with_another_case, without_a_case])
+def test_items_of_a_mask_that_is_none_are_an_error_with_the_line(use: Callable[[Any], Any]) -> None:
+    ours, theirs = results(use, PADDED)
+    assert torch.equal(ours, theirs)
+    with pytest.raises(RuntimeError, match=rf"is None(.|\n)*test_checks.py:\d+, in {use.__name__}"):
+        results(use, FULL)

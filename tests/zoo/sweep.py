@@ -1,0 +1,74 @@
+"""Judge every model type of a task, each in a process of its own."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import transformers
+import transformers.models.auto.modeling_auto  # once, before the processes are forked
+from rich.console import Console
+
+from tests.zoo.own_process import in_own_processes
+from tests.zoo.special_cases import CANNOT_TRAIN
+from tests.zoo.tiny_models import types
+
+TIME_LIMIT = 120.0  # seconds for a type
+RIGHT = ("exact", "to rounding")
+WRONG = ("failing", "WRONG")
+
+
+class Verdict(NamedTuple):
+    """Result of a type with an explanation; ``received`` has the number of values that each stage receives."""
+
+    result: str
+    words: str = ""
+    received: str = ""
+
+
+# Takes a task and a type.
+Judge = Callable[[str, str], Verdict]
+
+
+def judge_types(judge: Judge, task: str, chosen: Sequence[str], jobs: int) -> dict[str, Verdict]:
+    """Print one line for each type, then a summary. ``judge`` runs in ``jobs`` processes at a time."""
+    console = Console(highlight=False, soft_wrap=True)
+    verdicts: dict[str, Verdict] = {}
+    for name, result in in_own_processes(partial(judge_quietly, judge, task), chosen, jobs, TIME_LIMIT):
+        verdict = Verdict("failing", str(result)) if isinstance(result, RuntimeError) else result
+        verdicts[name] = verdict
+        line = f"{task:21}{name:28}{verdict.result:16}{verdict.received:14}{verdict.words:.300}"
+        console.print(line, markup=False)
+    console.print(summary(task, verdicts))
+    return verdicts
+
+
+def judge_quietly(judge: Judge, task: str, model_type: str) -> Verdict:
+    """Judge one type without warnings. An error that ``judge`` raises is WRONG."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    if (task, model_type) in CANNOT_TRAIN:
+        return Verdict("does not build", CANNOT_TRAIN[task, model_type])
+    try:
+        return judge(task, model_type)
+    except Exception as error:
+        return Verdict("WRONG", f"{type(error).__name__}: {error}")
+
+
+def summary(task: str, verdicts: dict[str, Verdict]) -> str:
+    """The share of right types, and the number of types with each result."""
+    counts = Counter(verdict.result for verdict in verdicts.values())
+    built = len(verdicts) - counts["does not build"]
+    right = sum(counts[result] for result in RIGHT)
+    share = 100 * right / built if built else 0.0
+    told = ", ".join(f"{count} {result}" for result, count in counts.most_common())
+    return f"{task}: {share:.1f} % of the {built} types that build are right ({told})"
+
+
+def types_of(task: str, only: str | None) -> list[str]:
+    """The types of ``task``, or ``only`` if it is one of them."""
+    return [name for name in types(task) if only in (None, name)]

@@ -1,0 +1,152 @@
+"""Calls that the graph keeps as one node: functions, autograd Functions and ``forward`` of leaf modules."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedConfig
+
+from nxdpp.tracing.swap import swapped
+
+
+class OpaqueCall:
+    """``function`` with its static arguments bound; called with the traced arguments in their order.
+
+    An fx node holds tensors, numbers and strings, but no configuration and no closure. ``OpaqueCall`` holds these.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__).strip("<>")
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Proxy)]
+        self._leaves = [None if isinstance(leaf, fx.Proxy) else _freeze(leaf) for leaf in leaves]
+
+    def __call__(self, *traced: Any) -> Any:
+        """Call the function with the static arguments in their places."""
+        args, kwargs = self._with(traced)
+        return self.function(*args, **kwargs)
+
+    def _with(self, traced: Iterable[Any]) -> tuple[Any, Any]:
+        leaves = list(self._leaves)
+        for position, value in zip(self._positions, traced, strict=True):
+            leaves[position] = value
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+    @property
+    def declares_dict(self) -> bool:
+        """``True`` if the function is annotated to return a ``dict``."""
+        return getattr(self.function, "__annotations__", {}).get("return") in (dict, "dict")
+
+    def bound(self) -> tuple[Any, Any]:
+        """The static arguments and keywords, with ``...`` in the places of the traced arguments."""
+        return self._with(... for _ in self._positions)
+
+    def parameter_of(self, index: int) -> str | int | None:
+        """The keyword or position at which the function gets traced argument ``index`` itself."""
+        marks = [object() for _ in self._positions]
+        args, kwargs = self._with(marks)
+        return next((name for name, value in (*enumerate(args), *kwargs.items()) if value is marks[index]), None)
+
+
+def _freeze(leaf: Any) -> Any:
+    # forward may change its configuration during the call; the node keeps the configuration of this moment.
+    return copy.copy(leaf) if isinstance(leaf, PreTrainedConfig) else leaf
+
+
+def record_opaque_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+    """Add a node for ``function(*args, **kwargs)``, at least one of whose arguments is a proxy."""
+    traced = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)]
+    call = OpaqueCall(function, args, kwargs)
+    return traced[0].tracer.create_proxy("call_function", call, tuple(traced), {}, name=call.__name__)
+
+
+def has_proxy(args: Any, kwargs: Any) -> bool:
+    """Return whether a leaf of the arguments is a proxy."""
+    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def _has_module(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, nn.Module) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, recorded as one node for each call with a proxy.
+
+    A call with modules among its arguments runs as it is, so that the tracer sees the layers among them.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if has_proxy(args, kwargs) and not _has_module(args, kwargs):
+            return record_opaque_call(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def recorded_autograd_functions() -> Iterator[None]:
+    """Record ``Function.apply`` of a proxy, so that its own backward runs. fx would trace its ``forward`` alone.
+
+    Raises ``RuntimeError`` for a Function with modules as arguments (a reversible network), which cannot be cut.
+    """
+    original: Any = torch.autograd.Function.__dict__["apply"]
+    tracing_thread = threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing_thread or not has_proxy(args, kwargs):
+            return original.__get__(None, cls)(*args, **kwargs)
+        if _has_module(args, kwargs):
+            raise RuntimeError(
+                f"{cls.__name__} is an autograd Function that runs the modules it is given, forward and backward, "
+                f"itself; they cannot be cut"
+            )
+        return record_opaque_call(_Apply(cls), args, kwargs)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+class _Apply:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+        self.__module__ = function.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+@contextmanager
+def recorded_direct_calls(tracer: fx.Tracer, leaves: Iterable[nn.Module]) -> Iterator[None]:
+    """Record ``leaf.forward(x)`` as ``leaf(x)``. The graph calls the whole module, so that its hooks run."""
+    with ExitStack() as stack:
+        for leaf in leaves:
+            if type(leaf).forward is not nn.Module.forward:
+                stack.enter_context(swapped(vars(leaf), {"forward": _DirectCall(tracer, leaf)}))
+        yield
+
+
+class _DirectCall:
+    def __init__(self, tracer: fx.Tracer, leaf: nn.Module) -> None:
+        self._tracer = tracer
+        self._leaf = leaf
+        self._forward: Any = leaf.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tracer.call_module(self._leaf, self._forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module (a fake copy) runs and is not traced.
+        forward = self._forward
+        if isinstance(forward, MethodType) and forward.__self__ is self._leaf:
+            return MethodType(forward.__func__, memo[id(self._leaf)])
+        return forward

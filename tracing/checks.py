@@ -1,0 +1,147 @@
+"""Assumptions that a trace makes about a value, checked when the graph runs.
+
+=====================  ===========================================================================
+code between layers    assumption
+=====================  ===========================================================================
+``assert x``           ``x`` is true
+``isinstance(x, c)``   ``x`` is a tensor, or a number of the type in its spec
+``x is None``          ``x`` is not ``None``, unless it is for inputs of these sizes
+=====================  ===========================================================================
+
+Python does not let a proxy answer ``x is None``. The trace therefore decides before the code can ask: an item of a
+module's output becomes a plain ``None`` where a run on fake tensors gives ``None``, and is checked otherwise.
+"""
+
+import builtins
+import dis
+import inspect
+import operator
+import types
+from itertools import islice
+from typing import Any, get_args
+
+import torch
+from torch import fx, nn
+
+from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
+from nxdpp.tracing.errors import calling_line, line_of, model_line
+from nxdpp.tracing.input_specs import UNKNOWN
+from nxdpp.tracing.uses import is_from_torch, makes_mask
+
+_JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE")
+_BETWEEN = ("COPY", "TO_BOOL", "NOT_TAKEN")
+
+
+def check_assertion(holds: Any, place: str) -> None:
+    """Raise ``AssertionError`` unless ``holds``. The host waits for a tensor on a GPU, as in the model itself."""
+    if not holds:
+        raise AssertionError(f"an assertion of the model does not hold\n  at {place}")
+
+
+def expect_type(value: Any, classes: Any, expected: bool) -> Any:
+    """Return ``value``. Raise ``RuntimeError`` unless ``isinstance(value, classes)`` is ``expected``."""
+    if builtins.isinstance(value, classes) is not expected:
+        raise RuntimeError(
+            f"a value between layers is a {type(value).__name__}; the trace took it {'' if expected else 'not '}to be "
+            f"one of {classes}. Make the module that asks for its type a leaf (leaf_module_cls), or the function a "
+            f"single node (autowrap_functions)."
+        )
+    return value
+
+
+def expect_value(value: Any, place: str) -> Any:
+    """Return ``value``. Raise ``RuntimeError`` where it is ``None``."""
+    if value is None:
+        raise RuntimeError(
+            f"a value between layers is None; the trace took it not to be None\n  at {place}\n"
+            f"Make the module that holds this line a leaf (leaf_module_cls), or the function a single node "
+            f"(autowrap_functions)."
+        )
+    return value
+
+
+def record_assertion(condition: fx.Proxy, asker: types.FrameType) -> bool:
+    """Record a check of ``condition`` and return ``True`` if ``asker`` is at an ``assert``; ``False`` otherwise."""
+    if not _asserts(asker):
+        return False
+    condition.tracer.create_proxy("call_function", check_assertion, (condition, line_of(asker)), {})
+    return True
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Return whether ``record_assertion`` made ``node``. It runs although it has no result."""
+    return node.target is check_assertion
+
+
+def _asserts(frame: types.FrameType) -> bool:
+    instructions = (i for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti)
+    following = [i for i in islice(instructions, 4) if i.opname not in _BETWEEN]
+    if len(following) < 2 or following[0].opname not in _JUMPS:
+        return False
+    loaded = following[1]
+    return loaded.opname == "LOAD_ASSERTION_ERROR" or "AssertionError" in loaded.argrepr
+
+
+def traced_isinstance(value: Any, classes: Any) -> bool:
+    """``isinstance`` for traced code: a proxy is a tensor, unless its node says otherwise."""
+    if not builtins.isinstance(value, fx.Proxy):
+        return builtins.isinstance(value, classes)
+    answer = issubclass(_type_of(value.node), classes)
+    if value.node.op != "placeholder":
+        value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
+    return answer
+
+
+def traced_is_tensor(value: Any) -> bool:
+    """``torch.is_tensor`` for traced code."""
+    return traced_isinstance(value, torch.Tensor)
+
+
+def _type_of(node: fx.Node) -> type:
+    if builtins.isinstance(node.target, OpaqueCall) and node.target.declares_dict:
+        return dict
+    return node.meta.get("spec", UNKNOWN).number or torch.Tensor
+
+
+def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
+    """``value``, checked to be one where a module may return ``None`` for it; ``None`` where the module does.
+
+    The first item of an output is a value. So is a whole output whose annotation does not name ``None``.
+    """
+    tracer: Any = value.tracer
+    if not _may_be_none(value.node, tracer.root):
+        return value
+    return None if tracer.is_none(value.node) else _checked(value)
+
+
+def mask_with_items(mask: fx.Proxy) -> fx.Proxy:
+    """``mask``, checked to be one if transformers made it. transformers leaves out a mask that no kernel needs."""
+    return _checked(mask) if makes_mask(mask.node) else mask
+
+
+def _checked(value: fx.Proxy) -> fx.Proxy:
+    return record_opaque_call(expect_value, (value, model_line(calling_line())), {})
+
+
+def _may_be_none(node: fx.Node, root: nn.Module) -> bool:
+    is_first = is_whole = True
+    while node.op == "call_function" and node.target is operator.getitem and builtins.isinstance(node.args[0], fx.Node):
+        index = node.args[1]
+        start = index.start if builtins.isinstance(index, slice) else index
+        if not builtins.isinstance(start, int | str | None) or (is_whole and builtins.isinstance(index, slice)):
+            return False
+        is_first = is_first and start in (0, None)
+        is_whole = False
+        node = node.args[0]
+    if node.op != "call_module":
+        return False
+    module = root.get_submodule(str(node.target))
+    return not is_from_torch(module) and (_declares_none(module) if is_whole else not is_first)
+
+
+def _declares_none(module: nn.Module) -> bool:
+    try:
+        declared = inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)
+    except NameError:  # a name that its Python module imports for type checkers alone
+        return False
+    return declared is None or type(None) in get_args(declared)

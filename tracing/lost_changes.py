@@ -1,0 +1,162 @@
+"""Changes that tracing would lose: in-place changes of a value with several names, and changes of module attributes.
+
+A traced value that is changed in place is the changed value from then on. Another name of the same memory, a view or
+its base, is not: the graph need not run the change before it reads that name, or runs it on another stage.
+"""
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+
+from nxdpp.tracing.errors import TracingError, model_line
+from nxdpp.tracing.proxy import assign_item
+
+_VIEWS = frozenset(
+    {"chunk", "contiguous", "data", "detach", "diagonal", "expand", "expand_as", "expect_type", "expect_value",
+     "flatten", "getitem", "movedim", "mT", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split",
+     "squeeze", "swapaxes", "T", "t", "to", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
+     "view_as"}
+)  # fmt: skip
+_METADATA = frozenset({"device", "dtype"})
+# The name under which a traced module is called. The finished graph has names without this prefix.
+ROOT = "model"
+
+
+def refuse_lost_changes(graph: fx.Graph) -> None:
+    """Raise ``TracingError`` for an in-place change of memory that is read later under another name, or is kept."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if not _changes_in_place(node) or not isinstance(node.args[0], fx.Node):
+            continue
+        _refuse_lasting_change(node)
+        for alias in _aliases(node.args[0]):
+            late = [user for user in alias.users if user is not node and position[user] > position[node]]
+            if late:
+                raise TracingError(
+                    f"{node.name} changes a value in place, and {late[0].name} reads the same memory afterwards under "
+                    f"another name\n  at {model_line(node.stack_trace)}\n"
+                    f"Change the value itself (x[i] = y, x.method_()) or make a new one; or make the function that "
+                    f"does this a single node (autowrap_functions), or its module a leaf (leaf_module_cls)."
+                )
+
+
+def _changes_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return node.op == "call_function" and (node.target is assign_item or node.kwargs.get("inplace") is True)
+
+
+def _aliases(node: fx.Node) -> Iterator[fx.Node]:
+    """The base of which ``node`` is a view, and all views of the base."""
+    pending = [_viewed(node)]
+    while pending:
+        alias = pending.pop()
+        yield alias
+        pending += [user for user in alias.users if _is_view(user) and user.args[0] is alias]
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _refuse_lasting_change(node: fx.Node) -> None:
+    changed = _viewed(node.args[0]) if isinstance(node.args[0], fx.Node) else node
+    if changed.op == "get_attr":
+        name = str(changed.target).removeprefix(f"{ROOT}.")
+        raise TracingError(
+            f"forward changes {name}, a parameter or buffer, in place outside the transformer layers, and "
+            f"several ranks have a copy of it\n  at {model_line(node.stack_trace)}\n"
+            f"Make the buffer and the code that changes it a module of its own, which then runs as one node on one "
+            f"stage."
+        )
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _VIEWS
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in _VIEWS
+    return node.target is operator.getitem or getattr(node.target, "__name__", "") in _VIEWS
+
+
+@contextmanager
+def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
+    """Refuse changes of attributes of ``modules`` inside, and restore all attributes and buffers afterwards.
+
+    Moving an attribute is allowed (``self.table = self.table.to(x.device)``): only the move itself is repeated in
+    each step.
+
+    Raises ``RuntimeError`` with the module's class and the attribute, at the line that sets it.
+    """
+    stores = [store for module in modules for store in (vars(module), module._buffers, module._parameters)]
+    before = [dict(store) for store in stores]
+    tensors = [(m, n, v, v._version) for m in modules for n, v in vars(m).items() if isinstance(v, torch.Tensor)]
+    set_attribute = nn.Module.__setattr__
+
+    def check(module: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, fx.Proxy) and module in modules and not _is_moved(value.node, module, name, value):
+            raise RuntimeError(
+                f"forward sets {type(module).__name__}.{name} to a value that it computes; outside the transformer "
+                f"layers that would be lost"
+            )
+        if module in modules and _is_number(value) and _is_number(old := vars(module).get(name)) and value != old:
+            raise RuntimeError(
+                f"forward changes {type(module).__name__}.{name} from {old} to {value}; that would happen at tracing "
+                f"only, and every step would use one value. Make it a buffer of a module that changes it."
+            )
+        set_attribute(module, name, value)
+
+    try:
+        with patch.object(nn.Module, "__setattr__", check):
+            yield
+        for owner, name, tensor, version in tensors:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"forward changes {type(owner).__name__}.{name}, a tensor that is neither buffer nor parameter, in "
+                    f"place; that would happen at tracing only. Make it a buffer of a module that changes it."
+                )
+    finally:
+        for store, old in zip(stores, before, strict=True):
+            for name in [name for name, value in store.items() if isinstance(value, fx.Proxy)]:
+                _put_back(store, name, old)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_moved(node: Any, module: nn.Module, name: str, proxy: fx.Proxy) -> bool:
+    """Return whether ``node`` is attribute ``name`` of ``module`` with another dtype or on another device."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.op == "get_attr":
+        owner, _, attribute = str(node.target).rpartition(".")
+        tracer: Any = proxy.tracer
+        return attribute == name and tracer.root.get_submodule(owner) is module
+    others = [argument for argument in node.all_input_nodes if argument is not node.args[0]]
+    return (
+        node.op == "call_method"
+        and node.target == "to"
+        and all(_is_metadata(argument) for argument in others)
+        and _is_moved(node.args[0], module, name, proxy)
+    )
+
+
+def _is_metadata(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA
+
+
+def _put_back(store: dict[str, Any], name: str, old: dict[str, Any]) -> None:
+    if name in old:
+        store[name] = old[name]
+    else:
+        del store[name]
