@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from nxdpp.parallel_layers.rank_watch import RankWatch, exit_process
+from nxdpp.parallel_layers.rank_watch import RankWatch
 
 _watch: RankWatch | None = None
 
@@ -72,17 +72,9 @@ class _ExceptHook:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_active = self._watch is _active()
-        if is_active:
-            self._watch.report(error)
-        if not is_active or not self._watch.owns_failure:
-            self._previous(kind, error, trace)
-            return
-        self._watch.wait_for_answers()
+        if self._watch is _active() and self._watch.report(error):
+            self._watch.end_process(lambda: self._previous(kind, error, trace))
         self._previous(kind, error, trace)
-        self._watch.let_others_exit()
-        # The normal exit of the interpreter may wait for messages that no rank sends any more.
-        exit_process()
 
 
 def _active() -> RankWatch | None:
@@ -103,13 +95,12 @@ def _at_exit() -> None:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         watch.leave()
         return
-    watch.report(error)
-    if not watch.owns_failure:
-        return
-    watch.wait_for_answers()
-    if passing is not None:
-        # torch.multiprocessing ends a child by SystemExit, while it handles the child's error.
-        is_wrapped = isinstance(passing, SystemExit) and passing.__context__ is not None
-        traceback.print_exception(passing.__context__ if is_wrapped else passing)
-    watch.let_others_exit()
-    exit_process()
+
+    def print_error() -> None:
+        if passing is not None:
+            # torch.multiprocessing ends a child by SystemExit, while it handles the child's error.
+            is_wrapped = isinstance(passing, SystemExit) and passing.__context__ is not None
+            traceback.print_exception(passing.__context__ if is_wrapped else passing)
+
+    if watch.report(error):
+        watch.end_process(print_error)
