@@ -1,4 +1,4 @@
-"""Lets the tests import the example's modules by the names by which they import each other."""
+"""Path of the example, so that tests import its modules under the names that it uses itself."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The text of the main job: what is held out stays held out, and the same seed gives the same batches."""
+"""Corpus of the example: held-out text is never trained on, and a seed gives the same batches."""
 
 import os
 from itertools import islice
@@ -28,7 +28,7 @@ def _values(text: torch.Tensor) -> set[int]:
     return set(text.tolist()) - {0}
 
 
-def test_standard_library_has_enough_text_of_this_interpreter() -> None:
+def test_the_standard_library_has_enough_text() -> None:
     files = standard_library_files()
     corpus = read_corpus(files)
 
@@ -38,7 +38,7 @@ def test_standard_library_has_enough_text_of_this_interpreter() -> None:
     assert len(corpus.held_out) > 50_000
 
 
-def test_standard_library_holds_whole_files_out() -> None:
+def test_whole_files_of_the_standard_library_are_held_out() -> None:
     corpus = read_corpus(standard_library_files())
 
     assert not set(corpus.train_files) & set(corpus.held_out_files)
@@ -92,7 +92,7 @@ def test_tiny_and_empty_files(tmp_path: Path) -> None:
     assert empty not in corpus.train_files
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     empty, file = tmp_path / "empty", tmp_path / "file"
     empty.touch()
     file.write_text("text")

@@ -1,4 +1,4 @@
-"""What the README shows works: the loop that its difference leads to, run as it stands."""
+"""The training loop of the README, run before and after its diff."""
 
 import re
 from pathlib import Path
@@ -13,13 +13,13 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def _loop(side: str) -> str:
-    """The README's loop before (``-``) or after (``+``) the change."""
+    """The README's loop before (``-``) or after (``+``) the diff."""
     (difference,) = re.findall(r"^```diff\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
     return "\n".join(line[1:] for line in difference.splitlines() if line[:1] in ("", " ", side))
 
 
 def _train(rank: int, side: str) -> dict[str, torch.Tensor]:
-    """The weights that this rank has after the loop has run over two batches."""
+    """The weights of this rank after the loop over two batches."""
     batches = torch.randint(256, (2, 8, 16), generator=torch.Generator().manual_seed(1))
     names = {
         "LlamaForCausalLM": LlamaForCausalLM,

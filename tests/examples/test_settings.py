@@ -1,4 +1,4 @@
-"""The flags of the main job: each thing that can be wrong is one sentence, found before any work."""
+"""Flags of the example: each error is one sentence, raised before any work."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_defaults() -> None:
     assert settings.pipeline_parallel_size == 1
 
 
-def test_every_flag_is_taken(tmp_path: Path) -> None:
+def test_every_flag_is_used(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"0123456789" * 100)
     settings = read_settings(
@@ -58,7 +58,7 @@ def test_every_flag_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").is_dir()
 
 
-def test_a_pretrained_folder_brings_its_configuration(tmp_path: Path) -> None:
+def test_a_pretrained_folder_has_its_config(tmp_path: Path) -> None:
     _config(tmp_path)
     settings = read_settings(f"--pretrained {tmp_path} --seq-length 32 --output {tmp_path}".split())
 
@@ -68,7 +68,7 @@ def test_a_pretrained_folder_brings_its_configuration(tmp_path: Path) -> None:
     assert "cannot read" in _refusal("--pretrained", str(tmp_path / "nothing"))
 
 
-def test_processes_that_are_no_stages_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_processes_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     assert read_settings([]).pipeline_parallel_size == 4
@@ -144,14 +144,14 @@ def test_wrong_config(tmp_path: Path, fields: dict[str, Any], sentence: str) -> 
     ("content", "sentence"),
     [("{", "is not JSON"), ("[1]", "a JSON object is needed, it holds a list"), ("\udcff", "is not JSON")],
 )
-def test_config_that_is_none(tmp_path: Path, content: str, sentence: str) -> None:
+def test_invalid_config_files(tmp_path: Path, content: str, sentence: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content.encode(errors="surrogateescape"))
 
     assert sentence in _refusal("--config", str(file))
 
 
-def test_rank_zero_alone_makes_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_rank_0_creates_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     read_settings(["--output", "run"])

@@ -1,4 +1,4 @@
-"""The main job at tiny size, end to end: the same training on any number of processes, and what it leaves."""
+"""The example with a tiny model: equal training on any number of processes, and its output."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def _train(rank: int, arguments: list[str]) -> str:
-    """What one rank prints."""
+    """Run the example on one rank and return its output."""
     import train
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -37,7 +37,7 @@ def _train(rank: int, arguments: list[str]) -> str:
 
 
 def _job(folder: Path, world_size: int, *flags: str, **fields: Any) -> list[str]:
-    """Run the job over ``world_size`` processes into ``folder``; what each rank prints."""
+    """Run the example on ``world_size`` processes with output to ``folder``; return the text of each rank."""
     folder.mkdir()
     config = folder.with_suffix(".json")
     config.write_text(json.dumps({**TINY_LLAMA, **fields}))
@@ -60,7 +60,7 @@ def _losses(folder: Path) -> list[float]:
 
 
 def _unwrapped_training(pretrained: Path | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of the same training without nxdpp: a plain model accumulating microbatches."""
+    """Losses and weights of the same training without nxdpp, with accumulated gradients."""
     from corpus import read_corpus, standard_library_files, training_batches
     from train import learning_rate_factor
 
@@ -87,7 +87,7 @@ def _loaded(folder: Path) -> LlamaForCausalLM:
 
 
 def _held_out_loss(folder: Path) -> float:
-    """The loss of the checkpoint in ``folder`` on 128 sequences of held-out text."""
+    """Loss of the checkpoint in ``folder`` on 128 sequences of held-out text."""
     from corpus import held_out_batches, read_corpus, standard_library_files
 
     model = LlamaForCausalLM.from_pretrained(folder).eval()
@@ -125,7 +125,7 @@ def test_replicas_train_like_one_process(tmp_path: Path) -> None:
     torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
 
 
-def test_it_goes_on_from_a_pretrained_folder(tmp_path: Path) -> None:
+def test_training_continues_from_a_pretrained_folder(tmp_path: Path) -> None:
     torch.manual_seed(3)
     LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "before")
     losses, weights = _unwrapped_training(tmp_path / "before")
@@ -147,7 +147,7 @@ def test_tied_weight_is_saved_once(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_bfloat16_is_the_arithmetic_not_the_weights(tmp_path: Path) -> None:
+def test_bfloat16_changes_the_arithmetic_only(tmp_path: Path) -> None:
     _job(tmp_path / "whole", 1)
     _job(tmp_path / "half", 2, "--dtype", "bfloat16")
     saved = _saved(tmp_path / "half")
@@ -172,6 +172,6 @@ def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_training_that_diverges_says_so(tmp_path: Path) -> None:
+def test_a_nan_loss_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"the loss of step \d is nan: try a smaller --learning-rate"):
         _job(tmp_path / "run", 1, "--learning-rate", "1e30")

@@ -1,4 +1,4 @@
-"""The smallest Llama that the example's tests train: a config's fields, two layers."""
+"""Config of the tiny Llama that the example's tests train."""
 
 from typing import Any
 
