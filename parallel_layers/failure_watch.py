@@ -19,6 +19,8 @@ from types import TracebackType
 
 from nxdpp.parallel_layers.rank_watch import RankWatch
 
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
 _watch: RankWatch | None = None
 
 
@@ -31,7 +33,7 @@ def start() -> None:
     if _watch is not None:
         _watch.leave()
     _watch = RankWatch()
-    sys.excepthook = _ExceptHook(_watch, sys.excepthook)
+    sys.excepthook = _hook(_watch, sys.excepthook)
     # Unlike atexit, this also runs at the end of a multiprocessing child.
     multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
 
@@ -60,21 +62,15 @@ def report(error: BaseException) -> None:
         watch.report(error)
 
 
-class _ExceptHook:
+def _hook(watch: RankWatch, previous: _Hook) -> _Hook:
     """Exception hook that reports an uncaught exception before the previous hook prints it."""
 
-    def __init__(
-        self,
-        watch: RankWatch,
-        previous: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-    ) -> None:
-        self._watch = watch
-        self._previous = previous
+    def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if watch is _active() and watch.report(error):
+            watch.end_process(lambda: previous(kind, error, trace))
+        previous(kind, error, trace)
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._watch is _active() and self._watch.report(error):
-            self._watch.end_process(lambda: self._previous(kind, error, trace))
-        self._previous(kind, error, trace)
+    return report_and_print
 
 
 def _active() -> RankWatch | None:

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from nxdpp import NxDPPModel, parallel_state
 
-_Row = tuple[int, int, str, int, int]
-
 # Number of progress lines of a run without a terminal.
 PLAIN_LINES = 20
 
@@ -22,15 +20,15 @@ PLAIN_LINES = 20
 def print_stage_table(console: Console, model: NxDPPModel) -> None:
     """Print the layers, parameters and bytes of each rank; collective over all ranks."""
     parameters = [parameter for _, parameter in model.local_named_parameters()]
-    rows = _gather(
-        (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(),
-            _span(model.stage_layers),
-            sum(parameter.numel() for parameter in parameters),
-            sum(parameter.nbytes for parameter in parameters),
-        )
+    own = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        _span(model.stage_layers),
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters),
     )
+    rows = [own] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
     table = Table(title="Stages")
     for heading in ("rank", "stage", "replica"):
         table.add_column(heading, justify="right")
@@ -110,10 +108,3 @@ def _stage_means(busy_share: float) -> list[float]:
     by_stage = torch.stack(shares).view(parallel_state.get_pipeline_model_parallel_size(), -1)
     means: list[float] = by_stage.mean(dim=1).tolist()
     return means
-
-
-def _gather(own: _Row) -> list[_Row]:
-    """Gather the rows of all ranks on every rank; collective over all ranks."""
-    rows: list[_Row] = [own] * dist.get_world_size()
-    dist.all_gather_object(rows, own)
-    return rows
