@@ -1,9 +1,10 @@
 """Jump of torch's CPU generator over many draws at once.
 
 The generator is a Mersenne Twister: its words are a linear recurrence over the field of two elements. So a word far
-ahead is a sum (XOR) of some of the next 19937 words. The remainder of a power of x by the characteristic polynomial
-of the recurrence tells which ones (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer: Efficient Jump Ahead for
-F2-Linear Random Number Generators, 2008). A polynomial is an int: bit i is the coefficient of x ** i.
+ahead is a sum (XOR) of some of the next 19937 words. They follow from the remainder of a power of x by the
+characteristic polynomial of the recurrence. The method is that of "Efficient Jump Ahead for F2-Linear Random Number
+Generators" (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer, 2008). A polynomial is an int: bit i is the
+coefficient of x ** i.
 """
 
 from functools import cache, lru_cache

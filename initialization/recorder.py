@@ -63,7 +63,7 @@ class _Call:
 
     @property
     def returns_no_tensors(self) -> bool:
-        """Whether the operator returns numbers or booleans only."""
+        """Return whether the operator returns numbers or booleans only."""
         returns = self.function._schema.returns
         return bool(returns) and not any("Tensor" in str(one.type) for one in returns)
 
@@ -95,7 +95,7 @@ class ConstructorRecorder(TorchDispatchMode):
         self.leave_meta_alone = False
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a deferred tensor of this recorder."""
+        """Return whether ``tensor`` is a deferred tensor of this recorder."""
         return tensor.is_meta and self.tape.number_of(tensor) is not None
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class ConstructorRecorder(TorchDispatchMode):
         return self._record(call)
 
     def _makes_deferred(self, call: _Call) -> bool:
-        """Whether a call without deferred arguments makes a deferred tensor."""
+        """Return whether a call without deferred arguments makes a deferred tensor."""
         if not call.takes_device or self.leave_meta_alone:
             return False
         device = call.keywords.get("device")
@@ -216,7 +216,7 @@ class ConstructorRecorder(TorchDispatchMode):
 
 
 def is_recording() -> bool:
-    """Whether this thread is inside a constructor that ``deferred_init`` records."""
+    """Return whether this thread is inside a constructor that ``deferred_init`` records."""
     return any(isinstance(mode, ConstructorRecorder) for mode in _get_current_dispatch_mode_stack())
 
 

@@ -1,7 +1,7 @@
 """Failure watch: the failure of one rank ends all ranks, and its error is the last thing printed.
 
-Each rank has a thread that polls the world's store, over a connection of its own, for the end of the job. If rank 2
-raises while the others wait for its messages::
+Each rank has a thread that polls the world's store for a failure, over its own connection. If rank 2 raises while the
+others wait for its messages::
 
     rank 2   reports itself in the store    waits for answers      prints its error, exits 1
     others   find rank 2 there              print a line, answer   wait,             exit 1

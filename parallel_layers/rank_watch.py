@@ -1,7 +1,7 @@
 """One rank's part in the failure watch: the keys in the world's store and the thread that polls them.
 
-A killed rank writes nothing. The connection error of a neighbour is then the first failure, and the neighbour waits a
-short time for another report before it claims the failure. If rank 0 hosts the store, it announces its normal end,
+A killed rank writes nothing. The connection error of a neighbour is then the first failure. The neighbour waits a short
+time for another report before it claims the failure. If rank 0 hosts the store, it announces its normal end,
 which ends the watch on all ranks. If the store disappears without that, the other ranks stop.
 """
 
@@ -52,7 +52,7 @@ class RankWatch:
     """The watch of one rank, from its construction to ``leave`` or to the end of the process."""
 
     def __init__(self) -> None:
-        # Whether this rank is the first to fail, so that its error is the one to print.
+        # True if this rank is the first to fail, so that its error is the one to print.
         self._owns_failure = False
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._process = os.getpid()
@@ -71,7 +71,7 @@ class RankWatch:
         self._thread.start()
 
     def is_active(self) -> bool:
-        """Whether this process started the watch and has not left it."""
+        """Return whether this process started the watch and has not left it."""
         return not self._left.is_set() and self._process == os.getpid()
 
     def report(self, error: BaseException) -> bool:
@@ -209,7 +209,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether ``error``, or one of its causes, only tells that another rank has gone."""
+    """Return whether ``error``, or one of its causes, only tells that another rank has gone."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

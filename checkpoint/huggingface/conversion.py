@@ -1,7 +1,7 @@
 """Conversions of transformers between the tensors of a file and those of a model.
 
-``from_pretrained`` renames tensors, adds or removes the prefix of the base model, merges the tensors of experts, and
-splits or transposes others. ``save_pretrained`` reverts that. As in ``transformers/core_model_loading.py``, the
+``from_pretrained`` renames tensors and adds or removes the prefix of the base model. It merges the tensors of experts,
+and splits or transposes others. ``save_pretrained`` reverts that. As in ``transformers/core_model_loading.py``, the
 conversions follow from the names alone. So they and all shapes are known before a value is read.
 """
 

@@ -27,8 +27,7 @@ def default_config() -> LlamaConfig:
 def read_config(file: Path) -> LlamaConfig:
     """Read a Llama config from ``file``, which has the format of a Hugging Face ``config.json``.
 
-    Raises ``ValueError`` if the file cannot be read or is not a Llama config, if the model cannot run, or if its
-    vocabulary is smaller than 256.
+    Raises ``ValueError`` for an unreadable file, another config, a model that cannot run, or a vocabulary below 256.
     """
     fields = _read_fields(file)
     model_type = fields.get("model_type", "llama")
