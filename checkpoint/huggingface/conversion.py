@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Conversion:
     """One step that makes new tensors from source tensors.
 
