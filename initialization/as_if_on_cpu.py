@@ -91,24 +91,20 @@ class AsIfOnCpu(TorchFunctionMode):
 
     def _move(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run ``tensor.to(...)`` or ``tensor.cpu()``: a move to the CPU changes nothing."""
-
-        def with_meta_device(value: Any) -> Any:
-            is_device = isinstance(value, torch.device | str)
-            return torch.device("meta") if is_device and torch.device(value).type == "cpu" else value
-
-        if function is Tensor.cpu:
-            return arguments[0]
         own, *others = arguments
-        to_meta = any(
-            isinstance(value, torch.device | str) and torch.device(value).type == "meta"
-            for value in (*others, *keywords.values())
-        )
-        if to_meta:
+        if function is Tensor.cpu:
+            return own
+        devices = [leaf for leaf in (*others, *keywords.values()) if isinstance(leaf, torch.device | str)]
+        if any(torch.device(device).type == "meta" for device in devices):
             with torch.utils._python_dispatch._disable_current_modes():
                 return torch.empty_like(own, device="meta")
-        return function(
-            own, *map(with_meta_device, others), **{key: with_meta_device(value) for key, value in keywords.items()}
-        )
+
+        def stay(value: Any) -> Any:
+            is_cpu = isinstance(value, torch.device | str) and torch.device(value).type == "cpu"
+            return torch.device("meta") if is_cpu else value
+
+        others, keywords = tree_map(stay, (others, keywords))
+        return function(own, *others, **keywords)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Run ``tensor.data = value``, which torch allows only between tensors of one device."""

@@ -7,8 +7,8 @@ materialised by a replay of the operations that it depends on, from the generato
     tape              0: normal_(weight), generator state    1: zero_(bias)
     materialise       weight: replay 0                       bias: replay 1
 
-The generator advances as if the numbers were drawn. So the result is bit for bit that of the eager constructor, on
-whichever rank and in whatever order tensors are materialised.
+The generator advances as if the numbers were drawn. So each tensor is bit for bit that of the eager constructor, on
+any rank and in any order.
 """
 
 from collections.abc import Callable
@@ -60,8 +60,8 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
     Raises:
         TypeError: if ``constructor`` is not callable or does not return a module.
         ValueError: inside ``init_on_device`` or a ``torch.device`` context, or with a default device other than CPU.
-        RuntimeError: if the constructor makes tensors that are sparse or on a device other than CPU and meta, or calls
-            ``data_ptr()``, ``pin_memory()``, ``share_memory_()`` or pickles a tensor that has no memory.
+        RuntimeError: if the constructor makes tensors that are sparse or on a device other than CPU and meta; if it
+            pickles a deferred tensor, or calls its ``data_ptr()``, ``pin_memory()`` or ``share_memory_()``.
     """
     if not callable(constructor):
         raise TypeError(

@@ -38,7 +38,7 @@ _contexts = _Contexts()
 def init_on_device(device: torch.device | str | int) -> Iterator[None]:
     """Build modules with their parameters on ``device``; not collective.
 
-    On the meta device the memory of a parameter is freed when a module registers it, so at most one parameter is in
+    On the meta device the memory of a parameter is freed when a module registers it. So at most one parameter is in
     memory. It stays the same object, with its class, ``requires_grad``, attributes and ties. Buffers are computed on
     the CPU, as those that no checkpoint has (rotary ``inv_freq``, causal masks) must be. Only a buffer that is
     computed from a registered parameter is on the meta device. transformers' marks of initialised modules and
@@ -78,7 +78,7 @@ def init_on_device(device: torch.device | str | int) -> Iterator[None]:
 
 
 def is_on_meta() -> bool:
-    """Whether this thread's innermost context is ``init_on_device`` of the meta device."""
+    """Return whether this thread's innermost context is ``init_on_device`` of the meta device."""
     return bool(_contexts.stack) and _contexts.stack[-1] is not None
 
 

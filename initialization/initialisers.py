@@ -55,7 +55,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def has_own_tensors(module: nn.Module) -> bool:
-    """Whether ``module`` itself, without its children, has parameters or buffers."""
+    """Return whether ``module`` itself, without its children, has parameters or buffers."""
     return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
@@ -69,7 +69,7 @@ class HuggingFaceInitialiser:
         self._turns = {name: (owner, module) for name, module, owner in _turns(root, "", None)}
 
     def knows(self, name: str) -> bool:
-        """Whether the module of this name is part of a transformers model."""
+        """Return whether the module of this name is part of a transformers model."""
         return name in self._turns
 
     def run(self, wanted: Collection[str], done: Sequence[torch.Tensor], begin: Callable[[str], None]) -> None:

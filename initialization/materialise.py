@@ -150,8 +150,7 @@ class _Initialisation:
     def _modules_to_complete(self) -> list[str]:
         """Modules with unwritten tensors, and their ancestors, in the model's order.
 
-        An ancestor with tensors may initialise those of its descendants, so it is called even if its own tensors are on
-        another rank.
+        An ancestor with tensors may initialise its descendants. So it is called even if its own tensors are elsewhere.
         """
         having = set(self._modules(self._unwritten()))
         return [

@@ -1,7 +1,7 @@
 """A random stream for each parameter, whose seed is a hash of the model's seed and the parameter's name.
 
-With one stream for the whole model, the numbers of a parameter would depend on all earlier draws, so on the parameters
-that the rank holds. With its own stream a parameter gets the same numbers under any partition::
+With one stream for the whole model, a parameter's numbers would depend on the other parameters of its rank. With its
+own stream a parameter gets the same numbers under any partition::
 
     seed, "layers.3.mlp.weight"  ─▶ stream ─▶ normal_(weight)  ─▶ uniform_(weight)
     seed, "layers.3.mlp.bias"    ─▶ stream ─▶ uniform_(bias)
@@ -62,12 +62,12 @@ class NamedStreams(TorchDispatchMode):
         return self._draw(self._stream(written), func, args, kwargs)
 
     def wrote(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation has written to the memory of ``tensor``."""
+        """Return whether an operation has written to the memory of ``tensor``."""
         return _key(tensor) in self._written
 
     @property
     def has_drawn(self) -> bool:
-        """Whether any random number was drawn from a stream."""
+        """Return whether any random number was drawn from a stream."""
         return self._has_drawn
 
     def _stream(self, written: list[torch.Tensor]) -> tuple[str, str]:

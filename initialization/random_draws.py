@@ -18,12 +18,12 @@ _BLOCK = 16  # torch makes normal numbers in blocks, from as many uniform ones
 
 
 def is_random(function: Any) -> bool:
-    """Whether ``function`` draws from a generator."""
+    """Return whether ``function`` draws from a generator."""
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def can_skip(function: Any, result: torch.Tensor) -> bool:
-    """Whether the draws of ``function`` depend only on shape, strides and dtype of ``result``."""
+    """Return whether the draws of ``function`` depend only on shape, strides and dtype of ``result``."""
     return function.overloadpacket in _NORMAL | _UNIFORM and result.dtype.is_floating_point
 
 

@@ -28,11 +28,11 @@ class ConstructorRecord:
         self.origin = f"torch.initial_seed() {seed}, state {digest} of its generator"
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a meta tensor that the recorded constructor made."""
+        """Return whether ``tensor`` is a meta tensor that the recorded constructor made."""
         return tensor.is_meta and self._tape.number_of(tensor) is not None
 
     def is_written(self, tensor: torch.Tensor) -> bool:
-        """Whether the constructor wrote to the storage of ``tensor``; False after a mere ``torch.empty``."""
+        """Return whether the constructor wrote to the storage of ``tensor``; False after a mere ``torch.empty``."""
         number = self._tape.number_of(tensor)
         return number is not None and self._tape.is_written(number)
 

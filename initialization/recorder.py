@@ -1,5 +1,8 @@
 """Dispatch mode that runs a constructor's tensor operations on meta tensors and records them on a tape."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +35,57 @@ _OVERWRITING = {
 _REBINDING = {aten.set_}
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+
+    @cached_property
+    def changed(self) -> list[torch.Tensor]:
+        """The tensors that the operator writes to."""
+        return written_tensors(self.function, self.arguments, self.keywords)
+
+    @property
+    def generator(self) -> torch.Generator:
+        generators = (leaf for leaf in self._leaves if isinstance(leaf, torch.Generator))
+        return next(generators, torch.default_generator)
+
+    @property
+    def takes_device(self) -> bool:
+        return any(argument.name == "device" for argument in self.function._schema.arguments)
+
+    @property
+    def returns_no_tensors(self) -> bool:
+        """Return whether the operator returns numbers or booleans only."""
+        returns = self.function._schema.returns
+        return bool(returns) and not any("Tensor" in str(one.type) for one in returns)
+
+    def with_leaves(self, change: Callable[[Any], Any]) -> "_Call":
+        """The call with ``change`` applied to each leaf of its arguments."""
+        return _Call(self.function, *tree_map(change, (self.arguments, self.keywords)))
+
+    def on(self, device: str) -> "_Call":
+        """The call on ``device``, if the operator takes one, without pinned memory."""
+        if not self.takes_device:
+            return self
+        unpinned = {"pin_memory": False} if self.keywords.get("pin_memory") else {}
+        return _Call(self.function, self.arguments, {**self.keywords, **unpinned, "device": torch.device(device)})
+
+    def run(self) -> Any:
+        return self.function(*self.arguments, **self.keywords)
+
+    @cached_property
+    def _leaves(self) -> list[Any]:
+        return tree_leaves((self.arguments, self.keywords))
+
+
 class ConstructorRecorder(TorchDispatchMode):
     """Records operations; each new CPU tensor becomes a deferred tensor, a meta tensor with a number on the tape."""
 
@@ -41,7 +95,7 @@ class ConstructorRecorder(TorchDispatchMode):
         self.leave_meta_alone = False
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a deferred tensor of this recorder."""
+        """Return whether ``tensor`` is a deferred tensor of this recorder."""
         return tensor.is_meta and self.tape.number_of(tensor) is not None
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,118 +109,91 @@ class ConstructorRecorder(TorchDispatchMode):
                 f"deferred_init: the constructor makes a tensor of shape {tuple(real.shape)} whose values are lost, "
                 f"because torch puts them on the meta device: make it with torch.tensor"
             )
-        deferred: torch.Tensor = self._record(aten.clone.default, (real.detach(),), {})
+        deferred: torch.Tensor = self._record(_Call(aten.clone.default, (real.detach(),), {}))
         return deferred
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            return self._run(function, arguments, keywords or {})
+            return self._dispatch(_Call(function, arguments, keywords or {}))
 
-    def _run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)]
-        known = [tensor for tensor in tensors if self.knows(tensor)]
-        _check_devices(function, tensors, known, keywords)
-        if function is aten.lift_fresh.default and not known and not self.leave_meta_alone:
-            return self.deferred(tensors[0])
-        if not known and not self._makes_deferred(function, tensors, keywords):
-            return function(*arguments, **keywords)
-        if _gives_no_tensors(function) or any(
-            not self.knows(tensor) for tensor in written_tensors(function, arguments, keywords)
-        ):
-            return function(*self._valued(arguments), **self._valued(keywords))
-        return self._record(function, arguments, keywords)
+    def _dispatch(self, call: _Call) -> Any:
+        known = [tensor for tensor in call.tensors if self.knows(tensor)]
+        _check_recordable(call, known)
+        if call.function is aten.lift_fresh.default and not known and not self.leave_meta_alone:
+            return self.deferred(call.tensors[0])
+        if not known and not self._makes_deferred(call):
+            return call.run()
+        if call.returns_no_tensors or not all(map(self.knows, call.changed)):
+            return call.with_leaves(self._valued).run()
+        return self._record(call)
 
-    def _makes_deferred(self, function: Any, tensors: list[torch.Tensor], keywords: dict[str, Any]) -> bool:
-        """Whether a function without deferred arguments makes a deferred tensor."""
-        device = keywords.get("device")
-        if not _has_device(function) or self.leave_meta_alone:
+    def _makes_deferred(self, call: _Call) -> bool:
+        """Return whether a call without deferred arguments makes a deferred tensor."""
+        if not call.takes_device or self.leave_meta_alone:
             return False
-        if tensors:
-            return device is not None and device.type == "meta" and not any(tensor.is_meta for tensor in tensors)
-        return True
+        device = call.keywords.get("device")
+        moves_to_meta = device is not None and device.type == "meta" and not any(one.is_meta for one in call.tensors)
+        return moves_to_meta or not call.tensors
 
-    def _record(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Run ``function`` on the meta device, and record a step if it creates or changes content."""
-        changed = written_tensors(function, arguments, keywords)
-        draw = _draw(arguments, keywords) if random_draws.is_random(function) else None
-        kept_arguments, kept_keywords = tree_map(self._kept, (arguments, _on(function, "cpu", keywords)))
-        overwrites = self._overwrites(function, arguments, keywords)
-        results = self._results(function, arguments, keywords, changed, draw)
-        leaves = tree_leaves(results)
+    def _record(self, call: _Call) -> Any:
+        """Run the call on the meta device, and record a step if it creates or changes content."""
+        # State before the call.
+        generator = call.generator
+        draw = None
+        if random_draws.is_random(call.function):
+            draw = Draw(generator.get_state(), default=generator is torch.default_generator)
+        kept = call.on("cpu").with_leaves(self._kept)
+        overwrites = self._overwrites(call)
+
+        results = self._results(call)
+
+        # State after the call.
         creates: list[tuple[int, View]] = []
-        for place, leaf in enumerate(leaves):
+        for place, leaf in enumerate(tree_leaves(results)):
             if isinstance(leaf, torch.Tensor) and self.tape.number_of(leaf) is None:
                 self.tape.add_storage(leaf)
                 creates.append((place, self.tape.view(leaf)))
-        changes = frozenset(self._number(tensor) for tensor in changed)
-        if function.overloadpacket in _UNWRITTEN | _REBINDING or not (creates or changes):
-            return results
-        self.tape.append(
-            Step(
-                function,
-                kept_arguments,
-                kept_keywords,
-                tuple(creates),
-                changes,
-                overwrites,
-                draw,
-                torch.get_default_dtype(),
+        changes = frozenset(self.tape.view(tensor).storage for tensor in call.changed)
+        if call.function.overloadpacket not in _UNWRITTEN | _REBINDING and (creates or changes):
+            dtype = torch.get_default_dtype()
+            self.tape.append(
+                Step(kept.function, kept.arguments, kept.keywords, tuple(creates), changes, overwrites, draw, dtype)
             )
-        )
         return results
 
-    def _number(self, tensor: torch.Tensor) -> int:
-        number = self.tape.number_of(tensor)
-        assert number is not None
-        return number
-
-    def _results(
-        self,
-        function: Any,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        changed: list[torch.Tensor],
-        draw: Draw | None,
-    ) -> Any:
-        """Result of ``function`` on meta tensors; its generator advances as if the numbers were drawn."""
-        keywords_on_meta = _on(function, "meta", tree_map(_without_memory, keywords))
+    def _results(self, call: _Call) -> Any:
+        """Results of the call on meta tensors; its generator advances as if the numbers were drawn."""
         try:
-            results = function(*tree_map(_without_memory, arguments), **keywords_on_meta)
+            results = call.with_leaves(_without_memory).on("meta").run()
         except (NotImplementedError, RuntimeError):
-            # The shape of the result may depend on values: then the function runs once with memory.
-            return self._results_of_values(function, arguments, keywords, changed)
-        if draw is not None:
-            self._advance(function, arguments, keywords, results)
+            # The shape of the result may depend on values: then the call runs once with memory.
+            return self._results_of_values(call)
+        if random_draws.is_random(call.function):
+            self._advance(call, results)
         return results
 
-    def _results_of_values(
-        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], changed: list[torch.Tensor]
-    ) -> Any:
-        results = function(*self._valued(arguments), **_on(function, "cpu", self._valued(keywords)))
+    def _results_of_values(self, call: _Call) -> Any:
+        results = call.with_leaves(self._valued).on("cpu").run()
         flat, structure = tree_flatten(results)
-        if changed:
-            assert len(flat) <= len(changed), f"{function} both changes and makes tensors"
-            return tree_unflatten(changed[: len(flat)], structure)
+        if call.changed:
+            assert len(flat) <= len(call.changed), f"{call.function} both changes and makes tensors"
+            return tree_unflatten(call.changed[: len(flat)], structure)
         return tree_map(_without_memory, results)
 
-    def _advance(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], results: Any) -> None:
-        generators = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Generator)]
-        generator = generators[0] if generators else torch.default_generator
-        if isinstance(results, torch.Tensor) and random_draws.can_skip(function, results):
-            random_draws.skip(function, results, generator)
+    def _advance(self, call: _Call, results: Any) -> None:
+        if isinstance(results, torch.Tensor) and random_draws.can_skip(call.function, results):
+            random_draws.skip(call.function, results, call.generator)
             return
-        if function.overloadpacket in _OVERWRITING:
-            first = torch.empty_like(arguments[0], device="cpu")
-            arguments = (first, *arguments[1:])
-        function(*self._valued(arguments), **_on(function, "cpu", self._valued(keywords)))
+        if call.function.overloadpacket in _OVERWRITING:
+            # The first argument is only written: its content need not be computed.
+            first = torch.empty_like(call.arguments[0], device="cpu")
+            call = _Call(call.function, (first, *call.arguments[1:]), call.keywords)
+        call.with_leaves(self._valued).on("cpu").run()
 
-    def _valued(self, tree: Any) -> Any:
-        """``tree`` with CPU tensors in place of the deferred tensors."""
-        return tree_map(
-            lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) and self.knows(leaf) else leaf, tree
-        )
+    def _valued(self, leaf: Any) -> Any:
+        return self.value(leaf) if isinstance(leaf, torch.Tensor) and self.knows(leaf) else leaf
 
     def _kept(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):
@@ -175,51 +202,28 @@ class ConstructorRecorder(TorchDispatchMode):
             return leaf
         return self.tape.view(leaf) if self.knows(leaf) else leaf.detach().clone()
 
-    def _overwrites(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> frozenset[int]:
-        if function.overloadpacket not in _OVERWRITING:
+    def _overwrites(self, call: _Call) -> frozenset[int]:
+        """The storage of the first argument, if all of its content is overwritten and not read."""
+        if call.function.overloadpacket not in _OVERWRITING:
             return frozenset()
-        changed, *others = arguments
-        view = self.tape.view(changed)
-        covers = changed.numel() * changed.element_size() == self.tape.nbytes(view.storage)
-        read = [leaf for leaf in tree_leaves((others, keywords)) if isinstance(leaf, torch.Tensor)]
-        reads_itself = any(self.tape.number_of(tensor) == view.storage for tensor in read)
+        changed, *others = call.arguments
+        storage = self.tape.view(changed).storage
+        covers = changed.numel() * changed.element_size() == self.tape.nbytes(storage)
+        read = [leaf for leaf in tree_leaves((others, call.keywords)) if isinstance(leaf, torch.Tensor)]
+        reads_itself = any(self.tape.number_of(tensor) == storage for tensor in read)
         overlaps = torch._debug_has_internal_overlap(changed) == 1
-        return frozenset([view.storage]) if covers and not reads_itself and not overlaps else frozenset()
+        return frozenset([storage]) if covers and not reads_itself and not overlaps else frozenset()
 
 
 def is_recording() -> bool:
-    """Whether this thread is inside a constructor that ``deferred_init`` records."""
+    """Return whether this thread is inside a constructor that ``deferred_init`` records."""
     return any(isinstance(mode, ConstructorRecorder) for mode in _get_current_dispatch_mode_stack())
-
-
-def _gives_no_tensors(function: Any) -> bool:
-    """Whether ``function`` returns numbers or booleans only."""
-    returns = function._schema.returns
-    return bool(returns) and not any("Tensor" in str(one.type) for one in returns)
-
-
-def _draw(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Draw:
-    generators = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Generator)]
-    generator = generators[0] if generators else torch.default_generator
-    return Draw(generator.get_state(), default=generator is torch.default_generator)
 
 
 def _without_memory(leaf: Any) -> Any:
     if isinstance(leaf, torch.Generator):
         return None
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _has_device(function: Any) -> bool:
-    return any(argument.name == "device" for argument in function._schema.arguments)
-
-
-def _on(function: Any, device: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """``keywords`` with the device, if ``function`` has this argument, and without pinned memory."""
-    if not _has_device(function):
-        return keywords
-    unpinned = {"pin_memory": False} if keywords.get("pin_memory") else {}
-    return {**keywords, **unpinned, "device": torch.device(device)}
 
 
 def check_device(device: Any, function: Any) -> None:
@@ -231,24 +235,19 @@ def check_device(device: Any, function: Any) -> None:
         )
 
 
-def _check_devices(
-    function: Any, tensors: list[torch.Tensor], known: list[torch.Tensor], keywords: dict[str, Any]
-) -> None:
-    """Raise ``RuntimeError`` for an operation that cannot be recorded."""
-    check_device(keywords.get("device"), function)
-    if keywords.get("layout") not in (None, torch.strided):
+def _check_recordable(call: _Call, known: list[torch.Tensor]) -> None:
+    """Raise ``RuntimeError`` for a call that cannot be recorded; ``known`` are its deferred tensors."""
+    prefix = f"deferred_init: the constructor calls {call.function}"
+    check_device(call.keywords.get("device"), call.function)
+    if call.keywords.get("layout") not in (None, torch.strided):
         raise RuntimeError(
-            f"deferred_init: the constructor calls {function} for layout {keywords['layout']}, but only strided "
-            f"tensors can be deferred: make it without deferred_init"
+            f"{prefix} for layout {call.keywords['layout']}, but only strided tensors can be deferred: make it without "
+            f"deferred_init"
         )
-    foreign = [tensor for tensor in tensors if tensor.device.type != "cpu" and not any(tensor is one for one in known)]
+    foreign = [one for one in call.tensors if one.device.type != "cpu" and not any(one is other for other in known)]
     if known and foreign:
-        raise RuntimeError(
-            f"deferred_init: the constructor calls {function} with tensors on {foreign[0].device} and on the CPU: "
-            f"make all of them on the CPU"
-        )
+        raise RuntimeError(f"{prefix} with tensors on {foreign[0].device} and on the CPU: make all of them on the CPU")
     if any(tensor.is_conj() or tensor.is_neg() for tensor in known):
         raise RuntimeError(
-            f"deferred_init: the constructor calls {function} with a lazily conjugated or negated tensor: "
-            f"add .resolve_conj() or .resolve_neg()"
+            f"{prefix} with a lazily conjugated or negated tensor: add .resolve_conj() or .resolve_neg()"
         )

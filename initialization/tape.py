@@ -1,7 +1,7 @@
 """Tape of the operations that a constructor ran on tensors without memory.
 
-A storage has a number on the tape, and a tensor is a ``View`` of a storage. A step refers to its tensors by views, so
-the tape holds no tensor data except copies of tensors from outside the constructor.
+A storage has a number on the tape, and a tensor is a ``View`` of a storage. A step refers to its tensors by views. So
+the only data on the tape are copies of tensors from outside the constructor.
 """
 
 from bisect import bisect_left
@@ -122,7 +122,7 @@ class Tape:
         self._length += 1
 
     def is_written(self, number: int) -> bool:
-        """Whether any step writes to the storage."""
+        """Return whether any step writes to the storage."""
         return bool(self._writers[number])
 
     def steps_for(self, storages: Iterable[int]) -> list[int]:

@@ -1,7 +1,6 @@
 """nxdpp: pipeline-parallel training of unmodified PyTorch and Hugging Face models.
 
-The names below are imported on first use, so that ``nxdpp.schedules``, which needs no torch, does
-not wait for one.
+The public names are imported at their first use, so that ``nxdpp.schedules`` works without torch.
 """
 
 from importlib import import_module
@@ -26,19 +25,23 @@ __all__ = [
     "save_pretrained",
 ]
 
-_HOMES = {
+_MODULES = {
     "NxDPPModel": "nxdpp.pipeline.model",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
-    "load_pretrained": "nxdpp.checkpoint.huggingface.load",
-    "save_pretrained": "nxdpp.checkpoint.huggingface.save",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "init_on_device": "nxdpp.initialization.init_on_device",
+    "load_pretrained": "nxdpp.checkpoint.huggingface.load",
+    "save_pretrained": "nxdpp.checkpoint.huggingface.save",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "parallel_state":
         return import_module("nxdpp.parallel_layers.parallel_state")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'nxdpp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

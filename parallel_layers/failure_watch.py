@@ -1,7 +1,7 @@
 """Failure watch: the failure of one rank ends all ranks, and its error is the last thing printed.
 
-Each rank has a thread that polls the world's store, over a connection of its own, for the end of the job. If rank 2
-raises while the others wait for its messages::
+Each rank has a thread that polls the world's store for a failure, over its own connection. If rank 2 raises while the
+others wait for its messages::
 
     rank 2   reports itself in the store    waits for answers      prints its error, exits 1
     others   find rank 2 there              print a line, answer   wait,             exit 1
@@ -17,7 +17,9 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from nxdpp.parallel_layers.rank_watch import RankWatch, exit_process
+from nxdpp.parallel_layers.rank_watch import RankWatch
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _watch: RankWatch | None = None
 
@@ -31,7 +33,7 @@ def start() -> None:
     if _watch is not None:
         _watch.leave()
     _watch = RankWatch()
-    sys.excepthook = _ExceptHook(_watch, sys.excepthook)
+    sys.excepthook = _hook(_watch, sys.excepthook)
     # Unlike atexit, this also runs at the end of a multiprocessing child.
     multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
 
@@ -60,29 +62,15 @@ def report(error: BaseException) -> None:
         watch.report(error)
 
 
-class _ExceptHook:
+def _hook(watch: RankWatch, previous: _Hook) -> _Hook:
     """Exception hook that reports an uncaught exception before the previous hook prints it."""
 
-    def __init__(
-        self,
-        watch: RankWatch,
-        previous: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-    ) -> None:
-        self._watch = watch
-        self._previous = previous
+    def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if watch is _active() and watch.report(error):
+            watch.end_process(lambda: previous(kind, error, trace))
+        previous(kind, error, trace)
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_active = self._watch is _active()
-        if is_active:
-            self._watch.report(error)
-        if not is_active or not self._watch.owns_failure:
-            self._previous(kind, error, trace)
-            return
-        self._watch.wait_for_answers()
-        self._previous(kind, error, trace)
-        self._watch.let_others_exit()
-        # The normal exit of the interpreter may wait for messages that no rank sends any more.
-        exit_process()
+    return report_and_print
 
 
 def _active() -> RankWatch | None:
@@ -103,13 +91,12 @@ def _at_exit() -> None:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         watch.leave()
         return
-    watch.report(error)
-    if not watch.owns_failure:
-        return
-    watch.wait_for_answers()
-    if passing is not None:
-        # torch.multiprocessing ends a child by SystemExit, while it handles the child's error.
-        is_wrapped = isinstance(passing, SystemExit) and passing.__context__ is not None
-        traceback.print_exception(passing.__context__ if is_wrapped else passing)
-    watch.let_others_exit()
-    exit_process()
+
+    def print_error() -> None:
+        if passing is not None:
+            # torch.multiprocessing ends a child by SystemExit, while it handles the child's error.
+            is_wrapped = isinstance(passing, SystemExit) and passing.__context__ is not None
+            traceback.print_exception(passing.__context__ if is_wrapped else passing)
+
+    if watch.report(error):
+        watch.end_process(print_error)

@@ -11,8 +11,8 @@ _REMEDY = "Make the optimizer after move_model_to_device(), from the parameters 
 def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> None:
     """Move all parameters, their gradients and all buffers of ``model`` to ``device``; not collective.
 
-    Between some device types torch must make a new ``Parameter``. It gets the class and the attributes of the old
-    one, such as ``parameter.tensor_model_parallel``, and replaces it in all modules that share it. A parameter that is
+    Between some device types torch must make a new ``Parameter``. It replaces the old one in all modules that
+    share it, and gets its class and its attributes, such as ``parameter.tensor_model_parallel``. A parameter that is
     already on ``device`` stays the same object.
 
     Raises:
@@ -66,7 +66,7 @@ def _example_device() -> str:
 
 
 def _is_replaced(parameter: nn.Parameter, target: torch.device) -> bool:
-    """Whether ``Module.to`` makes a new object, by the same check as in torch."""
+    """Return whether ``Module.to`` makes a new object, by the same check as in torch."""
     if torch.__future__.get_swap_module_params_on_conversion():
         return False
     empty = torch.empty(0, dtype=parameter.dtype, device=target)

@@ -109,7 +109,7 @@ def initialize_debug(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether ranks and sizes are known; not collective.
+    """Return whether ranks and sizes are known; not collective.
 
     They are known after ``initialize_model_parallel``, while its world exists, and in the debug mode.
     """
@@ -119,7 +119,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def is_debug() -> bool:
-    """Whether this process is in the debug mode (``initialize_debug``); not collective."""
+    """Return whether this process is in the debug mode (``initialize_debug``); not collective."""
     return isinstance(_state, DebugState)
 
 

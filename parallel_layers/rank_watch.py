@@ -1,7 +1,7 @@
 """One rank's part in the failure watch: the keys in the world's store and the thread that polls them.
 
-A killed rank writes nothing. The connection error of a neighbour is then the first failure, and the neighbour waits a
-short time for another report before it claims the failure. If rank 0 hosts the store, it announces its normal end,
+A killed rank writes nothing. The connection error of a neighbour is then the first failure. The neighbour waits a short
+time for another report before it claims the failure. If rank 0 hosts the store, it announces its normal end,
 which ends the watch on all ranks. If the store disappears without that, the other ranks stop.
 """
 
@@ -49,14 +49,11 @@ _watches = count()
 
 
 class RankWatch:
-    """The watch of one rank, from its construction to ``leave`` or to the end of the process.
-
-    Attributes:
-        owns_failure: whether this rank is the first to fail, so that its error is the one to print.
-    """
+    """The watch of one rank, from its construction to ``leave`` or to the end of the process."""
 
     def __init__(self) -> None:
-        self.owns_failure = False
+        # True if this rank is the first to fail, so that its error is the one to print.
+        self._owns_failure = False
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._process = os.getpid()
         self._left = threading.Event()
@@ -74,13 +71,16 @@ class RankWatch:
         self._thread.start()
 
     def is_active(self) -> bool:
-        """Whether this process started the watch and has not left it."""
+        """Return whether this process started the watch and has not left it."""
         return not self._left.is_set() and self._process == os.getpid()
 
-    def report(self, error: BaseException) -> None:
-        """Claim the failure for this rank, or end the process because of an earlier failure of another rank."""
-        if self.owns_failure or self._left.is_set():
-            return
+    def report(self, error: BaseException) -> bool:
+        """Claim the failure for this rank, or end the process because of an earlier failure of another rank.
+
+        Returns whether this rank owns the failure. It does not if the store's host has left.
+        """
+        if self._owns_failure or self._left.is_set():
+            return self._owns_failure
         if self._ends.locked():
             # The thread ends this process for a failure of another rank, which may have caused this error.
             _wait_for_exit()
@@ -92,25 +92,25 @@ class RankWatch:
             # Without the store no other rank can be told, and no better error is known.
             self._store_is_gone = True
             ending = str(self._rank)
-        if ending == str(self._rank):
-            self.owns_failure = True
-        elif ending != _HOST_LEFT:
+        self._owns_failure = ending == str(self._rank)
+        if not self._owns_failure and ending != _HOST_LEFT:
             self._stop_for(ending, f" ({type(error).__name__} here)")
+        return self._owns_failure
 
-    def wait_for_answers(self) -> None:
-        """Wait, for a limited time, until all other ranks know of this rank's end or have left."""
-        _wait_until(lambda: self._count(_ANSWERS) >= self._world_size - 1, _ANSWER_SECONDS)
-
-    def let_others_exit(self) -> None:
-        """Tell the other ranks that the error is printed."""
+    def end_process(self, print_error: Callable[[], object]) -> NoReturn:
+        """End the process of the rank that owns the failure: ``print_error`` runs when the other ranks are silent."""
+        self._wait_for_answers()
+        print_error()
         if not self._store_is_gone:
             with contextlib.suppress(RuntimeError):
                 self._store.set(_PRINTED, "yes")
             self._outlast_others()
+        # The normal exit of the interpreter may wait for messages that no rank sends any more.
+        _exit()
 
     def leave(self) -> None:
         """End the watch on this rank, which ends normally."""
-        if self.owns_failure or self._left.is_set():
+        if self._owns_failure or self._left.is_set():
             return
         if not self._ends.acquire(blocking=False):
             _wait_for_exit()
@@ -120,7 +120,7 @@ class RankWatch:
         with contextlib.suppress(RuntimeError):
             if self._hosts:
                 self._store.compare_set(_ENDING, "", _HOST_LEFT)
-                self.wait_for_answers()
+                self._wait_for_answers()
             else:
                 self._store.add(_ANSWERS, 1)
 
@@ -157,15 +157,19 @@ class RankWatch:
             self._store.add(_DONE, 1)
         time.sleep(_AFTERWARDS_SECONDS)
         self._outlast_others()
-        exit_process()
+        _exit()
 
     def _lose_contact(self) -> None:
         """End this process because the store is gone, unless the process already ends."""
-        if self.owns_failure or not self._ends.acquire(blocking=False):
+        if self._owns_failure or not self._ends.acquire(blocking=False):
             return
         host = "the launcher's store" if _launcher_has_store() else "rank 0's store, which died or was killed"
         _print_line(f"rank {self._rank} stops: lost contact with {host}")
-        exit_process()
+        _exit()
+
+    def _wait_for_answers(self) -> None:
+        """Wait, for a limited time, until all other ranks know of this rank's end or have left."""
+        _wait_until(lambda: self._count(_ANSWERS) >= self._world_size - 1, _ANSWER_SECONDS)
 
     def _outlast_others(self) -> None:
         """On the store's host, wait for a limited time until the other ranks no longer need the store."""
@@ -183,7 +187,7 @@ class RankWatch:
         return self._world_size
 
 
-def exit_process() -> NoReturn:
+def _exit() -> NoReturn:
     """Exit at once with status 1, after the buffered output is written."""
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
@@ -195,7 +199,7 @@ def exit_process() -> NoReturn:
 def _wait_for_exit() -> NoReturn:
     """Wait for another thread that ends this process."""
     time.sleep(_PRINT_SECONDS + _ANSWER_SECONDS)
-    exit_process()
+    _exit()
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
@@ -205,7 +209,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether ``error``, or one of its causes, only tells that another rank has gone."""
+    """Return whether ``error``, or one of its causes, only tells that another rank has gone."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

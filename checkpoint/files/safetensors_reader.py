@@ -106,8 +106,8 @@ class StoredTensor:
 def read_header(path: Path, mapping: Mapping) -> dict[str, StoredTensor]:
     """Return the tensors of the safetensors file ``path`` by name, without their values.
 
-    Raises ``ValueError`` for a truncated or corrupt file and for a dtype that cannot be converted, and ``OSError`` for
-    a file that cannot be read.
+    Raises ``ValueError`` for a damaged file and for a dtype that cannot be converted. Raises ``OSError`` for an
+    unreadable file.
     """
     stamp = _stamp(path)
     try:

@@ -1,7 +1,7 @@
 """Conversions of transformers between the tensors of a file and those of a model.
 
-``from_pretrained`` renames tensors, adds or removes the prefix of the base model, merges the tensors of experts, and
-splits or transposes others. ``save_pretrained`` reverts that. As in ``transformers/core_model_loading.py``, the
+``from_pretrained`` renames tensors and adds or removes the prefix of the base model. It merges the tensors of experts,
+and splits or transposes others. ``save_pretrained`` reverts that. As in ``transformers/core_model_loading.py``, the
 conversions follow from the names alone. So they and all shapes are known before a value is read.
 """
 
@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Conversion:
     """One step that makes new tensors from source tensors.
 
@@ -85,9 +85,7 @@ def loading_plan(model: nn.Module, expected: dict[str, torch.Tensor], stored: It
     prefix: str | None = None
     if isinstance(model, PreTrainedModel):
         transforms, prefix = get_model_conversion_mapping(model), model.base_model_prefix
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamings, converters, by_pattern = _by_kind(transforms)
     conversions: dict[str, Conversion] = {}
     unexpected: dict[str, str] = {}
     for name in sorted(stored, key=dot_natural_key):
@@ -105,10 +103,7 @@ def saving_conversions(model: nn.Module, names: Collection[str]) -> list[Convers
     """Plan the conversion of the tensors ``names`` of ``model`` to those that its ``save_pretrained`` would write."""
     transforms = _transforms_to_revert(model) if isinstance(model, PreTrainedModel) else []
     # Loading applied the transforms of submodels last.
-    reverse = [transform.reverse_transform() for transform in reversed(transforms)]
-    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamings, converters, by_pattern = _by_kind([transform.reverse_transform() for transform in reversed(transforms)])
     conversions: dict[str, Conversion] = {}
     for name in sorted(names, key=dot_natural_key):
         new, pattern = apply_converters(name, converters)
@@ -116,6 +111,13 @@ def saving_conversions(model: nn.Module, names: Collection[str]) -> list[Convers
             new = apply_renamings(name, renamings)
         _add(conversions, new, name, pattern, by_pattern, renamings)
     return list(conversions.values())
+
+
+def _by_kind(transforms: list[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """The renamings, the converters, and the converters by their patterns."""
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    return renamings, converters, {pattern: each for each in converters for pattern in each.source_patterns}
 
 
 def _transforms_to_revert(model: PreTrainedModel) -> list[Any]:

@@ -75,23 +75,19 @@ class _Source:
     def local_conversions(self) -> list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]:
         """Conversions that this rank needs, in the order of the files, each with the local tensors that it fills."""
         names = {name: names for names in self._model.tied_names for name in names}
-        wanted: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        conversions: dict[int, Conversion] = {}
+        wanted: dict[Conversion, list[tuple[str, torch.Tensor]]] = {}
         seen: set[torch.Tensor] = set()
         for name, tensor in tensors_of(self._model.local_module).items():
             source = next((mate for mate in names.get(name, [name]) if mate in self._provided), None)
             if source is not None and tensor not in seen:
                 seen.add(tensor)
-                conversion = self._provided[source]
-                conversions[id(conversion)] = conversion
-                wanted.setdefault(id(conversion), []).append((source, tensor))
+                wanted.setdefault(self._provided[source], []).append((source, tensor))
 
         def position(conversion: Conversion) -> tuple[Path, int]:
             stored = self._stored[conversion.names[0]]
             return stored.path, stored.place
 
-        in_order = sorted(conversions.values(), key=position)
-        return [(conversion, wanted[id(conversion)]) for conversion in in_order]
+        return sorted(wanted.items(), key=lambda item: position(item[0]))
 
     def fill(self, conversion: Conversion, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Write the results of ``conversion`` to ``tensors`` of the same names."""

@@ -14,8 +14,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return all tensors of ``directory`` by their stored names.
 
     Like ``from_pretrained``, reads ``model.safetensors``, or else the files of ``model.safetensors.index.json``.
-    Raises ``ValueError`` if both are missing, if a file or tensor of the index is missing, if a file is damaged, or if
-    the weights are quantized.
+    Raises ``ValueError`` for missing files or tensors, for damaged files and for quantized weights.
     """
     if not directory.is_dir():
         raise ValueError(

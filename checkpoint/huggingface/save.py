@@ -34,7 +34,7 @@ def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
     Raises:
         ValueError: on every rank, before any write, for tensors on the meta device and for unsupported dtypes.
         NotImplementedError: on every rank, before any write, for quantized models, adapters, tensor parallelism, and
-            tensors that must be made of parts on several ranks.
+            tensors with parts on several ranks.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
     check_wrapped(model, "save_pretrained")

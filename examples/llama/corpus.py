@@ -1,8 +1,7 @@
-"""The text to train on: bytes of files, some of which are held out for measuring.
+"""Training text and held-out text: the bytes of files.
 
-A token is a byte, so the vocabulary is 256 ids and no tokenizer is needed. Files are joined with a zero
-byte, which marks the end of a file and does not occur in text. Nothing here is collective: every rank
-reads the same files and draws the same batches.
+A token is a byte, so the vocabulary has 256 ids and no tokenizer is needed. A zero byte between two files marks the end
+of a file. Nothing here is collective: every rank reads the same files and draws the same batches.
 """
 
 import sysconfig
@@ -20,11 +19,7 @@ HELD_OUT_EVERY = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two texts without a byte in common, each a uint8 tensor of shape ``[bytes]``.
-
-    The two tuples name the files each text came from. They are disjoint, but for a corpus of one file,
-    whose last twentieth is held out.
-    """
+    """Two texts that do not overlap, uint8 of shape ``(bytes,)``, and the files that they come from."""
 
     train: torch.Tensor
     held_out: torch.Tensor
@@ -33,21 +28,18 @@ class Corpus:
 
 
 def standard_library_files() -> list[Path]:
-    """The running interpreter's own top-level modules (``abc.py`` to ``zipimport.py``), sorted by name.
+    """Top-level modules of the running interpreter (``abc.py`` to ``zipimport.py``), sorted by name.
 
-    Packages in subfolders are left out: which of them are installed differs from machine to machine.
+    Packages in subfolders are left out, because the installed ones differ between machines.
     """
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 def read_corpus(files: Sequence[Path]) -> Corpus:
-    """Read ``files`` and hold some of the text out, always the same part of it.
+    """Read ``files`` and hold out a fixed part of the text.
 
-    Of twenty files or more, every twentieth is held out. Of two to nineteen, the last one is. Of a single
-    file, its last twentieth is. Empty files count for nothing.
-
-    Raises:
-        ValueError: a file cannot be read or is named twice, or there is no text at all.
+    Every twentieth file is held out. Of 2 to 19 files it is the last one, and of a single file its last twentieth.
+    Empty files are ignored. Raises ``ValueError`` if a file cannot be read or is named twice, or if the text is empty.
     """
     for first, second in pairwise(sorted(file.resolve() for file in files)):
         if first == second:
@@ -71,9 +63,9 @@ def read_corpus(files: Sequence[Path]) -> Corpus:
 
 
 def training_batches(text: torch.Tensor, batch_size: int, seq_length: int, seed: int) -> Iterator[torch.Tensor]:
-    """Draw without end int64 batches ``[batch_size, seq_length]`` from random places of ``text``.
+    """Yield endless batches ``(batch_size, seq_length)``, int64, from random positions of ``text``.
 
-    The same seed gives the same batches, whatever the number of processes.
+    The batches depend on the seed, not on the number of processes.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -82,9 +74,9 @@ def training_batches(text: torch.Tensor, batch_size: int, seq_length: int, seed:
 
 
 def held_out_batches(text: torch.Tensor, batch_size: int, seq_length: int, count: int) -> Iterator[torch.Tensor]:
-    """Give ``count`` int64 batches ``[batch_size, seq_length]`` from evenly spaced places of ``text``.
+    """Yield ``count`` batches ``(batch_size, seq_length)``, int64, from evenly spaced positions of ``text``.
 
-    They overlap where the text is shorter than all of them together.
+    They overlap if the text is too short.
     """
     starts = torch.linspace(0, len(text) - seq_length, count * batch_size, dtype=torch.float64).long()
     for batch_starts in starts.split(batch_size):
@@ -92,9 +84,9 @@ def held_out_batches(text: torch.Tensor, batch_size: int, seq_length: int, count
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """The text of byte ids, fit for a terminal.
+    """Text of byte ids for a terminal, without ids above 255.
 
-    Ids above 255 are left out; what is no UTF-8, and control characters, show as U+FFFD.
+    Control characters and bytes that are not UTF-8 become U+FFFD.
     """
     text = bytes(token for token in tokens if token < VOCABULARY_SIZE).decode(errors="replace")
     return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)

@@ -1,7 +1,4 @@
-"""Which Llama to train: the example's own small one, or any from a JSON file.
-
-Nothing here is collective.
-"""
+"""Config of the Llama to train: a small one, or any from a JSON file. Nothing here is collective."""
 
 import json
 from pathlib import Path
@@ -12,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def default_config() -> LlamaConfig:
-    """A byte-level Llama of about 5 million parameters."""
+    """Config of a byte-level Llama with about 5 million parameters."""
     return LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=256,
@@ -20,7 +17,7 @@ def default_config() -> LlamaConfig:
         num_hidden_layers=8,
         num_attention_heads=4,
         max_position_embeddings=1024,
-        # Near 1/sqrt(hidden_size): a model this narrow learns much faster from it than from Llama's 0.02.
+        # About 1/sqrt(hidden_size): with it so narrow a model learns much faster than with Llama's 0.02.
         initializer_range=0.04,
         bos_token_id=END_OF_FILE,
         eos_token_id=END_OF_FILE,
@@ -28,10 +25,9 @@ def default_config() -> LlamaConfig:
 
 
 def read_config(file: Path) -> LlamaConfig:
-    """The Llama config in ``file``, in the form of a Hugging Face ``config.json``.
+    """Read a Llama config from ``file``, which has the format of a Hugging Face ``config.json``.
 
-    Raises ``ValueError`` for a file that cannot be read, is no Llama config, describes a model that cannot
-    run, or has a vocabulary of fewer ids than there are bytes.
+    Raises ``ValueError`` for an unreadable file, another config, a model that cannot run, or a vocabulary below 256.
     """
     fields = _read_fields(file)
     model_type = fields.get("model_type", "llama")
@@ -41,7 +37,7 @@ def read_config(file: Path) -> LlamaConfig:
         config = LlamaConfig.from_dict(fields)
         with torch.device("meta"):
             LlamaForCausalLM(config)(torch.zeros(1, 2, dtype=torch.long))
-    # Each field fails in its own way: KeyError, AssertionError, huggingface_hub's StrictDataclassError.
+    # Wrong fields raise different errors: KeyError, AssertionError, StrictDataclassError of huggingface_hub.
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"no Llama runs with {file}: {type(error).__name__}: {reason}") from error

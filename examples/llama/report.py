@@ -1,4 +1,4 @@
-"""What a run tells its user: the stage table, the progress of each step, ``metrics.jsonl``."""
+"""Output of a run: the stage table, the progress of each step, and ``metrics.jsonl``."""
 
 import json
 import time
@@ -13,24 +13,22 @@ from rich.table import Table
 
 from nxdpp import NxDPPModel, parallel_state
 
-_Row = tuple[int, int, str, int, int]
-
+# Number of progress lines of a run without a terminal.
 PLAIN_LINES = 20
-"""How often a run without a terminal says where it is."""
 
 
 def print_stage_table(console: Console, model: NxDPPModel) -> None:
-    """Print which layers each rank holds and what they weigh; collective over all ranks."""
+    """Print the layers, parameters and bytes of each rank; collective over all ranks."""
     parameters = [parameter for _, parameter in model.local_named_parameters()]
-    rows = _gather(
-        (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(),
-            _span(model.stage_layers),
-            sum(parameter.numel() for parameter in parameters),
-            sum(parameter.nbytes for parameter in parameters),
-        )
+    own = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        _span(model.stage_layers),
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters),
     )
+    rows = [own] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
     table = Table(title="Stages")
     for heading in ("rank", "stage", "replica"):
         table.add_column(heading, justify="right")
@@ -43,10 +41,9 @@ def print_stage_table(console: Console, model: NxDPPModel) -> None:
 
 
 class TrainingReport:
-    """Shows and records each step on rank 0; on the other ranks it only contributes to what is shown.
+    """Context manager that shows and records each step on rank 0.
 
-    ``metrics.jsonl`` in ``folder`` gets one line a step, written out as the step ends, with ``step``,
-    ``loss`` and ``tokens_per_second``. A context manager: the bar and the file are closed at its end.
+    ``metrics.jsonl`` in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``.
     """
 
     def __init__(self, console: Console, folder: Path, steps: int) -> None:
@@ -77,9 +74,9 @@ class TrainingReport:
             self._metrics.close()
 
     def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
-        """Report step ``step`` of ``tokens`` tokens over all ranks; collective over all ranks.
+        """Report step ``step``, which had ``tokens`` tokens on all ranks; collective over all ranks.
 
-        ``busy_share`` is the part, 0 to 1, of the step that this rank was computing.
+        ``busy_share`` is the share of the step, 0 to 1, in which this rank computed.
         """
         shares = _stage_means(busy_share)
         end = time.perf_counter()
@@ -97,24 +94,17 @@ class TrainingReport:
 
 
 def _span(layers: list[str]) -> str:
-    """``model.layers.2-3`` for the neighbours ``model.layers.2`` and ``model.layers.3``."""
+    """Return ``model.layers.2-3`` for ``model.layers.2`` and ``model.layers.3``."""
     if not layers:
         return "none"
     return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1].rpartition('.')[2]}"
 
 
 def _stage_means(busy_share: float) -> list[float]:
-    """Each stage's busy share, in stage order: the mean over its replicas. Collective over all ranks."""
+    """Mean busy share of each stage over its replicas, in stage order; collective over all ranks."""
     own = torch.tensor(busy_share, device=parallel_state.local_device())
     shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(shares, own)
     by_stage = torch.stack(shares).view(parallel_state.get_pipeline_model_parallel_size(), -1)
     means: list[float] = by_stage.mean(dim=1).tolist()
     return means
-
-
-def _gather(own: _Row) -> list[_Row]:
-    """Every rank's row, on every rank. Collective over all ranks."""
-    rows: list[_Row] = [own] * dist.get_world_size()
-    dist.all_gather_object(rows, own)
-    return rows

@@ -1,6 +1,6 @@
-"""The flags of train.py: what they mean, and everything that can be wrong with them.
+"""Flags of train.py and their checks.
 
-Nothing here is collective: each rank reads the same flags and comes to the same answer.
+Nothing here is collective: each rank reads the same flags and gets the same result.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from corpus import Corpus, read_corpus, standard_library_files
@@ -21,13 +21,13 @@ from transformers import LlamaConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# Time for rank 0 to print an error before the other ranks exit; torchrun ends them as soon as rank 0 has.
 SECONDS_FOR_RANK_ZERO = 20.0
-"""How long the other ranks leave rank 0 to say what is wrong; torchrun ends them as soon as it has."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be done, checked. ``batch_size`` counts sequences of a step over all ranks."""
+    """Checked settings. ``batch_size`` is the number of sequences in a step over all ranks."""
 
     config: LlamaConfig
     pretrained: Path | None
@@ -44,11 +44,9 @@ class Settings:
 
 
 def read_settings(arguments: Sequence[str]) -> Settings:
-    """The settings that ``arguments`` ask for, read alike on every rank.
+    """Read and check the command-line ``arguments``, the config and the text.
 
-    Reads the config and the text. Rank 0 also makes the output folder and sees that it can write there.
-
-    Raises ``ValueError`` for the first thing that is wrong.
+    Rank 0 also creates the output folder. Raises ``ValueError`` for the first error.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags = _parser().parse_args(arguments)
@@ -60,28 +58,22 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     _check_length(corpus, flags.seq_length)
     if _rank() == 0:
         _check_output(flags.output)
-    return Settings(
-        config=config,
-        pretrained=flags.pretrained,
-        corpus=corpus,
-        steps=flags.steps,
-        batch_size=flags.batch_size,
-        seq_length=flags.seq_length,
-        num_microbatches=flags.num_microbatches,
-        learning_rate=flags.learning_rate,
-        seed=flags.seed,
-        dtype=DTYPES[flags.dtype],
-        output=flags.output,
-        pipeline_parallel_size=pipeline_parallel_size,
-    )
+    values: dict[str, Any] = {
+        **vars(flags),
+        "config": config,
+        "corpus": corpus,
+        "dtype": DTYPES[flags.dtype],
+        "pipeline_parallel_size": pipeline_parallel_size,
+    }
+    del values["data"]
+    return Settings(**values)
 
 
 def refuse(error: ValueError) -> NoReturn:
-    """Ends this process with status 2, and lets one rank say why.
+    """Print ``error`` on one rank and end this process with status 2.
 
-    All ranks find the same thing wrong, and torchrun stops the others when the first one exits: so that
-    this is rank 0, with its sentence said, the others wait to be stopped. One that is not stopped was alone
-    in what it found, and says so itself.
+    All ranks usually find the same error, and torchrun stops the others when the first one exits. The other ranks wait,
+    so that rank 0 is the first. A rank that is not stopped has an error of its own and prints it.
     """
     if _rank() != 0:
         time.sleep(SECONDS_FOR_RANK_ZERO)
@@ -90,7 +82,7 @@ def refuse(error: ValueError) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what ``argparse`` would print, and prints its help on rank 0 only."""
+    """Argument parser that raises its errors, and prints its help only on rank 0."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists the flags)")
@@ -104,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
         allow_abbrev=False,
-        description="Trains a byte-level Llama on text, on one process or, under torchrun, as a pipeline.",
+        description="Train a byte-level Llama on text, on one process or as a pipeline under torchrun.",
         epilog="Defaults are in brackets.",
     )
     parser.add_argument(
@@ -117,57 +109,54 @@ def _parser() -> argparse.ArgumentParser:
         "--pretrained",
         type=Path,
         metavar="DIR",
-        help="go on from the weights of a Hugging Face folder (config.json, *.safetensors) in place of random ones",
+        help="train the weights of a Hugging Face folder (config.json, *.safetensors) instead of random ones",
     )
     parser.add_argument(
         "--data",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="the text to train on, read as bytes; without it, the Python standard library's source files. "
-        "Held out for measuring: every twentieth file, of 2 to 19 files the last, of one its last twentieth",
+        help="the text to train on, read as bytes; without it, the source files of the Python standard library. "
+        "Held out: every twentieth file, of 2 to 19 files the last, of one file its last twentieth",
     )
     parser.add_argument("--steps", type=_at_least(1), default=240, help="optimizer steps [%(default)s]")
     parser.add_argument(
-        "--batch-size",
-        type=_at_least(1),
-        default=8,
-        help="sequences a step, over all ranks together [%(default)s]",
+        "--batch-size", type=_at_least(1), default=8, help="sequences in a step, over all ranks [%(default)s]"
     )
-    parser.add_argument("--seq-length", type=_at_least(2), default=128, help="bytes a sequence [%(default)s]")
+    parser.add_argument("--seq-length", type=_at_least(2), default=128, help="bytes in a sequence [%(default)s]")
     parser.add_argument(
         "--num-microbatches",
         type=_at_least(1),
         default=8,
-        help="pieces that each data-parallel replica cuts its part of the batch into [%(default)s]",
+        help="microbatches of each data-parallel replica [%(default)s]",
     )
     parser.add_argument(
         "--learning-rate",
         type=_learning_rate,
         default=1.5e-3,
-        help="its peak: it rises for a tenth of the steps, then falls along a cosine to a twentieth [%(default)s]",
+        help="peak; it rises for a tenth of the steps and then falls on a cosine to a twentieth [%(default)s]",
     )
     parser.add_argument(
-        "--seed", type=_at_least(0), default=0, help="of the initial weights and the batches [%(default)s]"
+        "--seed", type=_at_least(0), default=0, help="seed of the initial weights and the batches [%(default)s]"
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default="float32",
-        help="of the forward's arithmetic: bfloat16 is autocast, weights and optimizer stay float32 [%(default)s]",
+        help="dtype of the forward: bfloat16 is autocast, weights and optimizer stay float32 [%(default)s]",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/llama"),
         metavar="DIR",
-        help="where metrics.jsonl and the checkpoint go; those of an earlier run there are replaced [%(default)s]",
+        help="folder of metrics.jsonl and the checkpoint; those of an earlier run are replaced [%(default)s]",
     )
     parser.add_argument(
         "--pipeline-parallel-size",
         type=_at_least(1),
         metavar="N",
-        help="stages of the pipeline, of which the other processes are replicas [all processes]",
+        help="stages of a pipeline; further processes are replicas [all processes]",
     )
     return parser
 
@@ -199,7 +188,7 @@ def _read_config(flags: argparse.Namespace) -> LlamaConfig:
     if flags.pretrained is None:
         return read_config(flags.config) if flags.config else default_config()
     if flags.config is not None:
-        raise ValueError("--config and --pretrained exclude each other: the folder has a config.json of its own")
+        raise ValueError("--config and --pretrained exclude each other: the folder has its own config.json")
     return read_config(flags.pretrained / "config.json")
 
 

@@ -1,15 +1,16 @@
-"""Trains a byte-level Llama on real text, on one process or as a pipeline of several.
+"""Training of a byte-level Llama on real text, on one process or as a pipeline of several.
 
     python examples/llama/train.py
     torchrun --nproc-per-node 4 examples/llama/train.py
 
-Both give the same losses, to rounding. The comments that start with "nxdpp" mark all that it takes to make
-a pipeline of a Hugging Face model.
+Both give the same losses, to rounding. Comments that start with "nxdpp" mark the lines that make a pipeline of a
+Hugging Face model.
 """
 
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from report import TrainingReport, print_stage_table
 from rich.console import Console
 from rich.text import Text
 from settings import Settings, read_settings, refuse
-from trained_model import generate_sample
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -30,12 +30,12 @@ PROMPT_BYTES, SAMPLE_BYTES = 48, 240
 
 
 def train(settings: Settings) -> None:
-    """Do the whole job; collective over all ranks."""
-    # nxdpp: how many of the processes make one pipeline; what is left is data parallelism.
+    """Train, save and sample; collective over all ranks."""
+    # nxdpp: number of processes in one pipeline; further pipelines are data-parallel replicas.
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings.pipeline_parallel_size)
 
     torch.manual_seed(settings.seed)
-    # nxdpp: the wrapped model, of which each rank keeps its own layers.
+    # nxdpp: wrap the model; each rank keeps its own layers.
     model = NxDPPModel(
         model_without_memory(settings),
         transformer_layer_cls=LlamaDecoderLayer,
@@ -58,7 +58,7 @@ def train(settings: Settings) -> None:
         for step in range(1, settings.steps + 1):
             ids = local_part(next(batches))
             with autocast(settings):
-                # nxdpp: forward and backward of all microbatches; gradients are in .grad as always.
+                # nxdpp: forward and backward of all microbatches; gradients are in .grad as usual.
                 loss = model.run_train(input_ids=ids, labels=ids)
             assert isinstance(loss, torch.Tensor)
             if not loss.isfinite():
@@ -69,7 +69,7 @@ def train(settings: Settings) -> None:
             report.step_done(step, loss.item(), settings.batch_size * settings.seq_length, model.last_busy_share)
     console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
 
-    # nxdpp: a Hugging Face checkpoint, of which each rank writes its own layers.
+    # nxdpp: save a Hugging Face checkpoint; each rank writes its own layers.
     save_pretrained(model, settings.output)
     console.print(f"checkpoint and metrics.jsonl are in {settings.output}", highlight=False)
     if dist.get_rank() == 0:
@@ -78,16 +78,16 @@ def train(settings: Settings) -> None:
 
 
 def model_without_memory(settings: Settings) -> LlamaForCausalLM:
-    """The whole model, of which no rank ever holds more than its own layers; they get their values once it is cut."""
+    """Build the model without memory: each rank materialises only its own layers when it is wrapped."""
     if settings.pretrained is not None:
         with init_on_device(torch.device("meta")):
             return LlamaForCausalLM(settings.config)
-    # nxdpp: the values will be those of LlamaForCausalLM(settings.config).
+    # nxdpp: the initial weights are those of LlamaForCausalLM(settings.config).
     return deferred_init(LlamaForCausalLM, settings.config)
 
 
 def held_out_loss(model: NxDPPModel, settings: Settings) -> float:
-    """The mean loss on text that is never trained on; collective over all ranks."""
+    """Mean loss on the held-out text; collective over all ranks."""
     count = max(1, HELD_OUT_SEQUENCES // settings.batch_size)
     losses: list[float] = []
     model.eval()
@@ -100,13 +100,13 @@ def held_out_loss(model: NxDPPModel, settings: Settings) -> float:
 
 
 def local_part(batch: torch.Tensor) -> torch.Tensor:
-    """This data-parallel replica's sequences of ``batch``, on this rank's device."""
+    """Sequences of this data-parallel replica, ``(B, T)`` with B divided by the replicas, on this rank's device."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
     return batch.chunk(replicas)[replica].to(parallel_state.local_device())
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """What the peak learning rate is multiplied with in step ``step``, from 0, of ``steps``."""
+    """Factor of the peak learning rate in step ``step`` of ``steps``, from 0."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -115,22 +115,32 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def autocast(settings: Settings) -> torch.autocast:
-    """bfloat16 arithmetic in forwards, if that is what ``--dtype`` asks for."""
+    """Context for bfloat16 forwards with ``--dtype bfloat16``."""
     return torch.autocast(parallel_state.local_device().type, torch.bfloat16, enabled=settings.dtype == torch.bfloat16)
 
 
 def print_sample(console: Console, settings: Settings) -> None:
-    """Let the checkpoint just written continue the start of the held-out text."""
+    """Load the saved checkpoint with transformers, and let it continue the start of the held-out text."""
     length = min(PROMPT_BYTES, settings.seq_length // 2)
     new_bytes = min(SAMPLE_BYTES, settings.config.max_position_embeddings - length)
     prompt = settings.corpus.held_out[:length].long()
-    sample = generate_sample(settings.output, prompt, new_bytes, settings.seed)
+    # Any: transformers types generate() for a class that its own models do not match.
+    model: Any = LlamaForCausalLM.from_pretrained(settings.output)
+    torch.manual_seed(settings.seed)
+    tokens = model.generate(
+        prompt[None],
+        attention_mask=torch.ones_like(prompt[None]),
+        max_new_tokens=new_bytes,
+        do_sample=True,
+        temperature=0.7,
+    )
+    sample = decode(tokens[0, length:].tolist())
     console.rule("a sample from the checkpoint, after a prompt from held-out text")
     console.print(Text.assemble((decode(prompt.tolist()), "dim"), sample))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run with command-line ``arguments``; ends the process with status 2 if they cannot be carried out."""
+    """Run with command-line ``arguments``; wrong ones end the process with status 2."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

@@ -1,1 +1,1 @@
-"""Import paths that the pipeline guide prints."""
+"""Import paths of the pipeline guide of NeuronX Distributed."""

@@ -1,4 +1,4 @@
-"""The pipeline guide's import path for what stands in ``nxdpp.initialization``."""
+"""Import path of the pipeline guide for the functions of ``nxdpp.initialization``."""
 
 from nxdpp.initialization.deferred_init import deferred_init
 from nxdpp.initialization.init_on_device import init_on_device

@@ -28,7 +28,7 @@ def _values(text: torch.Tensor) -> set[int]:
     return set(text.tolist()) - {0}
 
 
-def test_standard_library_has_enough_text_of_this_interpreter() -> None:
+def test_the_standard_library_has_enough_text() -> None:
     files = standard_library_files()
     corpus = read_corpus(files)
 
@@ -38,7 +38,7 @@ def test_standard_library_has_enough_text_of_this_interpreter() -> None:
     assert len(corpus.held_out) > 50_000
 
 
-def test_standard_library_holds_whole_files_out() -> None:
+def test_whole_files_of_the_standard_library_are_held_out() -> None:
     corpus = read_corpus(standard_library_files())
 
     assert not set(corpus.train_files) & set(corpus.held_out_files)

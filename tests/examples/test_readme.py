@@ -13,7 +13,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def _loop(side: str) -> str:
-    """The README's loop before (``-``) or after (``+``) the change."""
+    """The README's loop before (``-``) or after (``+``) the diff."""
     (difference,) = re.findall(r"^```diff\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
     return "\n".join(line[1:] for line in difference.splitlines() if line[:1] in ("", " ", side))
 

@@ -41,7 +41,7 @@ def test_defaults() -> None:
     assert settings.pipeline_parallel_size == 1
 
 
-def test_every_flag_is_taken(tmp_path: Path) -> None:
+def test_every_flag_is_used(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"0123456789" * 100)
     settings = read_settings(
@@ -151,7 +151,7 @@ def test_config_that_is_not_an_object(tmp_path: Path, content: str, sentence: st
     assert sentence in _refusal("--config", str(file))
 
 
-def test_rank_zero_alone_makes_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_rank_0_creates_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     read_settings(["--output", "run"])

@@ -99,7 +99,7 @@ def _loaded(folder: Path) -> LlamaForCausalLM:
 
 
 def _held_out_loss(folder: Path) -> float:
-    """The loss of the checkpoint in ``folder`` on 128 sequences of held-out text."""
+    """Loss of the checkpoint in ``folder`` on 128 sequences of held-out text."""
     from corpus import held_out_batches, read_corpus, standard_library_files
 
     model = LlamaForCausalLM.from_pretrained(folder).eval()

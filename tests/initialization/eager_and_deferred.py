@@ -1,4 +1,4 @@
-"""A module from its constructor, and from ``deferred_init`` under the same seed, compared to the last bit."""
+"""Bit-for-bit comparison of a module from its constructor with one from ``deferred_init``."""
 
 import random
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from nxdpp.initialization.record import record_of
 
 
 def check(make: Callable[[], nn.Module], seed: int = 0) -> None:
-    """Every parameter and buffer is equal to the eager one, alone and in any order, and so is the generator."""
+    """Compare all parameters and buffers, materialised in random order, and the state of the generator."""
     torch.manual_seed(seed)
     eager = make()
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     deferred = deferred_init(make)
-    assert torch.equal(torch.get_rng_state(), state), "the generator is not where the constructor leaves it"
+    assert torch.equal(torch.get_rng_state(), state), "the generator state differs from that of the eager constructor"
     expected, found = _named(eager), _named(deferred)
     assert list(expected) == list(found)
     assert _ties(expected) == _ties(found)
@@ -32,7 +32,7 @@ def check(make: Callable[[], nn.Module], seed: int = 0) -> None:
         value = record.materialise(have)
         assert (value.dtype, value.shape, value.stride()) == (want.dtype, want.shape, want.stride()), name
         assert torch.equal(_bits(value), _bits(want)), name
-    assert torch.equal(torch.get_rng_state(), state), "making tensors moved the generator"
+    assert torch.equal(torch.get_rng_state(), state), "materialising changed the generator"
 
 
 def _named(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Memory in which what nobody has written is found."""
+"""Marked memory, in which unwritten elements are counted."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Special(nn.Parameter):
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_elements_are_counted_until_they_are_written(dtype: torch.dtype) -> None:
+def test_count_of_unwritten_elements(dtype: torch.dtype) -> None:
     tensor = allocate(torch.empty(5, 7, dtype=dtype, device="meta"))
     assert count_unwritten(tensor) == 35
 
@@ -33,19 +33,19 @@ def test_elements_are_counted_until_they_are_written(dtype: torch.dtype) -> None
     assert count_unwritten(tensor) == 0
 
 
-def test_more_than_fits_one_look() -> None:
+def test_count_over_several_pieces() -> None:
     tensor = allocate(torch.empty(3_000_001, device="meta"))
     tensor[:-1] = 0
 
     assert count_unwritten(tensor) == 1
 
 
-def test_any_bits_may_be_meant_by_whole_numbers() -> None:
+def test_integers_are_never_unwritten() -> None:
     assert count_unwritten(allocate(torch.empty(3, dtype=torch.int64, device="meta"))) == 0
     assert allocate(torch.empty(3, dtype=torch.bool, device="meta")).shape == (3,)
 
 
-def test_it_stays_the_same_kind_of_tensor() -> None:
+def test_allocation_keeps_class_strides_and_attributes() -> None:
     meta = Special(torch.empty(4, 6, device="meta").t(), requires_grad=False)
     meta.tensor_model_parallel = True  # type: ignore[attr-defined]
 
@@ -59,5 +59,5 @@ def test_it_stays_the_same_kind_of_tensor() -> None:
     assert type(allocate(torch.empty(2, device="meta"))) is torch.Tensor
 
 
-def test_nothing_at_all() -> None:
+def test_empty_tensor() -> None:
     assert count_unwritten(allocate(torch.empty(0, 3, device="meta"))) == 0

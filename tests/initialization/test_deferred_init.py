@@ -1,4 +1,4 @@
-"""``deferred_init`` gives torch's modules, and what constructors do to tensors, to the last bit."""
+"""Bit-for-bit results of ``deferred_init`` for torch's modules and for operations in constructors."""
 
 import copy
 import pickle
@@ -44,7 +44,7 @@ def test_modules(name: str) -> None:
 
 
 def initialised(change: Callable[[torch.Tensor], object], shape: tuple[int, ...] = (9, 5)) -> Callable[[], nn.Module]:
-    """A constructor that calls ``change`` on the data of a parameter of zeros, between two that draw."""
+    """A constructor that calls ``change`` on a parameter of zeros, between two random parameters."""
 
     def make() -> nn.Module:
         module = nn.Linear(3, 7)
@@ -126,7 +126,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_constructors_do(name: str) -> None:
+def test_operations_in_constructors(name: str) -> None:
     check(initialised(CHANGES[name]))
 
 
@@ -154,10 +154,10 @@ def test_buffers(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("draw", [torch.Tensor.normal_, torch.Tensor.uniform_])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_the_generator_after_any_number_of_draws(
+def test_generator_state_after_any_number_of_draws(
     dtype: torch.dtype, draw: Callable[[torch.Tensor], torch.Tensor], contiguous: bool
 ) -> None:
-    """Also where a normal number of a pair is left over from before."""
+    """Also with the second normal number of a pair left in the generator."""
 
     def make(count: int) -> nn.Module:
         module = nn.Module()
@@ -172,7 +172,7 @@ def test_the_generator_after_any_number_of_draws(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_generator_after_a_large_tensor(dtype: torch.dtype) -> None:
+def test_generator_state_after_a_large_tensor(dtype: torch.dtype) -> None:
     def make() -> nn.Module:
         module = nn.Module()
         module.register_buffer("normal", torch.empty(2**22 + 33, dtype=dtype).normal_())
@@ -182,7 +182,7 @@ def test_the_generator_after_a_large_tensor(dtype: torch.dtype) -> None:
     check(make)
 
 
-def test_a_generator_of_one_s_own_moves_on_as_with_the_constructor() -> None:
+def test_explicit_generator_advances_as_in_the_constructor() -> None:
     def make(generator: torch.Generator) -> nn.Module:
         module = nn.Linear(5, 5)
         init.normal_(module.weight, generator=generator)
@@ -218,7 +218,7 @@ def test_tied_and_overlapping_parameters() -> None:
     check(make)
 
 
-def test_a_given_tensor_is_taken_as_it_was() -> None:
+def test_a_tensor_from_outside_is_copied() -> None:
     given = torch.randn(4, 3)
     before = given.clone()
 
@@ -234,7 +234,7 @@ def test_a_given_tensor_is_taken_as_it_was() -> None:
     assert torch.equal(record.materialise(module.get_parameter("weight")), before)
 
 
-def test_a_given_tensor_changed_by_the_constructor_changes() -> None:
+def test_a_constructor_may_change_a_tensor_from_outside() -> None:
     given = torch.zeros(4, 3)
 
     def make() -> nn.Module:
@@ -291,7 +291,7 @@ def test_unwritten_elements_are_zero_and_known() -> None:
     assert not half[500:].any()
 
 
-def test_meta_tensors_of_the_constructor_stay_what_they_are() -> None:
+def test_meta_tensors_of_the_constructor_are_not_deferred() -> None:
     class OnMeta(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -307,7 +307,7 @@ def test_meta_tensors_of_the_constructor_stay_what_they_are() -> None:
         record.materialise(module.nowhere)
 
 
-def test_a_recording_is_found_from_a_wrapper_and_goes_with_the_module() -> None:
+def test_the_record_is_found_from_a_wrapper_and_freed_with_the_module() -> None:
     assert record_of(nn.Linear(2, 2)) is None
     module = deferred_init(nn.Linear, 3, 4, bias=False)
     assert module.bias is None
@@ -324,7 +324,7 @@ AFTERWARDS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 
 @pytest.mark.parametrize("name", AFTERWARDS)
-def test_what_is_done_afterwards_is_not_lost_unnoticed(name: str) -> None:
+def test_later_changes_are_refused(name: str) -> None:
     change, message = AFTERWARDS[name]
     module = deferred_init(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     change(module)
@@ -332,7 +332,7 @@ def test_what_is_done_afterwards_is_not_lost_unnoticed(name: str) -> None:
         record_of(module)
 
 
-def test_what_may_be_done_afterwards() -> None:
+def test_allowed_later_changes() -> None:
     module = deferred_init(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     module[0].weight = module[1].weight
     module[1].bias = nn.Parameter(torch.zeros(3))
@@ -342,7 +342,7 @@ def test_what_may_be_done_afterwards() -> None:
     assert record_of(module) is not None
 
 
-def test_neither_recording_nor_making_holds_more_than_it_makes() -> None:
+def test_recording_and_materialising_need_no_other_memory() -> None:
     reset_peak()
     before = resident_bytes()
     module = deferred_init(lambda: nn.Sequential(*(nn.Linear(4000, 4000) for _ in range(20))))
@@ -354,7 +354,7 @@ def test_neither_recording_nor_making_holds_more_than_it_makes() -> None:
     assert peak_bytes() - before < bytes_made + 30 * 2**20
 
 
-def test_within_a_constructor_it_just_calls() -> None:
+def test_nested_deferred_init_only_calls() -> None:
     def make(build: Callable[..., nn.Module]) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 3), build(nn.Linear, 3, 2))
 

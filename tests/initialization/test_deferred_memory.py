@@ -1,4 +1,4 @@
-"""ConstructorRecord a constructor takes little memory, and leaves none in pieces that nobody can use."""
+"""Memory and fragmentation of ``deferred_init``."""
 
 from torch import nn
 
@@ -24,6 +24,6 @@ def growth(_: int) -> int:
     return peak_bytes() - before
 
 
-def test_drawing_for_many_parameters_takes_no_more_than_for_one() -> None:
+def test_many_parameters_need_the_scratch_memory_of_one() -> None:
     (taken,) = run_ranks(1, growth)
     assert taken < ALLOWED_BYTES

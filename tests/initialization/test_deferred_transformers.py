@@ -1,4 +1,4 @@
-"""``deferred_init`` of Hugging Face models, whose constructors initialise all weights, to the last bit."""
+"""Bit-for-bit results of ``deferred_init`` for Hugging Face models, whose constructors initialise all weights."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""``init_on_device``: parameters on meta at once, buffers with values, nothing left behind."""
+"""``init_on_device``: meta parameters, buffers with values, and no state after the context."""
 
 import threading
 from pathlib import Path
@@ -33,13 +33,13 @@ class Block(nn.Module):
         self.register_buffer("mask", torch.tril(torch.ones(3, 3)))
 
 
-def test_the_guide_s_import_path() -> None:
+def test_import_path_of_the_guide() -> None:
     assert nxdpp.utils.model_utils.init_on_device is init_on_device
     assert nxdpp.utils.model_utils.deferred_init is deferred_init
 
 
 @pytest.mark.parametrize("device", [META, "meta"])
-def test_parameters_keep_what_they_are(device: torch.device | str) -> None:
+def test_parameters_keep_identity_class_and_attributes(device: torch.device | str) -> None:
     with init_on_device(device):
         block = Block()
         assert all(parameter.is_meta for parameter in block.parameters())
@@ -53,7 +53,7 @@ def test_parameters_keep_what_they_are(device: torch.device | str) -> None:
     assert not any(parameter.is_meta for parameter in Block().parameters())
 
 
-def test_an_object_registered_later_again_is_the_same_parameter() -> None:
+def test_a_parameter_registered_twice_stays_one() -> None:
     with init_on_device(META):
         weight = nn.Parameter(torch.ones(3))
         first, second = nn.Module(), nn.Module()
@@ -78,13 +78,13 @@ def test_nested_and_after_an_error() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_another_device_is_torch_s_own_context() -> None:
+def test_another_device_works_as_the_torch_context() -> None:
     with init_on_device(torch.device("cpu")):
         assert torch.get_default_device().type == "cpu"
         assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_other_threads_build_as_always() -> None:
+def test_other_threads_are_not_affected() -> None:
     built: list[nn.Module] = []
     with init_on_device(META):
         thread = threading.Thread(target=lambda: built.append(Block()))
@@ -121,7 +121,7 @@ def test_transformers_models(model_type: str) -> None:
     assert not [name for name, module in model.named_modules() if "_is_hf_initialized" in vars(module)]
     buffers = dict(eager.named_buffers())
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
-    # What a later initialisation needs: memory, and nothing that says it was done.
+    # A later initialisation needs memory, and no mark that it was done.
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
@@ -130,7 +130,7 @@ def test_transformers_models(model_type: str) -> None:
     assert not unset
 
 
-def test_the_context_of_a_real_part() -> None:
+def test_a_part_built_outside_keeps_its_memory() -> None:
     real = AutoModelForCausalLM.from_config(build("causal-lm", "llama", device="meta").config)
     with init_on_device(META):
         both = nn.ModuleList([real, nn.Linear(2, 2)])
@@ -140,7 +140,7 @@ def test_the_context_of_a_real_part() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_what_a_checkpoint_gave_is_not_thrown_away(model_type: str, tmp_path: Path) -> None:
+def test_loaded_parameters_are_not_discarded(model_type: str, tmp_path: Path) -> None:
     eager = build("causal-lm", model_type)
     eager.save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match=r"would discard.*nxdpp\.load_pretrained"), init_on_device(META):
@@ -148,17 +148,17 @@ def test_what_a_checkpoint_gave_is_not_thrown_away(model_type: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("device", [None, 1.5, True, ["meta"]])
-def test_what_is_no_device(device: object) -> None:
+def test_invalid_devices(device: object) -> None:
     with pytest.raises(TypeError, match=r"device must be a torch\.device"), init_on_device(device):  # type: ignore[arg-type]
         pass
 
 
-def test_a_device_that_torch_does_not_know() -> None:
+def test_unknown_device() -> None:
     with pytest.raises(ValueError, match="torch does not know the device 'mars'"), init_on_device("mars"):
         pass
 
 
-def test_parameters_that_cannot_go() -> None:
+def test_parameters_that_cannot_move_to_meta() -> None:
     with init_on_device(META), pytest.raises(ValueError, match="weight of LazyLinear is lazy"):
         nn.LazyLinear(3)
 
@@ -172,7 +172,7 @@ def test_parameters_that_cannot_go() -> None:
         with_a_view()
 
 
-def test_not_together_with_deferred_init() -> None:
+def test_deferred_init_and_init_on_device_exclude_each_other() -> None:
     def inside() -> nn.Module:
         with init_on_device(META):
             return nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Values for a model without memory, by whoever knows how to make them."""
+"""Initial weights of meta tensors from ``param_init_fn``, ``_init_weights`` and ``reset_parameters``."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from nxdpp.initialization.materialise import MetaTensor, initial_weights
 
 
 class Scale(nn.Module):
-    """Knows how to initialise itself, with a buffer that is not saved."""
+    """Module with ``reset_parameters`` and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Scale(nn.Module):
 
 
 class Reaching(nn.Module):
-    """Initialises itself and what is in it, with another spread than that has by itself."""
+    """Module that initialises itself and its children, these with another spread than their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Reaching(nn.Module):
 
 
 class Bare(nn.Module):
-    """Does not know."""
+    """Module without ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_the_padding_row_of_an_embedding_is_zero() -> None:
     assert not fill(on_meta(nn.Embedding, 6, 4, 2))["weight"][2].any()
 
 
-def test_a_model_of_transformers_initialises_its_weights_and_unsaved_buffers() -> None:
+def test_transformers_model_initialises_weights_and_unsaved_buffers() -> None:
     config = LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
     )
@@ -113,7 +113,7 @@ def test_a_model_of_transformers_initialises_its_weights_and_unsaved_buffers() -
     assert abs(spread - config.initializer_range) < 0.1 * config.initializer_range
 
 
-def test_a_function_is_called_for_each_module_that_has_something_of_its_own() -> None:
+def test_a_function_is_called_for_each_module_with_tensors() -> None:
     root, called = on_meta(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(Scale()))), []
 
     def by_hand(module: nn.Module) -> None:
@@ -129,7 +129,7 @@ def test_a_function_is_called_for_each_module_that_has_something_of_its_own() ->
     assert torch.equal(values["2.0.steps"], torch.arange(3))
 
 
-def test_a_function_may_want_the_device() -> None:
+def test_a_function_may_take_the_device() -> None:
     devices = []
 
     def with_device(module: nn.Module, device: torch.device) -> None:
@@ -143,7 +143,7 @@ def test_a_function_may_want_the_device() -> None:
     assert torch.equal(values["weight"], torch.ones(3, 2))
 
 
-def test_what_nobody_initialises_is_named() -> None:
+def test_tensors_without_initialisation_are_named() -> None:
     root = on_meta(lambda: nn.Sequential(nn.Linear(2, 3), Bare()))
 
     with pytest.raises(RuntimeError) as caught:
@@ -156,7 +156,7 @@ def test_what_nobody_initialises_is_named() -> None:
     assert all(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
 
 
-def test_half_a_parameter_is_not_enough() -> None:
+def test_partly_initialised_parameters_are_refused() -> None:
     def half(module: nn.Module) -> None:
         module.weight.data[0] = 1  # type: ignore[operator]
         module.bias.data.zero_()  # type: ignore[operator]
@@ -182,13 +182,13 @@ def test_an_error_in_the_function_names_the_module_and_changes_nothing() -> None
 
 
 def normal_below(module: nn.Module) -> None:
-    """Not only what is the module's own."""
+    """Initialise the parameters of the module and of its children."""
     for parameter in module.parameters():
         nn.init.normal_(parameter)
 
 
 @pytest.mark.parametrize("function", [None, normal_below])
-def test_a_module_that_reaches_into_others_does_so_wherever_they_are(function: Any) -> None:
+def test_a_parent_initialises_children_on_any_rank(function: Any) -> None:
     root = on_meta(Reaching)
     whole = fill(root, function)
 
@@ -199,7 +199,7 @@ def test_a_module_that_reaches_into_others_does_so_wherever_they_are(function: A
     assert (whole["second.weight"].abs().max() < 0.1) == (function is None)
 
 
-def test_what_a_function_wrote_is_not_written_again_for_a_buffer_that_it_left() -> None:
+def test_reset_for_a_buffer_keeps_parameters_of_the_function() -> None:
     def by_hand(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.data.fill_(2.5)
@@ -211,7 +211,7 @@ def test_what_a_function_wrote_is_not_written_again_for_a_buffer_that_it_left() 
 
 
 @pytest.mark.parametrize("surroundings", [lambda: torch.device("meta"), torch.inference_mode])
-def test_what_the_caller_is_in_does_not_matter(surroundings: Any) -> None:
+def test_the_context_of_the_caller_has_no_effect(surroundings: Any) -> None:
     def from_a_temporary(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.copy_(torch.randn(parameter.shape))
@@ -225,7 +225,7 @@ def test_what_the_caller_is_in_does_not_matter(surroundings: Any) -> None:
         assert not any(value.is_inference() for value in inside.values())
 
 
-def test_memory_that_a_function_makes_has_no_values() -> None:
+def test_new_memory_of_a_function_is_unwritten() -> None:
     garbage = [torch.full((300, 300), 7.0) for _ in range(8)]
     del garbage
 
@@ -241,7 +241,7 @@ def test_memory_that_a_function_makes_has_no_values() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(3, 2, dtype=torch.float64)])
-def test_a_function_does_not_change_shapes_or_dtypes(value: torch.Tensor) -> None:
+def test_other_shapes_and_dtypes_are_refused(value: torch.Tensor) -> None:
     def replace(module: nn.Module) -> None:
         module.weight = nn.Parameter(value)
         nn.init.zeros_(module.bias)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_a_function_does_not_change_shapes_or_dtypes(value: torch.Tensor) -> Non
         fill(on_meta(lambda: nn.Sequential(nn.Linear(2, 3))), replace)
 
 
-def test_what_takes_a_parameter_s_place_has_its_attributes() -> None:
+def test_a_replacement_keeps_the_attributes_of_the_parameter() -> None:
     root = on_meta(nn.Linear, 2, 3)
     root.weight.partition_dim = 1
     root.weight.requires_grad_(False)
@@ -267,7 +267,7 @@ def test_what_takes_a_parameter_s_place_has_its_attributes() -> None:
     assert torch.equal(values["weight"], torch.ones(3, 2))
 
 
-def test_what_has_values_keeps_them() -> None:
+def test_tensors_with_values_do_not_change() -> None:
     root = on_meta(nn.Linear, 4, 4)
     root.weight = nn.Parameter(torch.full((4, 4), 7.0))
     llama = on_meta(
@@ -283,7 +283,7 @@ def test_what_has_values_keeps_them() -> None:
     assert not hasattr(llama.lm_head.weight, "_is_hf_initialized")
 
 
-def test_values_follow_from_the_seed_and_the_name() -> None:
+def test_weights_depend_on_seed_and_name() -> None:
     two, three = (on_meta(lambda n=n: nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))) for n in (2, 3))
 
     assert torch.equal(fill(two)["1.weight"], fill(three)["1.weight"])

@@ -1,4 +1,4 @@
-"""Jumping leaves torch's generator as drawing does."""
+"""A jump leaves torch's generator in the same state as the draws."""
 
 import pytest
 import torch
@@ -8,17 +8,17 @@ from nxdpp.initialization.mersenne_twister import jump
 
 @pytest.mark.parametrize("before", [0, 3, 623, 624, 700])
 @pytest.mark.parametrize("draws", [0, 1, 623, 624, 625, 1000, 20_000, 32 * 624, 1_000_007, 2**23])
-def test_a_jump_is_as_many_draws(before: int, draws: int) -> None:
+def test_a_jump_equals_the_draws(before: int, draws: int) -> None:
     jumped, drawn = (torch.Generator().manual_seed(5) for _ in range(2))
     for generator in (jumped, drawn):
         torch.empty(before).uniform_(generator=generator)
-        torch.empty(1).normal_(generator=generator)  # leaves the other one of a pair in the state
+        torch.empty(1).normal_(generator=generator)  # the second number of the pair stays in the state
     jump(jumped, draws)
     torch.empty(draws).uniform_(generator=drawn)
     assert torch.equal(jumped.get_state(), drawn.get_state())
 
 
-def test_two_long_jumps_are_one() -> None:
+def test_two_long_jumps_equal_one() -> None:
     once, twice = (torch.Generator().manual_seed(5) for _ in range(2))
     jump(once, 10**12 + 10**11)
     jump(twice, 10**12)

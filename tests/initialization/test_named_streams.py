@@ -1,4 +1,4 @@
-"""Random numbers that follow from the seed and a name."""
+"""Random streams that depend on the seed and a name."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def draw(order: list[str], seed: int = 3, **guarded: torch.Tensor) -> dict[str, 
     return tensors
 
 
-def test_what_is_drawn_into_a_tensor_does_not_depend_on_the_others() -> None:
+def test_streams_are_independent_of_other_tensors() -> None:
     everything, less = draw(["a", "b", "c"]), draw(["c", "a"])
 
     assert torch.equal(everything["a"], less["a"])
@@ -22,7 +22,7 @@ def test_what_is_drawn_into_a_tensor_does_not_depend_on_the_others() -> None:
     assert not torch.equal(everything["a"], everything["c"])
 
 
-def test_another_seed_and_a_second_draw_give_other_numbers() -> None:
+def test_other_seeds_and_later_draws_differ() -> None:
     once = draw(["a"])["a"]
 
     assert not torch.equal(once, draw(["a"], seed=4)["a"])
@@ -30,7 +30,7 @@ def test_another_seed_and_a_second_draw_give_other_numbers() -> None:
     assert torch.equal(draw(["a", "a"])["a"], draw(["a", "b", "a"])["a"])
 
 
-def test_a_view_and_the_data_of_a_parameter_have_its_stream() -> None:
+def test_views_use_the_stream_of_their_parameter() -> None:
     whole, by_rows = nn.Parameter(torch.empty(2, 32)), nn.Parameter(torch.empty(2, 32))
 
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_a_view_and_the_data_of_a_parameter_have_its_stream() -> None:
     assert torch.equal(whole[0], by_rows[0])
 
 
-def test_the_default_generator_and_its_seed_are_left_as_they_were() -> None:
+def test_the_default_generator_does_not_change() -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()
 
@@ -52,7 +52,7 @@ def test_the_default_generator_and_its_seed_are_left_as_they_were() -> None:
     assert torch.initial_seed() == 11
 
 
-def test_a_generator_of_ones_own_is_used() -> None:
+def test_an_explicit_generator_is_used() -> None:
     tensor, expected = torch.empty(8), torch.empty(8).normal_(generator=torch.Generator().manual_seed(2))
 
     with NamedStreams(0, {"tensor": tensor}, []) as streams:
@@ -62,7 +62,7 @@ def test_a_generator_of_ones_own_is_used() -> None:
     assert not streams.has_drawn
 
 
-def test_tensors_without_a_name_are_drawn_for_the_module() -> None:
+def test_unnamed_tensors_use_the_stream_of_the_module() -> None:
     def draw_for(module: str) -> torch.Tensor:
         with NamedStreams(0, {}, []) as streams:
             streams.begin(module)
@@ -72,7 +72,7 @@ def test_tensors_without_a_name_are_drawn_for_the_module() -> None:
     assert not torch.equal(draw_for("layers.0"), draw_for("layers.1"))
 
 
-def test_what_is_guarded_does_not_change() -> None:
+def test_guarded_tensors_do_not_change() -> None:
     guarded = torch.arange(40.0)
 
     tensors = draw(["guarded", "a"], guarded=guarded)
@@ -85,7 +85,7 @@ def test_what_is_guarded_does_not_change() -> None:
     assert torch.equal(tensors["a"], draw(["a"])["a"])
 
 
-def test_it_knows_what_was_written() -> None:
+def test_written_tensors_are_known() -> None:
     first, second, third = (torch.empty(4, dtype=torch.int64) for _ in range(3))
 
     with NamedStreams(0, {}, []) as streams:

@@ -1,4 +1,4 @@
-"""Which arguments an operation changes follows from its schema."""
+"""Arguments that an operation changes, from its schema."""
 
 import torch
 
@@ -7,7 +7,7 @@ from nxdpp.initialization.written_tensors import written_tensors
 aten = torch.ops.aten
 
 
-def test_the_changed_ones_are_found_by_place_and_by_name() -> None:
+def test_written_arguments_by_position_and_by_name() -> None:
     one, two = torch.ones(2), torch.ones(2)
 
     assert written_tensors(aten.add.Tensor, (one, two), {}) == []

@@ -1,4 +1,4 @@
-"""What rank 0 finds out, or why it cannot, is known to all."""
+"""Results and errors of rank 0 on all ranks."""
 
 from typing import Any
 
@@ -23,5 +23,5 @@ def ask(rank: int) -> Any:
     return from_first_rank(lambda: {"rank": dist.get_rank()})
 
 
-def test_every_rank_gets_what_the_first_makes() -> None:
+def test_the_result_or_error_of_rank_0_reaches_all_ranks() -> None:
     assert run_ranks(3, ask) == [{"rank": 0}] * 3

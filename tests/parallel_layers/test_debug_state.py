@@ -1,4 +1,4 @@
-"""The debug mode answers numbers as that rank would, starts nothing, and says what it cannot do."""
+"""Debug mode: the numbers of a rank, no processes, and errors for functions that need them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +41,7 @@ def _real_answers(rank: int) -> dict[str, Any]:
     return answers
 
 
-def test_it_answers_as_each_rank_of_a_job_does() -> None:
+def test_answers_equal_those_of_each_rank_of_a_job() -> None:
     for rank, real in enumerate(run_ranks(8, _real_answers)):
         parallel_state.initialize_debug(
             pipeline_model_parallel_rank=rank // 4,
@@ -76,7 +76,7 @@ def test_groups_are_refused(getter: str) -> None:
         getattr(parallel_state, getter)()
 
 
-def test_what_rank_0_would_tell_is_refused() -> None:
+def test_from_first_rank_is_refused() -> None:
     parallel_state.initialize_debug()
     with pytest.raises(RuntimeError, match="debug mode"):
         from_first_rank(lambda: 1)
@@ -98,13 +98,13 @@ def test_what_rank_0_would_tell_is_refused() -> None:
         ({"tensor_model_parallel_rank": 1}, "tensor_model_parallel_rank=1 must be an integer from 0 to 0"),
     ],
 )
-def test_numbers_that_no_rank_has_are_refused(numbers: dict[str, Any], message: str) -> None:
+def test_invalid_ranks_and_sizes_are_refused(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parallel_state.initialize_debug(**numbers)
     assert not parallel_state.is_debug()
 
 
-def test_another_rank_needs_an_end_first() -> None:
+def test_another_rank_needs_destroy_first() -> None:
     parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=4)
     parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=4)
     with pytest.raises(RuntimeError, match=r"rank 2 of 4.*already in the debug mode \(pipeline rank 1 of 4.*destroy"):

@@ -1,4 +1,4 @@
-"""One failure ends all ranks within 10 s and is printed last; good ends, however far apart, stay good."""
+"""A failure ends all ranks within 10 s and is printed last; normal ends at different times stay normal."""
 
 import os
 import re
@@ -116,21 +116,21 @@ def test_a_killed_rank_ends_all_ranks(rank: int) -> None:
     if rank:
         assert "Connection closed by peer" in ended.last_line, ended.output
     else:
-        # The ranks find its store gone, or their connection to it: whichever comes first.
+        # A rank notices the lost store or the lost connection first.
         assert re.search("lost contact with rank 0's store|Connection closed by peer", ended.output)
 
 
-def test_ranks_that_end_well_seconds_apart_all_exit_0(tmp_path: Path) -> None:
+def test_ranks_that_end_normally_seconds_apart_exit_with_0(tmp_path: Path) -> None:
     ended = _launch(tmp_path, "end_apart", 0)
     assert ended.codes == [0] * RANKS, ended.output
-    assert ended.seconds > 2.0, "the ends were to be apart"
+    assert ended.seconds > 2.0, "the ends must be seconds apart"
     assert ended.output.count("ends well") == RANKS
     assert "stops" not in ended.output
     assert "Warning" not in ended.output
     assert "c10d" not in ended.output
 
 
-def test_under_torchrun_the_first_error_is_the_last_of_the_ranks_and_named_as_root_cause() -> None:
+def test_torchrun_prints_the_first_error_last_and_names_it_as_root_cause() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", PROGRAM, "raise_in_one", "2"]
     ended = subprocess.run(
@@ -175,7 +175,7 @@ def _raise_in_a_spawned_child(rank: int, port: int) -> None:
 
 
 def test_torch_multiprocessing_names_the_first_error() -> None:
-    run_ranks(1, abs)  # the fork server is up
+    run_ranks(1, abs)  # starts the fork server
     start = time.monotonic()
     with pytest.raises(ProcessRaisedException, match="the first error") as caught:
         start_processes(_raise_in_a_spawned_child, (_free_port(),), nprocs=3, start_method="forkserver")
@@ -185,10 +185,10 @@ def test_torch_multiprocessing_names_the_first_error() -> None:
 
 def _report_unwatched(rank: int) -> str:
     hook = sys.excepthook
-    failure_watch.report(ValueError("nobody watches"))
+    failure_watch.report(ValueError("before the watch"))
     parallel_state.initialize_model_parallel()
     parallel_state.destroy_model_parallel()
-    failure_watch.report(ValueError("nobody watches any more"))
+    failure_watch.report(ValueError("after the watch"))
     failure_watch.stop()
     return hook.__class__.__name__
 

@@ -1,4 +1,4 @@
-"""The bucketed average is the average by hand, whatever the buckets, and None never hangs it."""
+"""The average in buckets of any size equals the average by hand; missing gradients do not block it."""
 
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ def _parameters(count: int) -> list[nn.Parameter]:
 
 
 def _average(rank: int, missing: dict[int, list[int]], bucket_bytes: int) -> tuple[list[torch.Tensor | None], int]:
-    """The gradients after the average, with those in ``missing[rank]`` None before, and the all-reduces."""
+    """The averaged gradients and the number of all-reduces; those in ``missing[rank]`` were None before."""
     parallel_state.initialize_model_parallel()
     parameters = _parameters(14)
     for index, parameter in enumerate(parameters):
@@ -61,7 +61,7 @@ def _compare(results: list[Any], missing: dict[int, list[int]]) -> None:
 def test_the_mean_of_several_dtypes_in_few_and_many_buckets(bucket_bytes: int, all_reduces: int) -> None:
     results = run_ranks(3, _average, {}, bucket_bytes)
     _compare(results, {})
-    # One for the flags, then a bucket a dtype, or a bucket a gradient.
+    # One for the flags, then one for each dtype or for each gradient.
     assert [count for _, count in results] == [all_reduces] * 3
 
 
@@ -97,7 +97,7 @@ def _frozen_and_transposed(rank: int) -> tuple[torch.Tensor | None, torch.Tensor
     return frozen.grad, transposed.grad
 
 
-def test_a_frozen_parameter_is_passed_over_and_strides_do_not_matter() -> None:
+def test_frozen_parameters_are_skipped_and_strides_do_not_matter() -> None:
     for frozen, transposed in run_ranks(2, _frozen_and_transposed):
         assert frozen is None
         assert transposed is not None
@@ -143,5 +143,5 @@ def _sparse(rank: int) -> None:
         average_gradients([], group, bucket_bytes=0)
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_sparse_gradients_and_empty_buckets_are_refused() -> None:
     run_ranks(2, _sparse)

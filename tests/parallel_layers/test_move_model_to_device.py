@@ -1,4 +1,4 @@
-"""A model arrives whole: values, ties and what was noted on its parameters."""
+"""A moved model keeps its values, its ties and the attributes of its parameters."""
 
 from typing import Any
 
@@ -31,13 +31,13 @@ def test_new_parameters_keep_attributes_and_ties() -> None:
     model = _Tied()
     before = model.embedding.weight
     move_model_to_device(model, torch.device("meta"))
-    assert model.embedding.weight is not before, "torch was to make a new parameter here"
+    assert model.embedding.weight is not before, "torch must make a new parameter here"
     assert model.embedding.weight.tensor_model_parallel is True  # type: ignore[attr-defined]
     assert model.head.weight is model.embedding.weight
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
-def test_an_attribute_on_the_model_itself_is_kept_too() -> None:
+def test_attributes_of_a_top_level_parameter_are_kept() -> None:
     model = nn.Linear(2, 2)
     model.bias.note = "kept"  # type: ignore[attr-defined]
     move_model_to_device(model, "meta")
@@ -45,10 +45,10 @@ def test_an_attribute_on_the_model_itself_is_kept_too() -> None:
 
 
 class _Own(nn.Parameter):
-    """A class of a user's own."""
+    """Parameter class of a user."""
 
 
-def test_new_parameters_keep_class_gradient_and_whether_they_are_trained() -> None:
+def test_new_parameters_keep_class_gradient_and_requires_grad() -> None:
     model = nn.Linear(2, 2)
     model.weight = _Own(torch.ones(2, 2))
     model.weight.grad = torch.ones(2, 2)
@@ -79,7 +79,7 @@ def test_buffers_that_are_not_saved_move_too() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:77", "nonsense", "cpu:x", -5, None, 1.5])
-def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
+def test_missing_devices_are_refused(device: Any) -> None:
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises(ValueError, match=rf"there is no device '{device}' here: .* Give one of this machine"):
         move_model_to_device(model, device)

@@ -1,4 +1,4 @@
-"""Every rank is in the groups that the mesh's order says, and nothing is changed by a refused call."""
+"""Groups of every rank follow from the order of the mesh; a refused call changes nothing."""
 
 import os
 import subprocess
@@ -92,7 +92,7 @@ def test_tensor_is_innermost_then_data_then_pipeline() -> None:
 @pytest.mark.parametrize(
     ("world_size", "tensor", "pipeline", "data"), [(4, 1, 4, 1), (4, 1, 2, 2), (3, 1, 1, 3), (2, 2, 1, 1)]
 )
-def test_data_size_is_what_is_left(world_size: int, tensor: int, pipeline: int, data: int) -> None:
+def test_data_parallel_size_follows_from_the_others(world_size: int, tensor: int, pipeline: int, data: int) -> None:
     for described in run_ranks(world_size, _describe, tensor, pipeline):
         assert described["sizes"] == (tensor, data, pipeline)
 
@@ -131,7 +131,7 @@ def _initialize_again(rank: int) -> None:
     assert parallel_state.get_pipeline_model_parallel_size() == 2
 
 
-def test_a_second_call_must_agree() -> None:
+def test_a_second_call_must_have_the_same_sizes() -> None:
     run_ranks(2, _initialize_again)
 
 
@@ -169,12 +169,12 @@ def _in_a_world_of_the_users(rank: int) -> None:
         parallel_state.get_data_parallel_size()
 
 
-def test_a_world_that_the_user_started_stays_the_users() -> None:
+def test_a_world_started_by_the_user_is_not_destroyed() -> None:
     run_ranks(4, _in_a_world_of_the_users)
 
 
 @pytest.mark.parametrize("getter", GETTERS)
-def test_a_getter_before_initialisation_says_what_to_call(getter: str) -> None:
+def test_getters_before_initialisation_name_the_remedy(getter: str) -> None:
     assert not parallel_state.model_parallel_is_initialized()
     with pytest.raises(RuntimeError, match=r"call nxdpp\.parallel_state\.initialize_model_parallel"):
         getattr(parallel_state, getter)()
@@ -196,7 +196,7 @@ def _plain_environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **extra}
 
 
-def test_plain_python_is_a_world_of_one_and_two_at_once_do_not_clash() -> None:
+def test_two_plain_processes_are_independent_worlds_of_one() -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", ALONE],
@@ -209,7 +209,7 @@ def test_plain_python_is_a_world_of_one_and_two_at_once_do_not_clash() -> None:
         for _ in range(2)
     ]
     try:
-        # Both wait for their line of input only once both stand.
+        # Each process waits for input, so both worlds exist at the same time.
         for process in processes:
             assert process.stdout is not None
             assert process.stdout.read(5) == "ready", process.communicate(timeout=30)[1]
@@ -223,7 +223,7 @@ def test_plain_python_is_a_world_of_one_and_two_at_once_do_not_clash() -> None:
             process.wait()
 
 
-def test_a_launcher_that_sets_half_its_variables_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_launcher_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)

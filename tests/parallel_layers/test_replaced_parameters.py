@@ -1,4 +1,4 @@
-"""An optimizer of parameters that are no longer the model's is named, and no other is."""
+"""Errors for optimizers that hold replaced parameters, and for no others."""
 
 import gc
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters())
 
 
-def test_it_is_named_with_the_first_parameter_and_the_remedy() -> None:
+def test_the_error_names_optimizer_parameter_and_remedy() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW([model.bias, torch.ones(1, requires_grad=True)])
     with pytest.raises(RuntimeError, match=r"AdamW.* holds 1 of the 2 parameters .*\(bias is the first\).* Do this\."):
@@ -34,18 +34,18 @@ def test_it_is_named_with_the_first_parameter_and_the_remedy() -> None:
     check_no_optimizer_holds(named(model), "Do this.")
 
 
-def test_others_and_forgotten_ones_are_not() -> None:
+def test_other_and_unreachable_optimizers_are_allowed() -> None:
     model = nn.Linear(2, 2)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     forgotten = torch.optim.SGD(model.parameters(), lr=0.1)
-    forgotten.itself = forgotten  # type: ignore[attr-defined]  # only the collector frees it
+    forgotten.itself = forgotten  # type: ignore[attr-defined]  # only the garbage collector frees it
     del forgotten
     check_no_optimizer_holds(named(model), "Do this.")
     check_no_optimizer_holds({}, "Do this.")
     assert other.param_groups
 
 
-def test_a_move_that_makes_new_parameters_changes_nothing_then() -> None:
+def test_a_refused_move_changes_nothing() -> None:
     model = nn.Linear(2, 2)
     before = named(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +56,7 @@ def test_a_move_that_makes_new_parameters_changes_nothing_then() -> None:
     optimizer.step()
 
 
-def test_one_made_later_of_old_parameters_fails_at_its_first_step() -> None:
+def test_a_later_optimizer_of_old_parameters_fails_at_its_first_step() -> None:
     model = nn.Linear(2, 2)
     listed = list(model.parameters())
     move_model_to_device(model, "meta")
@@ -68,7 +68,7 @@ def test_one_made_later_of_old_parameters_fails_at_its_first_step() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_the_check_of_steps_goes_with_the_last_replaced_parameter() -> None:
+def test_the_step_check_ends_with_the_last_replaced_parameter() -> None:
     parameter = nn.Parameter(torch.ones(1))
     watch_replaced({"it": parameter})
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
@@ -83,12 +83,12 @@ def shard(rank: int) -> None:
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    # The optimizer inside holds this rank's share of them only.
+    # The inner optimizer holds only this rank's share of the parameters.
     with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer.* holds 4 of the 4 parameters"):
         check_no_optimizer_holds(named(model), "")
     assert optimizer.param_groups
     dist.destroy_process_group()
 
 
-def test_one_that_shards_its_state() -> None:
+def test_an_optimizer_that_shards_its_state() -> None:
     run_ranks(2, shard)

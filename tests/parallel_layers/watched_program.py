@@ -1,4 +1,4 @@
-"""What the processes of ``test_failure_watch`` run: one way to fail, or to end well, by its name."""
+"""Program of the processes in ``test_failure_watch``: runs a way to fail or to end normally by its name."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def _wait_in_receive(rank: int, source: int) -> None:
 
 
 def raise_in_one(failing: int) -> None:
-    """The others each wait for another's message: not all of them for the failed rank's."""
+    """One rank raises; each other rank waits for a message of its neighbour."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == failing:
         _fails_now()
@@ -32,7 +32,7 @@ def raise_in_one(failing: int) -> None:
 
 
 def raise_from_all_reduce(failing: int) -> None:
-    """The failing rank ends its world on the way out, as many programs do."""
+    """The failing rank destroys its world in ``finally``, as many programs do."""
     try:
         if dist.get_rank() == failing:
             _fails_now()
@@ -43,7 +43,7 @@ def raise_from_all_reduce(failing: int) -> None:
 
 
 def report_then_unwind_slowly(failing: int) -> None:
-    """As the engine does: reports where it happens, and the exception passes on."""
+    """Like the engine, the failing rank reports the error and raises it later."""
     if dist.get_rank() == failing:
         _fails_now()
         error = ValueError("the first error")
@@ -63,7 +63,7 @@ def be_killed(failing: int) -> None:
 
 
 def end_apart(first: int) -> None:
-    """All end well, seconds apart, and the last ones still work together after the first has ended."""
+    """All ranks end normally, seconds apart; the last ones still communicate after the first has ended."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     others = dist.new_group([other for other in range(world_size) if other != first])
     if rank != first:
@@ -76,7 +76,7 @@ def end_apart(first: int) -> None:
 
 
 def main() -> None:
-    """``watched_program.py NAME RANK``."""
+    """Run ``watched_program.py NAME RANK``."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=int(os.environ["WORLD_SIZE"]))
     globals()[sys.argv[1]](int(sys.argv[2]))
 

@@ -1,4 +1,4 @@
-"""Tiny models and their checkpoints as transformers writes and reads them, for comparison."""
+"""Tiny models and their checkpoints, written and read by transformers for comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ NAMES = ("llama", "tied_llama", "gpt2", "t5", "bert", "mixtral")
 
 
 def make(name: str, seed: int = 1234, **changes: Any) -> Any:
-    """The model of that name, with weights that follow from ``seed``, norms and biases too."""
+    """The model ``name`` with random weights from ``seed``, also in norms and biases."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = build("seq2seq-lm", "t5") if name == "t5" else MODELS[name](**changes)
@@ -35,7 +35,7 @@ def on_meta(name: str) -> Any:
 
 
 def saved_by_transformers(name: str, folder: Path, **arguments: Any) -> Any:
-    """Write the model of that name to ``folder``; the model."""
+    """Write the model ``name`` to ``folder`` and return it."""
     model = make(name)
     model.save_pretrained(folder, **arguments)
     return model
@@ -50,13 +50,13 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def wrap(model: nn.Module, ranks: int = 1, **arguments: Any) -> NxDPPModel:
-    """Wrapped for a pipeline of ``ranks``."""
+    """Wrap ``model`` for a pipeline of ``ranks``."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     return NxDPPModel(model, num_microbatches=ranks, **arguments)
 
 
 def differing(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the ``tensors`` that are not, in values and dtype, the ``expected`` ones."""
+    """Names of the ``tensors`` that differ from the ``expected`` ones in values or dtype."""
     return [
         name
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""Loading takes the memory of a rank's own tensors, and saving none beside the model's but for what is converted."""
+"""Memory: loading needs that of the rank's tensors, saving only that of converted tensors."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 
-# For the pieces that are read and written, and for what tracing imports.
+# For pieces of the files, and for the imports of tracing.
 ALLOWED_BYTES = 60 * 2**20
 
 
 def on_meta() -> LlamaForCausalLM:
-    """93 million parameters, 372 MB in float32."""
+    """A Llama of 93 million parameters, 372 MB in float32."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=8, vocab_size=8192
     )
@@ -31,12 +31,12 @@ def write(_: int, folder: Path, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.5)
-    # float32 in several files, bfloat16 in one.
+    # Several files in float32, one in bfloat16.
     model.save_pretrained(folder, max_shard_size="200MB")
 
 
 def load(_: int, folder: Path, rank: int) -> tuple[int, int, bool]:
-    """Bytes that loading took at its peak, bytes that the rank holds then, and whether they are right."""
+    """Peak bytes of loading, bytes that the rank holds then, and whether the values are right."""
     reset_peak()
     before = resident_bytes()
     parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
@@ -48,7 +48,7 @@ def load(_: int, folder: Path, rank: int) -> tuple[int, int, bool]:
 
 
 def mixture() -> MixtralForCausalLM:
-    """79 million parameters, 315 MB in float32, 26 MB of them the gates of the experts of a layer."""
+    """A Mixtral of 79 million parameters, 315 MB in float32; the gates of a layer's experts have 26 MB."""
     config = MixtralConfig(
         hidden_size=512,
         intermediate_size=1600,
@@ -62,7 +62,7 @@ def mixture() -> MixtralForCausalLM:
 
 
 def save_mixture(_: int, folder: Path) -> tuple[int, int]:
-    """Bytes that saving took at its peak, and bytes that were saved, in files of 40 MB."""
+    """Peak bytes of saving in files of 40 MB, and bytes of the files."""
     parallel_state.initialize_model_parallel()
     save_plan.SHARD_BYTES = 40_000_000
     wrapped = NxDPPModel(mixture())
@@ -73,7 +73,7 @@ def save_mixture(_: int, folder: Path) -> tuple[int, int]:
 
 
 def save(_: int, folder: Path) -> tuple[int, int]:
-    """Bytes that saving took at its peak, and bytes that were saved."""
+    """Peak bytes of saving, and bytes of the file."""
     parallel_state.initialize_model_parallel()
     wrapped = NxDPPModel(on_meta())
     load_pretrained(wrapped, folder / "first")
@@ -84,7 +84,7 @@ def save(_: int, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rank_never_has_more_than_its_own_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_loading_needs_the_memory_of_the_rank_only(dtype: torch.dtype, tmp_path: Path) -> None:
     run_ranks(1, write, tmp_path, dtype)
     whole = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     for rank in range(2):

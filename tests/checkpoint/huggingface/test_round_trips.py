@@ -1,4 +1,4 @@
-"""Checkpoints between any partitions, and to and from transformers: bit for bit."""
+"""Bit-for-bit checkpoints between any partitions, and to and from transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def save_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> None:
 
 
 def load_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> dict[str, dict[str, list[str]]]:
-    """For each model the local tensors that differ from those that transformers loads."""
+    """For each model, the local tensors that differ from those that transformers loads."""
     wrong: dict[str, dict[str, list[str]]] = {}
     for name in NAMES:
         expected = type(make(name)).from_pretrained(folder / name).state_dict()
@@ -54,7 +54,7 @@ def load_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> dict[
 
 
 @pytest.mark.parametrize("partition", list(PARTITIONS))
-def test_a_saved_model_is_what_transformers_saves(partition: str, tmp_path: Path) -> None:
+def test_saved_files_equal_those_of_transformers(partition: str, tmp_path: Path) -> None:
     ranks, arguments = PARTITIONS[partition]
     run_ranks(ranks, save_all, ranks, arguments, tmp_path)
 
@@ -73,9 +73,9 @@ def test_a_saved_model_is_what_transformers_saves(partition: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("partition", list(PARTITIONS))
-def test_a_model_that_transformers_saved_is_loaded(partition: str, tmp_path: Path) -> None:
+def test_files_of_transformers_are_loaded(partition: str, tmp_path: Path) -> None:
     for name in NAMES:
-        # Several shards, which are not those of the pipeline.
+        # Several files, split differently from the pipeline.
         saved_by_transformers(name, tmp_path / name, max_shard_size="40KB" if name != "gpt2" else "1GB")
     assert (tmp_path / "llama" / "model.safetensors.index.json").exists()
     ranks, arguments = PARTITIONS[partition]
@@ -84,7 +84,7 @@ def test_a_model_that_transformers_saved_is_loaded(partition: str, tmp_path: Pat
         assert wrong == {name: {"real": [], "meta": [], "buffers": []} for name in NAMES}
 
 
-def test_what_one_partition_saves_another_loads(tmp_path: Path) -> None:
+def test_one_partition_loads_what_another_saves(tmp_path: Path) -> None:
     run_ranks(2, save_all, 2, {"virtual_pipeline_size": 2}, tmp_path)
 
     for wrong in run_ranks(4, load_all, 4, {}, tmp_path):
@@ -96,12 +96,12 @@ def replicas(rank: int, folder: Path) -> list[str]:
     save_pretrained(model, folder)
     expected = {name: tensor.clone() for name, tensor in model.local_state_dict().items()}
     again = wrap(make("llama", seed=5), 2)
-    # Saving ends together: no replica waits for files here.
+    # Saving ends on all ranks together, so no replica waits for files here.
     load_pretrained(again, folder)
     return differing(again.local_state_dict(), expected)
 
 
-def test_one_of_the_replicas_saves(tmp_path: Path) -> None:
+def test_only_the_first_replica_saves(tmp_path: Path) -> None:
     assert run_ranks(4, replicas, tmp_path) == [[], [], [], []]
 
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
@@ -111,7 +111,7 @@ def test_one_of_the_replicas_saves(tmp_path: Path) -> None:
 
 
 def trained_on(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
-    """What one more step makes of the model with an optimizer that is older than the weights."""
+    """Weights after one more step with an optimizer that was made before the load."""
     model = wrap(make("tied_llama", seed=5), ranks, broadcast_and_average_loss=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     load_pretrained(model, folder)
@@ -121,7 +121,7 @@ def trained_on(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
     return dict(model.local_state_dict())
 
 
-def test_training_goes_on_with_the_optimizer_made_before(tmp_path: Path) -> None:
+def test_training_continues_with_an_earlier_optimizer(tmp_path: Path) -> None:
     saved_by_transformers("tied_llama", tmp_path)
     (whole,) = run_ranks(1, trained_on, 1, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Directories that are not a checkpoint of the model: the same error on every rank, and nothing is changed."""
+"""Directories without a checkpoint of the model: every rank raises the same error and changes nothing."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def wrap_as(rank: int, model: nn.Module) -> NxDPPModel:
 
 
 def refusal(folder: Path, name: str = "llama") -> str:
-    """The message with which every rank refuses to load ``folder``, real models and those on meta alike."""
+    """The error of every rank that loads ``folder``, equal for real and for meta models."""
     messages = set()
     for rank in range(RANKS):
         real = wrap_as(rank, make(name, seed=5))
@@ -70,7 +70,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
     save_file(tensors, file, {"format": "pt"})
 
 
-def test_all_that_does_not_fit_is_in_one_error(single: Path) -> None:
+def test_all_mismatches_are_in_one_error(single: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"):
             del tensors[name]
@@ -90,7 +90,7 @@ def test_all_that_does_not_fit_is_in_one_error(single: Path) -> None:
     assert "Nothing was loaded" in message
 
 
-def test_a_long_list_is_cut_short(single: Path) -> None:
+def test_a_long_list_is_shortened(single: Path) -> None:
     rewrite(single, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers." in name])
     message = refusal(single)
 
@@ -132,7 +132,7 @@ def test_a_missing_expert_is_another_shape(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_named(sharded: Path, damage: Callable[[bytes], bytes], reason: str) -> None:
-    # Of the last layer and the head: the first rank does not need it.
+    # The file of the last layer and the head, which the first rank does not need.
     last = max(sharded.glob("model-*-of-*.safetensors"))
     last.write_bytes(damage(last.read_bytes()))
     message = refusal(sharded)
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_named(sharded: Path, damage: Callable[[bytes], bytes]
         lambda file: os.utime(file, ns=(1, 1)),
     ],
 )
-def test_a_file_that_is_changed_while_it_is_read(single: Path, change: Callable[[Path], object]) -> None:
+def test_a_file_changed_during_the_load(single: Path, change: Callable[[Path], object]) -> None:
     file = single / "model.safetensors"
     stored = read_header(file, Mapping())["model.norm.weight"]
     change(file)
@@ -173,14 +173,14 @@ def test_a_dtype_that_torch_does_not_convert(sharded: Path, dtype: str, bytes_ea
     assert f"{next(iter(tensors))} in {last} has the dtype {dtype}, which cannot be loaded" in refusal(sharded)
 
 
-def test_an_index_that_names_a_file_that_is_not_there(sharded: Path) -> None:
+def test_an_index_with_a_missing_file(sharded: Path) -> None:
     last = max(sharded.glob("model-*-of-*.safetensors"))
     last.unlink()
 
     assert f"model.safetensors.index.json names {last.name}, which does not exist" in refusal(sharded)
 
 
-def test_an_index_that_names_a_tensor_that_its_file_lacks(sharded: Path) -> None:
+def test_an_index_with_a_missing_tensor(sharded: Path) -> None:
     index = sharded / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     other = next(file for file in content["weight_map"].values() if file != content["weight_map"]["lm_head.weight"])
@@ -236,7 +236,7 @@ def test_a_tied_weight_of_two_values(tmp_path: Path) -> None:
     assert "tie_word_embeddings=False" in message
 
 
-def test_a_model_that_is_not_wrapped(single: Path) -> None:
+def test_an_unwrapped_model_is_refused(single: Path) -> None:
     unwrapped: Any = make("llama")
     with pytest.raises(TypeError, match="load_pretrained is for an NxDPPModel, not for a LlamaForCausalLM"):
         load_pretrained(unwrapped, single)
@@ -250,7 +250,7 @@ class Remembering(nn.Linear):
         raise AssertionError("nothing is loaded")
 
 
-def test_extra_state_has_no_place_in_a_checkpoint(single: Path) -> None:
+def test_extra_state_is_refused(single: Path) -> None:
     model = make("llama")
     model.model.layers[0].mlp.up_proj = Remembering(32, 64, bias=False)
     wrapped = wrap_as(1, model)
@@ -259,8 +259,8 @@ def test_extra_state_has_no_place_in_a_checkpoint(single: Path) -> None:
         load_pretrained(wrapped, single)
 
 
-def test_weights_of_a_larger_model_with_files_of_it_left(sharded: Path, tmp_path: Path) -> None:
-    """What is not in the index is not read."""
+def test_files_outside_the_index_are_not_read(sharded: Path, tmp_path: Path) -> None:
+    """A directory with left-over files of a larger model."""
     shutil.copy(max(sharded.glob("model-*-of-*.safetensors")), sharded / "model-00099-of-00099.safetensors")
     (sharded / "model-00098-of-00099.safetensors").write_bytes(b"")
     model = wrap_as(0, make("llama", seed=5))
@@ -270,7 +270,7 @@ def test_weights_of_a_larger_model_with_files_of_it_left(sharded: Path, tmp_path
 
 
 @pytest.mark.parametrize("elsewhere", ["../model.safetensors", "/tmp/model.safetensors"])
-def test_an_index_that_names_a_file_elsewhere(sharded: Path, elsewhere: str) -> None:
+def test_an_index_with_a_file_in_another_directory(sharded: Path, elsewhere: str) -> None:
     index = sharded / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"][next(iter(content["weight_map"]))] = elsewhere

@@ -1,4 +1,4 @@
-"""Names in a checkpoint that are not the model's own: what transformers makes of them, load_pretrained does, too."""
+"""Checkpoints with other names than the model: ``load_pretrained`` converts them as transformers does."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def rename(folder: Path, change: Callable[[str], str]) -> None:
 
 
 def as_transformers(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """What transformers loads from ``folder``; load_pretrained is checked to load the same."""
+    """Return the tensors that transformers loads from ``folder``, after a comparison with ``load_pretrained``."""
     expected: dict[str, torch.Tensor] = type(make(name)).from_pretrained(folder).state_dict()
     wrapped = wrap(make(name, seed=5))
     load_pretrained(wrapped, folder)
@@ -35,7 +35,7 @@ def as_transformers(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_norms_of_the_first_bert_checkpoints(tmp_path: Path) -> None:
+def test_old_names_of_bert_norms(tmp_path: Path) -> None:
     saved_by_transformers("bert", tmp_path)
     endings = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
@@ -51,7 +51,7 @@ def test_norms_of_the_first_bert_checkpoints(tmp_path: Path) -> None:
     assert differing(loaded, make("bert").state_dict()) == []
 
 
-def test_what_was_loaded_from_old_names_is_saved_as_transformers_does(tmp_path: Path) -> None:
+def test_old_names_are_saved_as_by_transformers(tmp_path: Path) -> None:
     saved_by_transformers("bert", tmp_path / "old")
     rename(tmp_path / "old", lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma"))
     theirs: Any = type(make("bert")).from_pretrained(tmp_path / "old")
@@ -67,21 +67,21 @@ def test_what_was_loaded_from_old_names_is_saved_as_transformers_does(tmp_path: 
 
 @pytest.mark.parametrize("name", ["gpt2", "tied_llama"])
 def test_weights_of_the_base_model_alone(name: str, tmp_path: Path) -> None:
-    """As the published GPT-2 has them: no prefix, and the tied head not at all."""
+    """Names without prefix and without the tied head, as in the published GPT-2."""
     make(name).base_model.save_pretrained(tmp_path)
     assert not any(key.startswith(make(name).base_model_prefix) for key in tensors_in(tmp_path))
 
     assert differing(as_transformers(name, tmp_path), make(name).state_dict()) == []
 
 
-def test_the_tied_weight_under_its_other_name(tmp_path: Path) -> None:
+def test_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
     saved_by_transformers("tied_llama", tmp_path)
     rename(tmp_path, lambda name: name.replace("model.embed_tokens.weight", "lm_head.weight"))
 
     assert differing(as_transformers("tied_llama", tmp_path), make("tied_llama").state_dict()) == []
 
 
-def test_the_tied_weight_under_both_names(tmp_path: Path) -> None:
+def test_a_tied_weight_under_both_names(tmp_path: Path) -> None:
     saved_by_transformers("tied_llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -90,7 +90,7 @@ def test_the_tied_weight_under_both_names(tmp_path: Path) -> None:
     assert differing(as_transformers("tied_llama", tmp_path), make("tied_llama").state_dict()) == []
 
 
-def test_buffers_that_checkpoints_once_had(tmp_path: Path) -> None:
+def test_obsolete_buffers_are_ignored(tmp_path: Path) -> None:
     saved_by_transformers("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
@@ -100,7 +100,7 @@ def test_buffers_that_checkpoints_once_had(tmp_path: Path) -> None:
 
 
 def batch_norms(seed: int) -> nn.Module:
-    """A module that is not transformers', with buffers that change, tied weights, and buffers that are not saved."""
+    """A module that is not from transformers, with changing buffers, unsaved buffers and tied weights."""
     model = BatchNorms()
     generator = torch.Generator().manual_seed(seed)
     for tensor in model.state_dict().values():
@@ -123,7 +123,7 @@ def load_plain(rank: int, ranks: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 3), (3, 1), (3, 2)])
-def test_a_module_that_is_not_of_transformers(saving: int, loading: int, tmp_path: Path) -> None:
+def test_a_module_that_is_not_from_transformers(saving: int, loading: int, tmp_path: Path) -> None:
     run_ranks(saving, save_plain, saving, tmp_path)
 
     names = set(batch_norms(1).state_dict())

@@ -1,4 +1,4 @@
-"""What save_pretrained leaves where it cannot write, what it replaces, and what it refuses."""
+"""``save_pretrained``: failed writes, replaced checkpoints, refused models and the written files."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def save(rank: int, ranks: int, folder: Path, seed: int) -> None:
 
 def test_an_earlier_checkpoint_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
-    # Of a save that was killed.
+    # Files of a killed save.
     (tmp_path / ".unfinished" / "tmp1").mkdir(parents=True)
     for name in ("model-00003-of-00009.safetensors", ".tmpABCDEF", "tmp1/config.json"):
         (tmp_path / ".unfinished" / name).write_text("{}")
@@ -53,7 +53,7 @@ def test_an_earlier_checkpoint_is_replaced(tmp_path: Path) -> None:
 
 
 def error_of_saving(rank: int, ranks: int, folder: Path, failing_rank: int | None) -> str:
-    """With which a rank fails; ``failing_rank`` may not write so large a file as its own."""
+    """The error of this rank; ``failing_rank`` must not write files of the size that it needs."""
     wrapped = wrap(make("llama", seed=5), ranks)
     if rank == failing_rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(failing_rank: int, tmp_path: 
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
+def test_a_file_at_the_path_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     for message in run_ranks(2, error_of_saving, 2, tmp_path / "file", None):
@@ -92,14 +92,12 @@ def test_a_directory_that_cannot_be_made() -> None:
         assert "/proc/1/nothing" in message
 
 
-def test_a_save_that_is_killed_while_it_renames_leaves_no_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_killed_while_it_renames_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(2, save, 2, tmp_path, 1)
     wrapped = wrap(make("llama", seed=5))
 
     class Killed(BaseException):
-        """Not an error: nothing cleans up after it."""
+        """An exception that no handler of the save catches."""
 
     replaced = []
 
@@ -122,7 +120,7 @@ def test_a_save_that_is_killed_while_it_renames_leaves_no_whole_checkpoint(
 
 
 def save_without_values(rank: int, folder: Path) -> str:
-    # One rank has values, the other not.
+    # Only rank 0 has values.
     wrapped = wrap(on_meta("llama"), 2)
     if rank == 0:
         wrapped.materialise()
@@ -155,7 +153,7 @@ def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sign", "kind"), [("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with adapters")]
 )
-def test_models_of_another_format_are_refused(sign: str, kind: str, tmp_path: Path) -> None:
+def test_quantized_models_and_adapters_are_refused(sign: str, kind: str, tmp_path: Path) -> None:
     model = make("llama")
     setattr(model, sign, True)
     wrapped = wrap(model)
@@ -163,7 +161,7 @@ def test_models_of_another_format_are_refused(sign: str, kind: str, tmp_path: Pa
         save_pretrained(wrapped, tmp_path)
 
 
-def test_tensors_that_are_one_in_the_file_and_on_two_ranks_here() -> None:
+def test_sources_of_a_conversion_on_two_ranks_are_refused() -> None:
     model = build("masked-lm", "nomic_bert", "meta")
     layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
     (whole,) = plan_shards(model, [], [layouts])
@@ -177,13 +175,13 @@ def test_tensors_that_are_one_in_the_file_and_on_two_ranks_here() -> None:
     assert all(name in str(caught.value) for name in (first, *others))
 
 
-def test_a_model_that_is_not_wrapped(tmp_path: Path) -> None:
+def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
     unwrapped: Any = make("llama")
     with pytest.raises(TypeError, match="save_pretrained is for an NxDPPModel"):
         save_pretrained(unwrapped, tmp_path)
 
 
-def test_what_is_changed_on_the_model_after_wrapping_is_saved(tmp_path: Path) -> None:
+def test_changes_after_wrapping_are_saved(tmp_path: Path) -> None:
     wrapped = wrap(make("llama"))
     wrapped.to(torch.bfloat16)
     save_pretrained(wrapped, tmp_path)
@@ -210,7 +208,7 @@ def test_a_rank_writes_several_files(tmp_path: Path) -> None:
             f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
         ]
         sizes = [sum(tensor.nbytes for tensor in load_file(tmp_path / name / shard).values()) for shard in shards]
-        # The experts of a layer of the mixtral, made at once, are larger, as is the embedding.
+        # The embedding and the converted experts of a layer of the Mixtral are larger.
         assert max(sizes) <= (20_000 if name == "llama" else 50_000), sizes
         assert min(sizes[:-1]) > 0
         expected = type(make(name)).from_pretrained(tmp_path / name).state_dict()
@@ -220,7 +218,7 @@ def test_a_rank_writes_several_files(tmp_path: Path) -> None:
         assert {tensor: file for file in shards for tensor in load_file(tmp_path / name / file)} == index["weight_map"]
 
 
-def test_files_have_the_permissions_of_any_other(tmp_path: Path) -> None:
+def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
     wrapped = wrap(make("llama"))
     for mask, mode in ((0o027, 0o640), (0o022, 0o644)):
         before = os.umask(mask)
@@ -229,16 +227,16 @@ def test_files_have_the_permissions_of_any_other(tmp_path: Path) -> None:
         assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {mode}
 
 
-def test_the_files_say_what_wrote_them(tmp_path: Path) -> None:
+def test_files_name_their_format(tmp_path: Path) -> None:
     save_pretrained(wrap(make("llama")), tmp_path)
 
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        # Without it transformers refuses a file.
+        # transformers refuses a file without it.
         assert file.metadata() == {"format": "pt"}
 
 
 class Overlapping(nn.Module):
-    """Tensors that safetensors does not take as they are."""
+    """Module with tensors that safetensors does not accept directly."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -285,7 +283,7 @@ def save_with_complex_numbers(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_dtype_that_no_file_can_hold(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, save_with_complex_numbers, tmp_path / "none"):
         assert "layers.1.turns is of torch.complex128, which a safetensors file cannot hold: convert it" in message
     assert not (tmp_path / "none").exists()

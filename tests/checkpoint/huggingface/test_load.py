@@ -1,4 +1,4 @@
-"""Of the files a rank reads the headers, and the values of its own tensors; dtypes, classes and attributes stay."""
+"""``load_pretrained``: a rank reads only its own tensors, and parameters keep dtype, class and attributes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ def wrap_as(rank: int, ranks: int, model: nn.Module, **arguments: Any) -> NxDPPM
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Name, start and stop of all parts of tensors whose values are asked for."""
+    """Name, start and stop of all parts of tensors that are read."""
     parts = []
     part = Mapping.part
 
@@ -57,7 +57,7 @@ def test_a_rank_reads_its_own_tensors_once(name: str, tmp_path: Path, read: list
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
-def test_values_come_in_the_dtypes_of_the_model(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+def test_values_have_the_dtypes_of_the_model(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
     for name in ("llama", "mixtral"):
         make(name).to(stored).save_pretrained(tmp_path / name)
         expected = type(make(name)).from_pretrained(tmp_path / name, dtype=wanted).state_dict()
@@ -69,10 +69,10 @@ def test_values_come_in_the_dtypes_of_the_model(stored: torch.dtype, wanted: tor
 
 
 class Marked(nn.Parameter):
-    """A parameter of a class of its own."""
+    """Subclass of ``nn.Parameter``."""
 
 
-def test_what_is_noted_on_parameters_on_meta_survives(tmp_path: Path) -> None:
+def test_meta_parameters_keep_class_and_attributes(tmp_path: Path) -> None:
     saved_by_transformers("tied_llama", tmp_path)
     model = on_meta("tied_llama")
     head = Marked(torch.empty_like(model.lm_head.weight), requires_grad=False)
@@ -124,7 +124,7 @@ class AllKinds(nn.Module):
             self.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(3, dtype=dtype))
         self.register_buffer("scalar", torch.tensor(0.0))
         self.register_buffer("empty", torch.zeros(0, 3))
-        # Of several pieces, with few rows.
+        # Several pieces, but few rows.
         self.register_buffer("wide", torch.zeros(1, 2**23 + 5, dtype=torch.uint8))
         self.register_buffer("wide_too", torch.zeros(3, 1, 2**21, dtype=torch.float64))
 
@@ -147,7 +147,7 @@ def test_all_kinds_of_buffers(tmp_path: Path) -> None:
     assert differing(wrapped.local_state_dict(), stored) == []
 
 
-def test_a_layer_that_was_loaded_trains(tmp_path: Path) -> None:
+def test_a_loaded_layer_trains(tmp_path: Path) -> None:
     saved_by_transformers("llama", tmp_path)
     wrapped = wrap(on_meta("llama"))
     assert isinstance(llama(), type(wrapped.original_module))
