@@ -30,6 +30,12 @@ def test_every_arrow_is_in_the_design(imports: dict[str, set[str]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_every_arrow_of_the_design_is_in_the_code(imports: dict[str, set[str]]) -> None:
+    found = {(source, target) for _, _, source, target in _arrows(imports)}
+    unused = {(source, target) for source, targets in _arrows_of_the_design().items() for target in targets} - found
+    assert not unused
+
+
 def test_no_circle(imports: dict[str, set[str]]) -> None:
     TopologicalSorter(_arrows_of_the_design()).prepare()  # raises CycleError with the circle
     TopologicalSorter(imports).prepare()
