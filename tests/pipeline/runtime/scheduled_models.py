@@ -10,19 +10,7 @@ from torch import nn
 from nxdpp import NxDPPModel
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.families.registry import FAMILIES
-
-WIDTH = 4
-
-
-class Block(nn.Module):
-    """A layer; cuts follow it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(hidden))
+from tests.support.plain_models import WIDTH, Block
 
 
 class Chain(nn.Module):
