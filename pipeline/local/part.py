@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds, and the initial weights of what it holds on the meta device."""
+"""The part of a model that one rank holds, and the initial weights of its tensors on the meta device."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -109,7 +109,7 @@ class LocalPart:
         check_no_optimizer_holds(replaced, "Make the optimizer after move_model_to_device().")
         values, origin = self._values(places)
         if origin is not None and not is_loaded:
-            self.origin = f"initial values from {origin}"
+            self.origin = f"initial weights from {origin}"
         self.replace_tensors([place.tensor for place in places], values)
         watch_replaced(replaced)
         return True

@@ -15,7 +15,7 @@ _STORES = ("_modules", "_parameters", "_buffers")
 
 
 class _Slot(NamedTuple):
-    """The place of one module, parameter or buffer, in a container of the tree and in the module that it mirrors."""
+    """The place of a module, parameter or buffer in a container and in the module that it mirrors."""
 
     name: str
     key: str
@@ -62,8 +62,8 @@ class ReplacementSync:
         Replacements of what other ranks hold are undone: those ranks make them themselves.
 
         Raises:
-            RuntimeError: for a removal, for two different replacements of one module, and for a replaced container,
-                which no stage runs as a whole; nothing is changed then.
+            RuntimeError: for a removal, two different replacements of one module, and a replaced container; nothing
+                is changed then.
         """
         for slot, known in self._containers:
             if any(now is not before for now, before in zip(slot.found, known, strict=True)):

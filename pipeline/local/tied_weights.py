@@ -103,10 +103,12 @@ class TiedWeights:
         self._accumulated = []
 
     def _sum(self, parameter: nn.Parameter, weight: TiedWeight, transport: Transport) -> torch.Tensor:
+        """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens."""
         own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         (layout,) = layout_of(own).tensors
         own = layout.arrange(own)
         first, *others = weight.ranks
+        # The first owner adds up and sends the sum back, so that all copies get the same bits.
         if self._rank != first:
             self._sends.append(transport.send(own, first, Direction.GRADIENT, weight.number))
             return transport.post_receive(layout, first, Direction.ACTIVATION, weight.number)()

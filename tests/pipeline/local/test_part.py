@@ -90,7 +90,7 @@ def test_different_seeds_of_ranks_are_refused(ranks: int) -> None:
         run_ranks(2, step_with_seeds, ranks)
 
     for seed in (0, 1):
-        assert f"rank {seed} (rank {seed}): initial values from torch.initial_seed() {seed}" in str(caught.value)
+        assert f"rank {seed} (rank {seed}): initial weights from torch.initial_seed() {seed}" in str(caught.value)
     assert "torch.manual_seed" in str(caught.value)
 
 
@@ -238,7 +238,7 @@ def other_states(rank: int) -> None:
 
 
 def test_different_recorded_random_numbers_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"initial values from torch.initial_seed\(\) 7, state \w{16} of its"):
+    with pytest.raises(AssertionError, match=r"initial weights from torch.initial_seed\(\) 7, state \w{16} of its"):
         run_ranks(2, other_states)
 
 
