@@ -35,7 +35,7 @@ _FREE = frozenset(
 
 
 def machine_balance(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOPs on ``dtype`` that a typical device of this type does while it moves one byte of its memory."""
+    """Return the FLOPs on ``dtype`` that a typical device of this type does while it moves one byte."""
     if device.type == "cpu":
         return _CPU_BALANCE
     return _HALF_BALANCE if dtype.itemsize <= _HALF_BYTES else _SINGLE_BALANCE

@@ -60,7 +60,7 @@ def initial_value(node: fx.Node, root: nn.Module, inputs: Mapping[str, Any]) -> 
 def cost_key(run: NodeRun) -> Any:
     """Return a key that runs of equal cost share: classes and parameters of the module, specs of the arguments.
 
-    Return ``None`` without parameters: such a node is cheap, and its cost may depend on values.
+    Return ``None`` without parameters. The node is then cheap, and its cost may depend on values.
     """
     if run.module is None or not has_parameters(run.module):
         return None

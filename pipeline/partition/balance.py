@@ -152,7 +152,7 @@ def _cut_exactly(problem: _Problem) -> list[int] | None:
 
 
 def _cheapest(problem: _Problem, load: _Load, combine: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """Return the least combined load of contiguous stages, infinite if there is none, and the end of each stage."""
+    """Return the least combined load of contiguous stages, infinite if no cut fits, and the end of each stage."""
     layers, stages = problem.layers, problem.stages
     best = [0.0] + [math.inf] * layers
     starts: list[list[int]] = []
@@ -175,7 +175,7 @@ def _cheapest(problem: _Problem, load: _Load, combine: Callable[[float, float], 
 
 
 def _cut_by_search(problem: _Problem) -> list[int] | None:
-    """Return the ends of a good cut for several stages a rank, or ``None`` if no cut that fits is found."""
+    """Return the ends of a good cut for several stages a rank, or ``None`` if no cut is found."""
     ends = _search(problem, problem.work)
     if ends is None or max(problem.loads(ends, problem.bytes)) <= problem.limit:
         return ends

@@ -55,7 +55,7 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model that ``architectures`` names, or the first one of the type, in the configuration's dtype.
 
-    Raises ``ValueError`` for a model of none of the six tasks, and for a configuration that the model refuses.
+    Raises ``ValueError`` for a model of another task than the six, and for a configuration that the model refuses.
     """
     model_class = _model_class(config)
     try:
@@ -73,8 +73,8 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 def microbatch_on_meta(model: PreTrainedModel, size: int, length: int | None) -> dict[str, torch.Tensor]:
     """Return inputs and labels of ``size`` samples ``B`` without data.
 
-    Tokens have the shape ``(B, T)``, waveforms ``(B, samples)``, spectrograms ``(B, frames, bins)`` or, with a decoder,
-    ``(B, bins, frames)``, and images ``(B, C, height, width)``.
+    Shapes: tokens ``(B, T)``, waveforms ``(B, samples)``, images ``(B, C, height, width)``, spectrograms
+    ``(B, frames, bins)``, and with a decoder ``(B, bins, frames)``.
 
     Args:
         model: the model.

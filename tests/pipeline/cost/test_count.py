@@ -82,7 +82,7 @@ def test_linear_layers_by_hand() -> None:
     layers = [_of(costs, f"layers.{index}") for index in range(3)]
 
     assert [layer.forward for layer in layers] == [2 * 5 * 8 * 16, 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
-    # The first layer needs no gradient of its input. The last layer needs none of its weight.
+    # The first layer needs no gradient of its input. The last layer needs no gradient of its weight.
     assert [layer.backward for layer in layers] == [2 * 5 * 8 * 16, 2 * 2 * 5 * 16 * 4, 2 * 5 * 4 * 32]
     assert [layer.saved_values for layer in layers] == [("x",), ("model_layers_0",), ()]
     assert [layer.output_bytes for layer in layers] == [5 * 16 * 4, 5 * 4 * 4, 5 * 32 * 4]
