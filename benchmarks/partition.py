@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa:
 from benchmarks.report import markdown_table  # noqa: E402
 from nxdpp.pipeline.cost.count import count_costs  # noqa: E402
 from nxdpp.pipeline.cost.layer_costs import layer_costs  # noqa: E402
-from nxdpp.pipeline.cost.measure import profile_nodes  # noqa: E402
+from nxdpp.pipeline.cost.measure import measure_nodes  # noqa: E402
 from nxdpp.pipeline.partition.assignment import assign_layers  # noqa: E402
 from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts  # noqa: E402
 from nxdpp.pipeline.partition.partition import GivenCuts, even  # noqa: E402
@@ -103,15 +103,15 @@ def _large_cells(name: str) -> list[str]:
 def _counted(
     traced: TracedGraph, model: PreTrainedModel, batch: Mapping[str, torch.Tensor], device: str
 ) -> list[LayerCost]:
-    return layer_costs(traced, model, count_costs(traced, model, batch, torch.device(device)), traced.layers)
+    return layer_costs(traced, model, count_costs(traced, model, batch, torch.device(device)))
 
 
 def _profiled(traced: TracedGraph, model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[LayerCost]:
     cpu = torch.device("cpu")
-    seconds = profile_nodes(traced, model, batch, assign_layers(traced, model, traced.layers), cpu)
+    seconds = measure_nodes(traced, model, batch, assign_layers(traced, model, traced.layers), cpu)
     costs = count_costs(traced, model, batch, cpu)
     timed = {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in costs.items()}
-    return layer_costs(traced, model, timed, traced.layers)
+    return layer_costs(traced, model, timed)
 
 
 def _cuts(name: str, traced: TracedGraph, costs: Sequence[LayerCost]) -> list[str]:
