@@ -17,16 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.cost.roofline import FLOP_FORMULAS, WorkCounter, accumulation_work, machine_balance
-from nxdpp.pipeline.cost.run_node import (
-    NodeRun,
-    backward,
-    cost_key,
-    has_parameters,
-    initial_value,
-    map_tensors,
-    run_of,
-    tensors_in,
-)
+from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, initial_value, map_tensors, run_of, tensors_in
 from nxdpp.tracing.sizes import FakeCopies
 from nxdpp.tracing.trace import TracedGraph
 
@@ -135,7 +126,7 @@ class _Counter:
     def _count(self, run: NodeRun) -> _Counted:
         with suppress(Exception):
             return _count(run, self._balance)
-        if run.module is not None and has_parameters(run.module):
+        if run.module is not None and next(run.module.parameters(), None) is not None:
             return _estimate(run, self._balance)
         # Autograd refuses a change in place of a leaf.
         with suppress(Exception), torch.no_grad():

@@ -62,18 +62,13 @@ def cost_key(run: NodeRun) -> Any:
 
     Return ``None`` without parameters. The node is then cheap, and its cost may depend on values.
     """
-    if run.module is None or not has_parameters(run.module):
+    if run.module is None or next(run.module.parameters(), None) is None:
         return None
     leaves, structure = flatten((run.args, run.kwargs))
     arguments = tuple(_spec(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     modules = tuple((name, type(module), module.training) for name, module in run.module.named_modules())
     parameters = tuple((name, _spec(parameter)) for name, parameter in run.module.named_parameters())
     return modules, parameters, arguments, str(structure)
-
-
-def has_parameters(module: nn.Module) -> bool:
-    """Return True if ``module`` has parameters."""
-    return any(True for _ in module.parameters())
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
