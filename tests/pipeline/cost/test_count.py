@@ -154,7 +154,8 @@ def test_equal_layers_have_equal_costs() -> None:
     model = make("llama", layers=3)
     model.model.layers[1].mlp.gate_proj = nn.Linear(32, 48, bias=True)
     model.model.layers[2].requires_grad_(False)
-    costs = [_of(_costs(model, _batch()), f"model.layers.{index}") for index in range(3)]
+    node_costs = _costs(model, _batch())
+    costs = [_of(node_costs, f"model.layers.{index}") for index in range(3)]
 
     assert costs[0].forward == costs[1].forward == costs[2].forward
     assert costs[2].backward < costs[0].backward
