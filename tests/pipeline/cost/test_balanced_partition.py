@@ -143,7 +143,7 @@ BATCH = {"input_ids": torch.empty(1, 8, dtype=torch.int64, device="meta")}
         ("balanced", {**BATCH, "use_cache": False}, None, False, r"other values: \['use_cache'\]"),
         ("balanced", BATCH, ["model.layers.0"], False, "pipeline_cuts exclude each other"),
         ("balanced", BATCH, None, True, "auto_partition=True, .* exclude each other"),
-        ("even", {}, None, False, "to be the inputs of one microbatch"),
+        ("even", {}, None, False, "needs partition_batch: the inputs of one microbatch"),
     ],
 )
 def test_contradicting_arguments(partition: str, batch: Any, cuts: Any, auto: bool, message: str) -> None:
