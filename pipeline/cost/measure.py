@@ -1,4 +1,4 @@
-"""Seconds of forward and backward of the nodes of a traced graph on a device, measured one node at a time.
+"""Seconds of forward and backward of the nodes of a traced graph, measured on a device one node at a time.
 
 A module is copied to the device only while it is measured. The model may thus be larger than the device. Of equal
 layers only the first is measured.
