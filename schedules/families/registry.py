@@ -11,20 +11,8 @@ from nxdpp.schedules.families.zb1p import ZB1P
 from nxdpp.schedules.families.zb_h1 import ZB_H1
 from nxdpp.schedules.families.zb_v import ZB_V
 
-FAMILIES = {
-    family.name: family
-    for family in (
-        GPIPE,
-        ONE_FORWARD_ONE_BACKWARD,
-        EAGER_1F1B,
-        INTERLEAVED,
-        ZB_H1,
-        ZB1P,
-        ZB_V,
-        V_HALF,
-        V_MIN,
-    )
-}
+_ALL = (GPIPE, ONE_FORWARD_ONE_BACKWARD, EAGER_1F1B, INTERLEAVED, ZB_H1, ZB1P, ZB_V, V_HALF, V_MIN)
+FAMILIES = {family.name: family for family in _ALL}
 
 
 def find_family(name: str) -> Family:

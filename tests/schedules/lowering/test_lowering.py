@@ -25,13 +25,17 @@ def _each(action: Action, pipeline: Pipeline) -> list[Action]:
     """Replace a send or receive without a peer by one for each peer on another rank."""
     if action.peer is not None:
         return [action]
-    to_users = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
-    return [action._replace(peer=peer) for peer in _peers(action.stage, to_users, pipeline)]
+    to_destinations = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
+    return [action._replace(peer=peer) for peer in _peers(action.stage, to_destinations, pipeline)]
 
 
-def _peers(stage: int, users: bool, pipeline: Pipeline) -> list[int]:
+def _peers(stage: int, to_destinations: bool, pipeline: Pipeline) -> list[int]:
     rank_of = pipeline.placement.rank_of
-    peers = [(user if users else maker) for maker, user in pipeline.edges if stage == (maker if users else user)]
+    peers = [
+        (destination if to_destinations else source)
+        for source, destination in pipeline.edges
+        if stage == (source if to_destinations else destination)
+    ]
     return sorted(peer for peer in peers if rank_of(peer) != rank_of(stage))
 
 
@@ -48,21 +52,21 @@ def test_compute_actions_are_unchanged(pipeline: Pipeline, ahead: int) -> None:
 def test_sends_and_receives_are_those_of_the_edges(pipeline: Pipeline, ahead: int) -> None:
     """None between stages on one rank; one gradient for each activation in training."""
     remote = [
-        (maker, user)
-        for maker, user in pipeline.edges
-        if pipeline.placement.rank_of(maker) != pipeline.placement.rank_of(user)
+        (source, destination)
+        for source, destination in pipeline.edges
+        if pipeline.placement.rank_of(source) != pipeline.placement.rank_of(destination)
     ]
     expected = Counter(
         action
-        for maker, user in remote
+        for source, destination in remote
         for microbatch in range(pipeline.microbatches)
         for action in (
-            Action(maker, ActionKind.SEND_ACTIVATION, microbatch, user),
-            Action(user, ActionKind.RECEIVE_ACTIVATION, microbatch, maker),
+            Action(source, ActionKind.SEND_ACTIVATION, microbatch, destination),
+            Action(destination, ActionKind.RECEIVE_ACTIVATION, microbatch, source),
             *(
                 (
-                    Action(user, ActionKind.SEND_GRADIENT, microbatch, maker),
-                    Action(maker, ActionKind.RECEIVE_GRADIENT, microbatch, user),
+                    Action(destination, ActionKind.SEND_GRADIENT, microbatch, source),
+                    Action(source, ActionKind.RECEIVE_GRADIENT, microbatch, destination),
                 )
                 if pipeline.trains
                 else ()
@@ -110,9 +114,9 @@ def test_a_receive_is_posted_in_time_and_a_send_at_once(pipeline: Pipeline, ahea
                 assert computed.kind in MADE_BY[action.kind]
             else:
                 computed = action
-                for kind, users in ((ActionKind.RECEIVE_ACTIVATION, False), (ActionKind.RECEIVE_GRADIENT, True)):
+                for kind, destinations in ((ActionKind.RECEIVE_ACTIVATION, False), (ActionKind.RECEIVE_GRADIENT, True)):
                     if action.kind in NEEDED_BY[kind]:
-                        for peer in _peers(action.stage, users, pipeline):
+                        for peer in _peers(action.stage, destinations, pipeline):
                             assert Action(action.stage, kind, action.microbatch, peer) in posted
 
 

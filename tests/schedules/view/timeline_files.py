@@ -27,14 +27,14 @@ def events(timeline: Timeline, step: int, transfer: float = 0.0) -> list[dict[st
         before = 0.0
         for span in spans:
             stage, kind, microbatch, _ = span.action
-            said = {"step": step, "kind": kind.value, "stage": stage, "microbatch": microbatch}
-            maker = stage + (-1 if kind is ActionKind.FORWARD else 1)
-            made = ends.get(span.action._replace(stage=maker))
-            if made is not None and kind is not ActionKind.WEIGHT_GRADIENT and rank_of[maker] != rank:
+            arguments = {"step": step, "kind": kind.value, "stage": stage, "microbatch": microbatch}
+            source = stage + (-1 if kind is ActionKind.FORWARD else 1)
+            made = ends.get(span.action._replace(stage=source))
+            if made is not None and kind is not ActionKind.WEIGHT_GRADIENT and rank_of[source] != rank:
                 letter = "F" if kind is ActionKind.FORWARD else "B"
                 there = max(before, made + transfer)
-                found.append(_event("wait", "wait", rank, before, there, said | {"kind": letter, "other": maker}))
-            found.append(_event(str(span.action), "compute", rank, span.start, span.end, said))
+                found.append(_event("wait", "wait", rank, before, there, arguments | {"kind": letter, "other": source}))
+            found.append(_event(str(span.action), "compute", rank, span.start, span.end, arguments))
             before = span.end
     return found
 
@@ -43,7 +43,7 @@ def text(parts: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(map(json.dumps, parts)) + "\n]\n"
 
 
-def _event(name: str, category: str, rank: int, start: float, end: float, said: dict[str, Any]) -> dict[str, Any]:
+def _event(name: str, category: str, rank: int, start: float, end: float, arguments: dict[str, Any]) -> dict[str, Any]:
     # The clock starts long before the step.
     times = {"ts": 7e6 + 1000 * start, "dur": 1000 * (end - start)}
-    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": rank, **times, "args": said}
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": rank, **times, "args": arguments}
