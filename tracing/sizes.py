@@ -5,6 +5,7 @@ on with fake tensors. The answer becomes a fact: inputs for which a fact does no
 """
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.tracing.input_specs import COMPARISONS
+from nxdpp.tracing.swap import swapped
 
+# Fake tensors log the errors that end here as UnknownSizeError.
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # Names of inputs with their shapes and dtypes.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -97,7 +101,7 @@ class Sizes:
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         try:
-            with self._mode, torch.no_grad():
+            with swapped(vars(_LOG), {"disabled": True}), self._mode, torch.no_grad():
                 for needed in _in_order(node):
                     if needed not in self._values:
                         self._values[needed] = self._value(needed)
