@@ -38,7 +38,8 @@ A graph cannot ask `x is None` of a value that exists only at run time. The trac
   it is. Items of a mask are checked at run time. `gemma4` and `gemma4_unified` slice masks only for `logits_to_keep`
   above 0.
 
-No type of this page needs more: their rates are as before, when the tracer followed the bytecode of these comparisons.
+Of these types only `hiera` and `xlnet` compare a value that is `None`. This rule replaces one that followed the
+bytecode of the comparisons. The rates with that one were 97.3 % (causal-lm), 94.1 % (masked-lm), 100 % and 100 %.
 
 ## Results
 
