@@ -74,6 +74,7 @@ class StageRunner:
         self.results: dict[int, list[Any]] = {}
         self._module = program.module
         self._plan = program.plan
+        self._names = program.plan.made
         self._channels_in = channels_in
         self._channels_out = channels_out
         # The schedule has no send for tensors that stay on this rank, and none for metadata.
@@ -118,7 +119,7 @@ class StageRunner:
             values = self._module.forward(*arguments)
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
-        made = dict(zip(self._plan.made, values, strict=True))
+        made = dict(zip(self._names, values, strict=True))
         # Metadata exchange in a first step; in later ones check that the layouts are the same.
         if not self._metadata_sent:
             self._send_metadata(made)
