@@ -12,12 +12,6 @@ from nxdpp.tracing.huggingface import recorded_masks
 from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
 
 ROOT = torch.nn.Module()
-# transformers 5.17 has no indexed attention.
-INDEXED = [
-    (Gemma2Config(layer_types=[kind], num_hidden_layers=1), 1)
-    for kind in ("indexed_attention",)
-    if kind in masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-]
 
 
 def masks_of(config: PreTrainedConfig, embeds: Any) -> Any:
@@ -28,7 +22,7 @@ def masks_of(config: PreTrainedConfig, embeds: Any) -> Any:
     ("config", "count"),
     [
         (Gemma2Config(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2), 2),
-        *INDEXED,
+        (Gemma2Config(layer_types=["indexed_attention"], num_hidden_layers=1), 1),
         (Gemma2Config(layer_types=["hybrid"], num_hidden_layers=1), 2),
         (LlamaConfig(), None),
     ],
