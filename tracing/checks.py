@@ -18,7 +18,7 @@ import inspect
 import operator
 import types
 from itertools import islice
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -106,12 +106,14 @@ def _type_of(node: fx.Node) -> type:
 def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
     """``value``, checked to be one where a module may return ``None`` for it; ``None`` where the module does.
 
-    The first item of an output is a value. So is a whole output whose annotation does not name ``None``.
+    A whole output whose annotation excludes ``None`` is a value. The first item of an output, and a whole output
+    without an annotation, count as values too, and the graph checks them.
     """
     tracer: Any = value.tracer
-    if not _may_be_none(value.node, tracer.root):
+    expected = _expectation(value.node, tracer.root)
+    if expected == "value":
         return value
-    return None if tracer.is_none(value.node) else _checked(value)
+    return None if expected == "either" and tracer.is_none(value.node) else _checked(value)
 
 
 def mask_with_items(mask: fx.Proxy) -> fx.Proxy:
@@ -123,25 +125,30 @@ def _checked(value: fx.Proxy) -> fx.Proxy:
     return record_opaque_call(expect_value, (value, model_line(calling_line())), {})
 
 
-def _may_be_none(node: fx.Node, root: nn.Module) -> bool:
+def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "unchecked value", "either"]:
+    """Return the expectation of an output, or an item of it: surely a value, probably a value, or possibly ``None``."""
     is_first = is_whole = True
-    while node.op == "call_function" and node.target is operator.getitem and builtins.isinstance(node.args[0], fx.Node):
+    while node.op == "call_function" and node.args and builtins.isinstance(source := node.args[0], fx.Node):
+        if builtins.isinstance(node.target, OpaqueCall) and node.target.function is expect_value:
+            node = source
+            continue
+        if node.target is not operator.getitem:
+            break
         index = node.args[1]
         start = index.start if builtins.isinstance(index, slice) else index
         if not builtins.isinstance(start, int | str | None) or (is_whole and builtins.isinstance(index, slice)):
-            return False
+            return "value"
         is_first = is_first and start in (0, None)
         is_whole = False
-        node = node.args[0]
-    if node.op != "call_module":
-        return False
-    module = root.get_submodule(str(node.target))
-    return not is_from_torch(module) and (_declares_none(module) if is_whole else not is_first)
-
-
-def _declares_none(module: nn.Module) -> bool:
+        node = source
+    if node.op != "call_module" or is_from_torch(module := root.get_submodule(str(node.target))):
+        return "value"
+    if not is_whole:
+        return "unchecked value" if is_first else "either"
     try:
         declared = inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)
     except NameError:  # a name that its Python module imports for type checkers alone
-        return False
-    return declared is None or type(None) in get_args(declared)
+        declared = Any
+    if declared is None or type(None) in get_args(declared):
+        return "either"
+    return "unchecked value" if declared is Any else "value"

@@ -289,3 +289,36 @@ def test_items_of_a_mask_that_is_none_are_an_error_with_the_line(use: Callable[[
     assert torch.equal(ours, theirs)
     with pytest.raises(RuntimeError, match=rf"is None(.|\n)*test_checks.py:\d+, in {use.__name__}"):
         results(use, FULL)
+
+
+class _SometimesNone(nn.Module):
+    """Returns ``None`` for a whole output or a first item, without an annotation."""
+
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self.in_tuple = in_tuple
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return (None, x) if self.in_tuple else None
+
+
+class _AsksForNone(PlainModel):
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self.optional = _SometimesNone(in_tuple)
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self.optional(hidden)
+        if self.optional.in_tuple:
+            found = found[0]
+        return hidden if found is None else hidden + 1
+
+
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_none_where_a_value_was_expected_is_an_error_and_no_other_branch(in_tuple: bool) -> None:
+    model = _AsksForNone(in_tuple)
+    x = {"x": torch.ones(3, 4)}
+    traced = trace_with(model, x, options_for(model, PlainLayer))
+
+    with pytest.raises(RuntimeError, match=r"a value between layers is None; the trace took it not to be None"):
+        run_graph(model, traced, x)
