@@ -1,4 +1,4 @@
-"""Values of which several stages have copies: a change in place on one stage would be missing on the others.
+"""Guard of values with copies on several stages: an in-place change on one stage would be missing on the others.
 
 ::
 
@@ -6,7 +6,7 @@
     hidden = layer(x) ────────▶ layer(hidden)   hidden += 1
            └──────────────────────────────────────────────────▶ other(hidden)      without the 1
 
-In one process there is one tensor. Here a change is noticed, by the version that torch counts, and refused.
+One process has one tensor. Here the guard finds a change by torch's version counters, and refuses it.
 """
 
 from typing import Any
@@ -19,23 +19,23 @@ from nxdpp.tracing.errors import model_line
 
 
 def versions(value: Any) -> tuple[int, ...]:
-    """How often each tensor of ``value`` has been changed in place."""
+    """Return the number of in-place changes of each tensor of ``value``."""
     leaves = (value,) if isinstance(value, torch.Tensor) else leaves_of(value)
     return tuple(-1 if t.is_inference() else t._version for t in leaves if isinstance(t, torch.Tensor))
 
 
 def expect_unchanged(value: Any, before: tuple[int, ...], name: str, where: str = "") -> None:
-    """Raise ``RuntimeError`` where a tensor of ``value`` has been changed in place since it had these versions."""
+    """Raise ``RuntimeError`` for a tensor of ``value`` that changed in place since it had the versions ``before``."""
     if versions(value) != before:
         raise RuntimeError(
             f"the value {name}, of which several stages have copies, is changed in place on this one{where}; the "
-            f"others would not see it. Have the module that does so change a copy (hidden = hidden + ..., "
-            f"hidden.clone()), or cut so that all that use the value are on one stage (pipeline_cuts)."
+            f"others would not see it. Change a copy in that module (hidden = hidden + ..., hidden.clone()), or cut so "
+            f"that one stage has all users of the value (pipeline_cuts)."
         )
 
 
 class _Buffers:
-    """The buffers of a module that several stages run, and how often each has been changed."""
+    """The buffers of a module that several stages run, each with its versions."""
 
     __name__ = "buffers"
 
@@ -51,17 +51,17 @@ def expect_same_buffers(
     now: list[tuple[str, torch.Tensor, tuple[int, ...]]],
     module: str,
 ) -> None:
-    """Raise ``RuntimeError`` where a buffer of ``module`` has been changed or replaced."""
+    """Raise ``RuntimeError`` for a changed or replaced buffer of ``module``."""
     for (name, old, version), (_, new, current) in zip(before, now, strict=True):
         if old is not new or version != current:
             raise RuntimeError(
                 f"{module}.forward changes its buffer {name}, and {module} runs on several stages, each with a copy. "
-                f"It has to run on one: use a module for each place, or cut elsewhere (pipeline_cuts)."
+                f"It must run on one stage: use one module for each place, or cut elsewhere (pipeline_cuts)."
             )
 
 
-class Watch:
-    """Adds to a stage's graph the checks of values that other stages have copies of."""
+class Guard:
+    """Adds checks to a stage's graph, for values with copies on other stages."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -69,18 +69,18 @@ class Watch:
         self._buffers: list[tuple[_Buffers, fx.Node, str]] = []
 
     def begin_buffers(self, module: nn.Module, name: str) -> None:
-        """From here on the buffers of the module must not change."""
+        """Guard the buffers of ``module`` from here on."""
         buffers = _Buffers(module)
         self._buffers.append((buffers, self._graph.call_function(buffers), name))
 
     def begin(self, copy: fx.Node, original: fx.Node, user: fx.Node | None = None) -> None:
-        """From here on the value must not change; ``user`` is the node of the model that runs next, if only that."""
+        """Guard the value from here on, or around the next node of the model, ``user``."""
         before = self._graph.call_function(versions, (copy,))
         where = f" by {user.target}, at {model_line(user.stack_trace)}" if user is not None else ""
         self._begun.append((copy, before, original.name, where))
 
     def end(self) -> None:
-        """Check all values since their ``begin``."""
+        """Check all guarded values."""
         for copy, before, name, where in self._begun:
             self._graph.call_function(expect_unchanged, (copy, before, name, where))
         for buffers, before, name in self._buffers:
@@ -89,7 +89,7 @@ class Watch:
 
 
 def may_change_arguments(node: fx.Node, root: nn.Module) -> bool:
-    """Whether running ``node`` may change its arguments in place: a module does what it likes."""
+    """Return whether ``node`` may change its arguments in place. Modules other than torch's may."""
     if node.op == "call_module":
         modules = list(root.get_submodule(str(node.target)).modules())
         plain = all(type(module).__module__.startswith("torch.nn.modules.") for module in modules)

@@ -1,4 +1,4 @@
-"""The code of a rank's stages for one set of inputs."""
+"""Program of a rank: the modules of its stages for one kind of inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +7,11 @@ from torch import fx
 
 from nxdpp.pipeline.agreement.fingerprint import Fingerprint
 from nxdpp.pipeline.stages.split import StagePlan
-from nxdpp.schedules.lowering.lowering import StagePair
 
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage ready to run: ``module`` maps inputs, received values and metadata placeholders to ``plan.made``."""
+    """One stage: ``module`` maps inputs, received values and metadata placeholders to ``plan.made``."""
 
     plan: StagePlan
     module: fx.GraphModule
@@ -20,14 +19,16 @@ class StageProgram:
 
 @dataclass(eq=False)
 class RankProgram:
-    """The stages of a rank, by number.
+    """The stages of one rank.
 
-    ``edges`` are the pairs of stages of the whole pipeline between which values travel. ``graph`` is the fingerprint
-    of the graph of all stages, with all that must be alike on their ranks. ``results`` are the values that the last
-    stage ends with.
+    Attributes:
+        stages: the local stages, by number.
+        edges: pairs of source and destination stage, of the whole pipeline.
+        graph: fingerprint of the graph of all stages, and of all settings that must be equal on their ranks.
+        results: values that the last stage ends with.
     """
 
     stages: Mapping[int, StageProgram]
-    edges: frozenset[StagePair]
+    edges: frozenset[tuple[int, int]]
     graph: Fingerprint
     results: list[str]

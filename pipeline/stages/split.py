@@ -1,8 +1,8 @@
-"""From one graph to a graph for each stage, over the original modules.
+"""Split of a traced graph into one graph for each stage, over the original modules.
 
-An edge of the graph that crosses from one stage to a later one is a value to send. What follows from the inputs
-alone is copied into each stage that uses it; where such a node asks for the shape, dtype or device of a
-value of an earlier stage, the stage is given an empty metadata placeholder for it::
+An edge from one stage to a later one is a boundary value, which is sent. A node that follows from the inputs alone is
+copied into each stage that needs it. Such a node may read the shape, dtype or device of a value of an earlier stage.
+The stage then has an empty metadata placeholder for that value::
 
     stage 0                                  stage 1
     input_ids ── embed_tokens ── layers.0 ─────────▶ layers.1 ── norm ── lm_head ── loss
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from nxdpp.pipeline.stages.in_place_guard import Watch, may_change_arguments
+from nxdpp.pipeline.stages.in_place_guard import Guard, may_change_arguments
 from nxdpp.tracing.checks import is_assertion
 from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import changed_buffers, metadata_arguments
@@ -23,60 +23,72 @@ from nxdpp.tracing.uses import changed_buffers, metadata_arguments
 
 @dataclass
 class StagePlan:
-    """What one stage computes, takes and gives; every value is named by its node in the traced graph."""
+    """Inputs, nodes and boundary values of one stage. A value has the name of its node in the traced graph.
+
+    Attributes:
+        stage: number of the stage.
+        inputs: names of the model's inputs that the stage uses.
+        received: source stage of each received value.
+        received_metadata: source stage of each value of which only metadata is used.
+        sent: destination stages of each sent value.
+        sent_metadata: destination stages of each value of which only metadata is sent.
+        results: values of the model's output, on the last stage.
+        nodes: nodes that the stage runs or receives.
+        elsewhere: those of ``nodes`` that a later stage has a copy of.
+    """
 
     stage: int
-    inputs: list[str] = field(default_factory=list)  # inputs of the model
-    received: dict[str, int] = field(default_factory=dict)  # value -> the stage that makes it
-    received_metadata: dict[str, int] = field(
-        default_factory=dict
-    )  # value of which only metadata is used -> its source
-    sent: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that receive it
-    sent_metadata: dict[str, list[int]] = field(default_factory=dict)  # value -> the stages that stand in for it
-    results: list[str] = field(default_factory=list)  # values of the model's output, on the last stage
+    inputs: list[str] = field(default_factory=list)
+    received: dict[str, int] = field(default_factory=dict)
+    received_metadata: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, list[int]] = field(default_factory=dict)
+    sent_metadata: dict[str, list[int]] = field(default_factory=dict)
+    results: list[str] = field(default_factory=list)
     nodes: set[fx.Node] = field(default_factory=set)
-    elsewhere: set[fx.Node] = field(default_factory=set)  # of the nodes, those of which a later stage has a copy
+    elsewhere: set[fx.Node] = field(default_factory=set)
 
     @property
     def made(self) -> list[str]:
-        """The values that other stages or the caller want of this one, each once."""
+        """Values that the stage's graph returns, for other stages or the caller, each once."""
         return list(dict.fromkeys([*self.sent, *self.sent_metadata, *self.results]))
 
     @property
     def source_stages(self) -> list[int]:
-        """The stages that this one takes values or their descriptions from."""
+        """Stages of received values and metadata."""
         return sorted({*self.received.values(), *self.received_metadata.values()})
 
     @property
     def destination_stages(self) -> list[int]:
-        """The stages that take values of this one, or their descriptions."""
+        """Stages that receive values or metadata of this one."""
         return sorted({stage for stages in (*self.sent.values(), *self.sent_metadata.values()) for stage in stages})
 
 
 def plan_stages(
     traced: TracedGraph,
     root: nn.Module,
-    placed: Mapping[fx.Node, int],
+    assigned: Mapping[fx.Node, int],
     results: Sequence[fx.Node],
     stages: int,
 ) -> list[StagePlan]:
-    """The plan of each stage, so that the last one ends with the values ``results`` of the graph.
+    """Return the plan of each stage, such that the last stage ends with ``results``.
 
     Nodes that no result needs are left out, unless they change buffers or check an assertion of the model. Raises
-    ``ValueError`` where a stage needs a value of a later one.
+    ``ValueError`` for a stage that needs a value of a later one.
     """
     plans = [StagePlan(stage) for stage in range(stages)]
     plans[-1].results = [node.name for node in results]
     by_name = {node.name: node for node in traced.graph.nodes}
+    # Nodes of each stage, from the last: a stage then knows all values that later stages want of it.
     for plan in reversed(plans):
         wanted = [by_name[name] for name in plan.made]
         if plan.stage == stages - 1:
             wanted = list(results)
-        wanted += [node for node, stage in placed.items() if stage == plan.stage and _changes_buffers(node, root)]
-        wanted += [n for n in traced.graph.nodes if is_assertion(n) and placed.get(n, 0) == plan.stage]
-        _collect(plan, plans, wanted, root, placed)
+        wanted += [node for node, stage in assigned.items() if stage == plan.stage and _changes_buffers(node, root)]
+        wanted += [n for n in traced.graph.nodes if is_assertion(n) and assigned.get(n, 0) == plan.stage]
+        _collect(plan, plans, wanted, root, assigned)
         for name in plan.received.keys() & plan.received_metadata.keys():
             _drop_received_metadata(plan, plans, name)
+    # Copies on later stages, and inputs.
     later: set[fx.Node] = set()
     for plan in reversed(plans):
         plan.elsewhere = plan.nodes & later
@@ -86,12 +98,15 @@ def plan_stages(
     return plans
 
 
-def build_stage(plan: StagePlan, traced: TracedGraph, root: nn.Module, placed: Mapping[fx.Node, int]) -> fx.GraphModule:
-    """Map the stage's inputs, received values and metadata placeholders, in this order, to ``plan.made``."""
+def build_stage(
+    plan: StagePlan, traced: TracedGraph, root: nn.Module, assigned: Mapping[fx.Node, int]
+) -> fx.GraphModule:
+    """Return a module that maps inputs, received values and metadata placeholders, in this order, to ``plan.made``."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders: dict[fx.Node, fx.Node] = {}
     by_name = {node.name: node for node in traced.graph.nodes}
+    # Placeholders.
     for node in traced.graph.nodes:
         if node.op == "placeholder" and node.target in plan.inputs:
             copies[node] = graph.placeholder(f"input_{node.target}")
@@ -99,17 +114,18 @@ def build_stage(plan: StagePlan, traced: TracedGraph, root: nn.Module, placed: M
         copies[by_name[name]] = graph.placeholder(f"received_{name}")
     for name in plan.received_metadata:
         placeholders[by_name[name]] = graph.placeholder(f"metadata_{name}")
-    over_all, over_one = Watch(graph), Watch(graph)
-    for name in _on_several_stages(plan, root, placed):
+    # Guards of values with copies on other stages, and the nodes themselves.
+    over_all, over_one = Guard(graph), Guard(graph)
+    for name in _on_several_stages(plan, root, assigned):
         over_all.begin_buffers(root.get_submodule(name), name)
     for name in plan.received:
         if by_name[name] in plan.elsewhere:
             over_all.begin(copies[by_name[name]], by_name[name])
     for node in traced.graph.nodes:
         if node in plan.nodes and node not in copies:
-            if node in placed and may_change_arguments(node, root):
+            if node in assigned and may_change_arguments(node, root):
                 for argument in node.all_input_nodes:
-                    if argument in copies and _follows_from_shared(argument, plan, placed):
+                    if argument in copies and _follows_from_shared(argument, plan, assigned):
                         over_one.begin(copies[argument], argument, node)
             copies[node] = _copy(graph, node, copies, placeholders)
             over_one.end()
@@ -127,12 +143,12 @@ def _collect(
     plans: list[StagePlan],
     wanted: list[fx.Node],
     root: nn.Module,
-    placed: Mapping[fx.Node, int],
+    assigned: Mapping[fx.Node, int],
 ) -> None:
     pending = list(wanted)
     while pending:
         node = pending.pop()
-        source = placed.get(node, plan.stage)
+        source = assigned.get(node, plan.stage)
         if source != plan.stage:
             _request(plan, plans[source], node.name, plan.received, plans[source].sent)
             plan.nodes.add(node)
@@ -142,28 +158,28 @@ def _collect(
         plan.nodes.add(node)
         of_metadata = metadata_arguments(node, root)
         for argument in node.all_input_nodes:
-            source = placed.get(argument, plan.stage)
+            source = assigned.get(argument, plan.stage)
             if argument in of_metadata and source != plan.stage:
                 _request(plan, plans[source], argument.name, plan.received_metadata, plans[source].sent_metadata)
             else:
                 pending.append(argument)
 
 
-def _on_several_stages(plan: StagePlan, root: nn.Module, placed: Mapping[fx.Node, int]) -> list[str]:
-    """Modules that this stage and others run, and that might change their buffers."""
+def _on_several_stages(plan: StagePlan, root: nn.Module, assigned: Mapping[fx.Node, int]) -> list[str]:
+    """Return the modules with changing buffers that this stage and other stages run."""
     stages: dict[str, set[int]] = {}
-    for node, stage in placed.items():
+    for node, stage in assigned.items():
         if _changes_buffers(node, root):
             stages.setdefault(str(node.target), set()).add(stage)
     return [name for name, held in stages.items() if len(held) > 1 and plan.stage in held]
 
 
-def _follows_from_shared(value: fx.Node, plan: StagePlan, placed: Mapping[fx.Node, int]) -> bool:
-    """Whether ``value`` is computed on every stage, and it or what it may be a view of is on a later one, too."""
+def _follows_from_shared(value: fx.Node, plan: StagePlan, assigned: Mapping[fx.Node, int]) -> bool:
+    """Return whether ``value``, or a value that it may be a view of, is computed on this stage and on a later one."""
     pending, seen = [value], set()
     while pending:
         node = pending.pop()
-        if node in seen or node in placed:
+        if node in seen or node in assigned:
             continue
         seen.add(node)
         if node in plan.elsewhere:
@@ -178,7 +194,7 @@ def _request(plan: StagePlan, source: StagePlan, name: str, taken: dict[str, int
     if source.stage > plan.stage:
         raise ValueError(
             f"stage {plan.stage} needs the value {name} of the later stage {source.stage}. Cut elsewhere "
-            f"(pipeline_cuts), or wrap the model with input_names=[...] naming all inputs that will be used."
+            f"(pipeline_cuts), or wrap the model with input_names=[...] of all inputs."
         )
     taken[name] = source.stage
     given.setdefault(name, []).append(plan.stage)
@@ -194,5 +210,5 @@ def _drop_received_metadata(plan: StagePlan, plans: list[StagePlan], name: str) 
 def _copy(
     graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    # A value that is here for its data serves for its metadata too.
+    # A received value serves for its metadata too.
     return graph.node_copy(node, lambda old: copies[old] if old in copies else placeholders[old])

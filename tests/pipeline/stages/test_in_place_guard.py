@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.stages.in_place_guard import Watch, expect_unchanged, may_change_arguments, versions
+from nxdpp.pipeline.stages.in_place_guard import Guard, expect_unchanged, may_change_arguments, versions
 from tests.support.plain_models import Block
 
 
@@ -43,7 +43,7 @@ def _watched(module: nn.Module, in_place: bool) -> fx.GraphModule:
     """``x * 2`` by ``module``, and maybe ``x += 1``, with a watch over ``x`` and the module's buffers."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    watch = Watch(graph)
+    watch = Guard(graph)
     watch.begin(x, x)
     watch.begin_buffers(module, "module")
     result = graph.call_module("module", (x,))
