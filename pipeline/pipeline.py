@@ -114,7 +114,7 @@ class Pipeline:
 
     @property
     def holds_last_stage(self) -> bool:
-        """Whether this rank holds the last stage, and so the loss."""
+        """``True`` if this rank holds the last stage, and so the loss."""
         return self.partition.stages - 1 in self.local_stages
 
     @property

@@ -1,4 +1,4 @@
-"""A layer that breaks in the middle of a step."""
+"""A layer that fails in the middle of a step."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ import torch
 
 
 class Breaking:
-    """A forward hook that breaks its layer, in the forward or the backward, at the ``failing_call``-th microbatch."""
+    """A forward hook that fails in the forward or the backward of the ``failing_call``-th microbatch."""
 
     def __init__(self, failing_call: int, backward: bool) -> None:
         self.calls = 0
@@ -29,5 +29,5 @@ class Breaking:
 
 
 def say_that_it_fails() -> None:
-    """For the test, which measures how long the other ranks go on."""
+    """Print the time of the failure. The test measures how long the other ranks go on."""
     print(f"fails at {time.time()}", file=sys.stderr, flush=True)

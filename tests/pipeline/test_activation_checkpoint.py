@@ -1,4 +1,4 @@
-"""apply_checkpoint: the same numbers with fewer activations kept."""
+"""``apply_checkpoint``: the same loss and gradients with fewer activations in memory."""
 
 import logging
 
@@ -11,7 +11,7 @@ from tests.support.run_ranks import run_ranks
 
 
 class Counter:
-    """Counts how often each layer of a wrapped model runs."""
+    """Number of runs of each layer of a wrapped model."""
 
     def __init__(self, wrapped: NxDPPModel) -> None:
         self.calls = dict.fromkeys(wrapped.stage_layers, 0)
@@ -47,7 +47,7 @@ def checkpoint_layers(rank: int, layers: list[str] | None) -> dict[str, int]:
     return counter.calls
 
 
-def test_every_layer_runs_twice_and_no_number_changes() -> None:
+def test_every_layer_runs_twice_with_equal_gradients() -> None:
     first, second = run_ranks(2, checkpoint_layers, None)
     assert first == {"model.layers.0": 8, "model.layers.1": 8}
     assert second == {"model.layers.2": 8, "model.layers.3": 8}
@@ -59,7 +59,7 @@ def test_only_the_named_layers_run_twice() -> None:
     assert second == {"model.layers.2": 8, "model.layers.3": 4}
 
 
-def drop_the_same(rank: int) -> list[dict[str, torch.Tensor]]:
+def drop_twice(rank: int) -> list[dict[str, torch.Tensor]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     gradients = []
     for checkpointed in (False, True):
@@ -73,12 +73,12 @@ def drop_the_same(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_dropout_is_the_same_in_the_recomputation() -> None:
-    for plain, checkpointed in run_ranks(2, drop_the_same):
+    for plain, checkpointed in run_ranks(2, drop_twice):
         assert plain.keys() == checkpointed.keys()
         assert all(torch.equal(gradient, checkpointed[name]) for name, gradient in plain.items())
 
 
-def say_what_is_wrong(rank: int) -> list[str]:
+def collect_warnings(rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     wrapped = NxDPPModel(make("llama"))
     with pytest.raises(RuntimeError, match="layers_to_checkpoint"):
@@ -93,8 +93,8 @@ def say_what_is_wrong(rank: int) -> list[str]:
     return messages
 
 
-def test_unknown_names_are_said() -> None:
-    for messages in run_ranks(2, say_what_is_wrong):
+def test_warning_for_unknown_names() -> None:
+    for messages in run_ranks(2, collect_warnings):
         assert len(messages) == 1
         assert "model.layers.7" in messages[0]
         assert "do not exist" in messages[0]

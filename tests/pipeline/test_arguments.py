@@ -1,4 +1,4 @@
-"""Arguments of the constructor and of a step: honoured or refused, with the reason."""
+"""Checks of the arguments of the constructor and of a step."""
 
 import math
 from typing import Any
@@ -12,16 +12,16 @@ from tests.support.traced_models import PlainModel, make_model
 
 
 class Tracer(fx.Tracer):
-    """A user's own."""
+    """A tracer class of a user."""
 
 
 @pytest.mark.parametrize("count", [0, -2, 1.0, "2", None, True])
-def test_a_number_of_microbatches_that_is_none(count: Any) -> None:
+def test_invalid_numbers_of_microbatches(count: Any) -> None:
     with pytest.raises(ValueError, match=rf"num_microbatches={count!r} must be a whole number of at least 1"):
         arguments.check_number_of_microbatches(count)
 
 
-def test_both_ways_to_return_the_loss() -> None:
+def test_options_of_the_returned_loss_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="return_mb_loss=True and broadcast_and_average_loss=True exclude each other"):
         arguments.check_loss_returns(True, True)
     for either in ((True, False), (False, True), (False, False)):
@@ -29,39 +29,39 @@ def test_both_ways_to_return_the_loss() -> None:
 
 
 @pytest.mark.parametrize("tracer", [None, "hf", "torch", fx.Tracer, Tracer])
-def test_tracers(tracer: Any) -> None:
+def test_valid_tracers(tracer: Any) -> None:
     arguments.check_tracer(tracer)
 
 
 @pytest.mark.parametrize("tracer", ["huggingface", "", 3, Tracer(), nn.Module])
-def test_what_is_no_tracer(tracer: Any) -> None:
+def test_invalid_tracers(tracer: Any) -> None:
     with pytest.raises(ValueError, match=r"tracer_cls=.* must be 'hf', 'torch', or a subclass of torch\.fx\.Tracer"):
         arguments.check_tracer(tracer)
 
 
 @pytest.mark.parametrize("function", [3, "sqrt", nn.Linear, nn.Linear(1, 1), math])
-def test_what_is_no_function(function: Any) -> None:
+def test_invalid_functions(function: Any) -> None:
     with pytest.raises(TypeError, match="autowrap_functions takes Python functions, not"):
         arguments.check_wraps([math.sqrt, function], ())
 
 
 @pytest.mark.parametrize("module", [math.sqrt, "math", nn.Linear(1, 1)])
-def test_what_is_no_python_module(module: Any) -> None:
+def test_invalid_python_modules(module: Any) -> None:
     with pytest.raises(TypeError, match=r"autowrap_modules takes Python modules \(import math; \[math\]\), not"):
         arguments.check_wraps((), [math, module])
 
 
-def test_functions_and_modules() -> None:
+def test_valid_functions_and_modules() -> None:
     arguments.check_wraps([math.sqrt, torch.relu, lambda x: x], [math, torch])
 
 
-def test_unknown_names_of_inputs() -> None:
+def test_unknown_input_names() -> None:
     with pytest.raises(ValueError, match=r"input_names: PlainModel.forward takes no \['y', 'z'\]; it takes \['x'\]"):
         arguments.check_names(PlainModel(), ["y", "x", "z"], "input_names")
     arguments.check_names(PlainModel(), ["x"], "input_names")
 
 
-def test_a_forward_that_takes_anything_is_not_asked() -> None:
+def test_a_forward_with_keyword_arguments_takes_any_name() -> None:
     arguments.check_names(make_model("llama", layers=2), ["input_ids", "num_items_in_batch"], "inputs")
 
 
@@ -78,7 +78,7 @@ def test_exact_names() -> None:
         arguments.check_exact_names([*expected, "position_ids"], expected)
 
 
-def test_hooks_that_will_not_run_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_for_hooks_that_will_not_run(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama", layers=2)
     model.model.layers[0].register_forward_hook(print)
     arguments.warn_of_lost_hooks(model, ["model.layers.0", "model.layers.1"])

@@ -1,4 +1,4 @@
-"""In the debug mode one process sees what each rank of a job holds."""
+"""Debug mode: one process builds the local part of each rank of a job."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def build(name: str) -> Any:
 
 
 def describe(name: str, on_meta: bool, virtual_pipeline_size: int) -> dict[str, Any]:
-    """What the current rank says of its part of a model."""
+    """Names, shapes and stages of the current rank's part of a model."""
     with torch.device("meta" if on_meta else "cpu"):
         model = build(name)
     wrapped = NxDPPModel(model, num_microbatches=4, virtual_pipeline_size=virtual_pipeline_size)
@@ -71,7 +71,7 @@ def on_a_real_rank(rank: int, world_size: int, name: str, virtual_pipeline_size:
         ("t5", 4, 1),
     ],
 )
-def test_each_debug_rank_holds_what_the_real_one_does(name: str, ranks: int, virtual_pipeline_size: int) -> None:
+def test_each_debug_rank_holds_the_part_of_the_real_rank(name: str, ranks: int, virtual_pipeline_size: int) -> None:
     real = run_ranks(ranks, on_a_real_rank, ranks, name, virtual_pipeline_size)
     assert bool(real[0]["ties"]) == (name != "llama")
     for on_meta in (False, True):
@@ -87,7 +87,7 @@ def wrap(**arguments: Any) -> NxDPPModel:
     return NxDPPModel(make("llama"), num_microbatches=4, **arguments)
 
 
-def test_a_model_that_another_rank_was_shown_with_has_no_values_left() -> None:
+def test_a_model_is_refused_after_another_rank_freed_its_values() -> None:
     model = make("llama")
     for rank in (0, 0, 1):
         parallel_state.destroy_model_parallel()
@@ -99,7 +99,7 @@ def test_a_model_that_another_rank_was_shown_with_has_no_values_left() -> None:
     assert not model.model.embed_tokens.weight.is_meta
 
 
-def test_values_are_kept_moved_and_loaded_as_on_a_rank() -> None:
+def test_values_are_kept_moved_and_loaded() -> None:
     whole = make("llama").state_dict()
     wrapped = wrap()
     wrapped.move_model_to_device()
@@ -121,7 +121,7 @@ def materialise(rank: int, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
-def test_values_are_made_as_on_the_real_rank(name: str) -> None:
+def test_initial_weights_are_those_of_the_real_rank(name: str) -> None:
     for rank, real in enumerate(run_ranks(2, materialise, name)):
         parallel_state.initialize_debug(pipeline_model_parallel_rank=rank, pipeline_model_parallel_size=2)
         values = materialise(rank, name)
@@ -130,7 +130,7 @@ def test_values_are_made_as_on_the_real_rank(name: str) -> None:
         assert all(torch.equal(value, real[key]) for key, value in values.items())
 
 
-def test_a_checkpoint_is_read_and_none_is_written(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_but_not_written(tmp_path: Path) -> None:
     whole = make("llama")
     whole.save_pretrained(tmp_path / "read")
     parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
@@ -151,7 +151,7 @@ def test_steps_are_refused(method: str) -> None:
         getattr(wrapped, method)(**padded_batch(4))
 
 
-def test_a_partition_that_is_measured_on_rank_0_is_refused() -> None:
+def test_a_profiled_partition_is_refused() -> None:
     batch = padded_batch(1)
     with pytest.raises(RuntimeError, match=r'^partition="profiled" needs the processes.*debug mode'):
         wrap(partition="profiled", partition_batch=batch)
@@ -159,13 +159,13 @@ def test_a_partition_that_is_measured_on_rank_0_is_refused() -> None:
     assert len(wrap(partition="balanced", partition_batch=batch).pipeline_cuts) == 1
 
 
-def test_a_trace_of_steps_is_refused(tmp_path: Path) -> None:
+def test_a_timeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^trace_file_path needs the processes.*debug mode"):
         wrap(trace_file_path=str(tmp_path / "trace.json"))
     assert not list(tmp_path.iterdir())
 
 
-def test_plans_are_made_in_it() -> None:
+def test_stages_are_summarised() -> None:
     from nxdpp.pipeline.planning.stage_summary import summarise_stages
 
     parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)

@@ -1,4 +1,4 @@
-"""The first promise: the loss and every gradient of one process, bit for bit."""
+"""Exactness: loss and every gradient equal those of one process, bit for bit."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_every_number_is_that_of_one_process(stages: int, model_name: str) -> No
 
 
 @pytest.mark.parametrize("model_name", ["qwen3", "mixtral", "bert"])
-def test_other_models_too(model_name: str) -> None:
+def test_other_models(model_name: str) -> None:
     check_ranks(run_ranks(4, steps_of, 4, model_name), 4, model_name)
 
 
@@ -57,5 +57,5 @@ def check_ranks(ranks: list[list[tuple[bool, dict[str, float | None], int]]], st
             assert same_loss, place
             tied = {name: d for name, d in differences.items() if stages > 1 and name in TIED.get(model_name, ())}
             assert differences == tied, place
-            # The sum of a tied weight's two gradients is made in another order.
+            # The two gradients of a tied weight are summed in another order.
             assert all(distance is not None and distance < 1e-6 for distance in tied.values()), place

@@ -1,4 +1,4 @@
-"""Shapes for the trace at construction are such as the model was made for."""
+"""Example inputs of the first trace: shapes and dtypes from the model's configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.traced_models import PlainModel, make_model
 TOKENS = InputSpec(2, torch.int64)
 
 
-def test_tokens_take_half_of_the_positions_that_the_model_has() -> None:
+def test_tokens_take_half_of_the_positions() -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         max_position_embeddings=32,
@@ -24,7 +24,7 @@ def test_tokens_take_half_of_the_positions_that_the_model_has() -> None:
     assert example_shapes(model, example_specs(model, None))["input_ids"] == ((2, 16), torch.int64)
 
 
-def test_images_are_of_the_models_size() -> None:
+def test_images_have_the_size_of_the_configuration() -> None:
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=[32, 32],
         patch_size=16, num_channels=1,
@@ -33,18 +33,18 @@ def test_images_are_of_the_models_size() -> None:
     assert example_shapes(model, example_specs(model, None))["pixel_values"] == ((2, 1, 32, 32), torch.float32)
 
 
-def test_sounds_are_as_long_as_the_encoder_takes() -> None:
+def test_sounds_have_the_length_of_the_encoder() -> None:
     module: Any = nn.Module()
     module.config = WhisperConfig(num_mel_bins=20, max_source_positions=30)
     shapes = example_shapes(module, {"input_features": InputSpec(3, torch.float32)})
     assert shapes["input_features"] == ((2, 20, 60), torch.float32)
 
 
-def test_what_is_unknown_has_no_shape() -> None:
+def test_an_unknown_input_has_no_shape() -> None:
     assert example_shapes(nn.Linear(2, 2), {"x": InputSpec(None, None)}) == {}
 
 
-def test_a_given_batch_has_the_shapes_and_the_names() -> None:
+def test_shapes_and_names_come_from_a_given_batch() -> None:
     batch = {"x": torch.empty(3, 7, device="meta"), "weights": torch.empty(3, dtype=torch.float64, device="meta")}
     specs = example_specs(nn.Linear(7, 7), None, batch)
     assert specs == {"x": InputSpec(2, torch.float32), "weights": InputSpec(1, torch.float64)}

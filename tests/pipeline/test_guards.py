@@ -1,6 +1,6 @@
-"""One wrapped model, given one kind of input after the other: each time the numbers of the unwrapped model.
+"""One wrapped model with one set of inputs after the other, compared each time with the unwrapped model.
 
-What a trace took for granted (that there is a mask, its type, a mode) must never hold for the next inputs unasked.
+A trace is specific to its inputs: a mask or none, its dtype, the mode. Other inputs must not reuse it.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ ROWS, LENGTH = 4, 10
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-def kinds_of_inputs(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Batches that differ in which inputs there are, and in their shapes and types."""
+def batches(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Batches with different inputs, shapes and dtypes, each with a description."""
     whole = padded_batch(ROWS, LENGTH)
     mask = whole["attention_mask"]
     tokens = {name: whole[name] for name in ("input_ids", "labels")}
@@ -67,7 +67,7 @@ def kinds_of_inputs(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bool = False) -> list[str]:
-    """What of a training step, and of an evaluation, is not bit for bit that of ``whole``."""
+    """Names of losses and gradients that are not bit for bit those of ``whole``, in training and evaluation."""
     context = torch.autocast("cpu", torch.bfloat16) if amp else nullcontext()
     losses, evaluated = [], []
     with context:
@@ -85,7 +85,7 @@ def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bo
         wrong += [] if torch.equal(tested, torch.stack(evaluated).mean()) else ["the loss without gradients"]
     uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
     for parameter, distance in gradient_differences(wrapped, whole).items():
-        # The sum of a tied weight's two gradients is made in another order.
+        # The two gradients of a tied weight are summed in another order.
         is_tied = uses[id(whole.get_parameter(parameter))] > 1
         wrong += [] if is_tied and distance is not None and distance < ROUNDING[whole.dtype] else [parameter]
     wrapped.zero_grad()
@@ -96,16 +96,16 @@ def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bo
 def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[str, list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model = make(name, **changes)
-    # With a cache, the unwrapped model would not keep the sequences of packed positions apart.
+    # With a cache, the unwrapped model does not separate the sequences of packed positions.
     model.config.use_cache = False
     whole = reference(model)
     wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES)
     wrong = {}
-    for step, (what, inputs) in enumerate(kinds_of_inputs(model.config.hidden_size)):
+    for step, (description, inputs) in enumerate(batches(model.config.hidden_size)):
         for training in (True, False, True) if step < 4 else (step % 2 == 0,):
             wrapped.train(training)
             whole.train(training)
-            wrong[f"{what}, {training}"] = differences(wrapped, whole, inputs)
+            wrong[f"{description}, {training}"] = differences(wrapped, whole, inputs)
     batch = padded_batch(ROWS, LENGTH)
     wrong["autocast"] = differences(wrapped, whole, batch, amp=True)
     wrong["after autocast"] = differences(wrapped, whole, batch)
@@ -129,9 +129,9 @@ def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[s
         ("bert", {}),
     ],
 )
-def test_every_kind_of_input_gives_the_numbers_of_the_unwrapped_model(name: str, changes: dict[str, Any]) -> None:
+def test_all_inputs_are_exact(name: str, changes: dict[str, Any]) -> None:
     for wrong in run_ranks(2, one_after_the_other, name, changes, timeout=120):
-        assert {what: parts for what, parts in wrong.items() if parts} == {}
+        assert {description: parts for description, parts in wrong.items() if parts} == {}
 
 
 def packed_with_a_cache(rank: int) -> None:
@@ -141,7 +141,7 @@ def packed_with_a_cache(rank: int) -> None:
     batch = padded_batch(ROWS, LENGTH)
     packed = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand(ROWS, LENGTH)
     tokens = {name: batch[name] for name in ("input_ids", "labels")} | {"position_ids": packed}
-    # Before anything is sent, and so on each rank by itself.
+    # Each rank raises it before any send.
     with pytest.raises(ValueError, match=r"several sequences in a row, and config.use_cache is on"):
         wrapped.run_train(**tokens)
     wrapped.run_train(**batch | {"position_ids": packed})
@@ -151,5 +151,5 @@ def packed_with_a_cache(rank: int) -> None:
     assert differences(wrapped, make("llama", use_cache=False), tokens) == []
 
 
-def test_packed_positions_are_refused_where_a_cache_would_hide_them() -> None:
+def test_packed_positions_with_a_cache_are_refused() -> None:
     run_ranks(2, packed_with_a_cache)

@@ -1,4 +1,4 @@
-"""A cut after the last layer: the last stage has the norm, the head and the loss, and no layer."""
+"""Cut after the last layer: the last stage has the norm, the head and the loss, without a layer."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def train(rank: int, name: str) -> None:
     assert wrapped.stage_layers == [[cuts[0]], [cuts[1]], []][rank]
     if rank == 2:
         held = {name for name, _ in wrapped.local_named_parameters()}
-        # The head of GPT-2 is its embedding.
+        # The head of GPT-2 is tied to its embedding.
         assert held == HEADS[name] | ({"lm_head.weight"} if name == "gpt2" else set())
     apply_checkpoint(wrapped)
     loss = wrapped.run_train(**batch)

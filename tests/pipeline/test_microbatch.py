@@ -1,4 +1,4 @@
-"""Which inputs are split and which are shared, and how outputs are put together again."""
+"""Splitting of inputs into microbatches, shared inputs, and joining of outputs."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_tensors_are_split_along_dimension_0_in_order() -> None:
     assert [part["labels"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_everything_shared_goes_whole_to_every_microbatch() -> None:
+def test_shared_inputs_go_to_every_microbatch() -> None:
     shared = {
         "position_ids": torch.arange(4).unsqueeze(0),
         "mask": None,
@@ -51,7 +51,7 @@ def test_everything_shared_goes_whole_to_every_microbatch() -> None:
         assert all(part[name] is value for name, value in shared.items())
 
 
-def test_one_microbatch_is_the_batch() -> None:
+def test_one_microbatch_is_the_whole_batch() -> None:
     inputs = {"input_ids": torch.zeros(1, 4), "position_ids": torch.zeros(1, 4)}
 
     (part,) = _split(inputs, 1)
@@ -60,7 +60,7 @@ def test_one_microbatch_is_the_batch() -> None:
     assert all(part[name] is inputs[name] for name in inputs)
 
 
-def test_without_a_batch_all_microbatches_are_alike() -> None:
+def test_without_a_batch_all_microbatches_are_equal() -> None:
     assert _split({"scale": 2, "weight": torch.tensor(1)}, 2) == [{"scale": 2, "weight": torch.tensor(1)}] * 2
     assert _split({}, 3) == [{}, {}, {}]
 
@@ -72,7 +72,7 @@ def test_a_batch_of_one_cannot_be_split() -> None:
 
 
 @pytest.mark.parametrize(("batch", "microbatches"), [(6, 4), (3, 4), (0, 2), (0, 1)])
-def test_a_batch_that_does_not_divide(batch: int, microbatches: int) -> None:
+def test_an_indivisible_batch(batch: int, microbatches: int) -> None:
     message = _refusal({"input_ids": torch.zeros(batch, 4), "labels": torch.zeros(batch)}, microbatches)
 
     assert f"a batch of {batch} (input_ids, labels)" in message
@@ -80,7 +80,7 @@ def test_a_batch_that_does_not_divide(batch: int, microbatches: int) -> None:
     assert f"a multiple of {microbatches}" in message
 
 
-def test_tensors_that_disagree() -> None:
+def test_tensors_of_different_batch_sizes() -> None:
     inputs = {"input_ids": torch.zeros(4, 4), "labels": torch.zeros(6, 4), "position_ids": torch.zeros(1, 4)}
 
     message = _refusal(inputs, 2)
@@ -101,7 +101,7 @@ def test_a_tensor_on_another_device() -> None:
 
 
 @pytest.mark.parametrize("value", [[torch.zeros(2)], {"a": torch.zeros(2)}, (1, 2), object()])
-def test_what_is_neither_tensor_nor_number(value: Any) -> None:
+def test_unsupported_types(value: Any) -> None:
     message = _refusal({"past": value}, 1, TypeError)
 
     assert f"input past is a {type(value).__name__}" in message
@@ -122,7 +122,7 @@ def test_outputs_are_concatenated_and_scalars_stacked() -> None:
     assert joined["rest"][2] == "a"
 
 
-def test_a_model_output_stays_one() -> None:
+def test_a_model_output_keeps_its_class() -> None:
     outputs = [CausalLMOutput(logits=torch.full((1, 2), float(i))) for i in range(2)]
 
     joined = join_outputs(outputs)
@@ -133,7 +133,7 @@ def test_a_model_output_stays_one() -> None:
     assert joined.loss is None
 
 
-def test_splitting_and_joining_is_the_whole() -> None:
+def test_splitting_and_joining_restores_the_batch() -> None:
     whole = {"a": torch.randn(6, 2), "b": torch.randn(6)}
 
     joined = join_outputs(_split(whole, 3))

@@ -1,4 +1,4 @@
-"""run_eval: the loss where there is one, the model's outputs otherwise."""
+"""``run_eval``: the loss if the model returns one, its outputs otherwise."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def evaluate_plain(rank: int) -> None:
     assert torch.equal(output["sum"], torch.stack([part["sum"] for part in parts]))
 
 
-def test_outputs_keep_their_structure_wherever_they_were_made() -> None:
+def test_outputs_of_any_stage_keep_their_structure() -> None:
     run_ranks(2, evaluate_plain)
 
 

@@ -1,4 +1,4 @@
-"""What would give wrong numbers, or wait for ever, and what is done about it."""
+"""Situations that could cause wrong numbers or a deadlock, and misuse."""
 
 from collections import defaultdict
 from typing import Any
@@ -18,7 +18,7 @@ def start(stages: int) -> None:
 
 
 def record_order(rank: int) -> tuple[dict[Any, list[int]], dict[Any, list[int]]]:
-    """The tags sent to and received from each neighbour, in order, over a first step and a second."""
+    """Tags sent to and received from each neighbour, in order, over two steps."""
     start(3)
     wrapped = NxDPPModel(make("llama"), num_microbatches=6)
     sent, received = defaultdict(list), defaultdict(list)
@@ -38,8 +38,8 @@ def record_order(rank: int) -> tuple[dict[Any, list[int]], dict[Any, list[int]]]
     return dict(sent), dict(received)
 
 
-def test_messages_are_received_in_the_order_in_which_they_are_sent() -> None:
-    """Where there are no tags, as on NCCL, that is all that tells them apart; in a first step, too."""
+def test_messages_are_received_in_the_order_of_sending() -> None:
+    """Same order on both sides, also in the first step. NCCL has no tags: only the order identifies a message."""
     ranks = run_ranks(3, record_order)
     sent = {key: tags for rank in ranks for key, tags in rank[0].items()}
     received = {key: tags for rank in ranks for key, tags in rank[1].items()}
@@ -48,7 +48,7 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent() -> None:
 
 
 class Noise(nn.Module):
-    """No parameters, and another result each time."""
+    """A module without parameters and with another result at each call."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.randn_like(x)
@@ -79,8 +79,8 @@ def test_noise_is_drawn_once() -> None:
     assert run_ranks(2, draw) == [True, True]
 
 
-class ItsOwnInput(nn.Sequential):
-    """Changes its input in place, as one process lets it."""
+class InPlaceLayer(nn.Sequential):
+    """A layer that changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__(nn.ReLU(inplace=True), nn.Linear(4, 4))
@@ -90,7 +90,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(ItsOwnInput() for _ in range(2))
+        self.blocks = nn.ModuleList(InPlaceLayer() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[1](self.blocks[0](self.first(x))).square().mean()  # type: ignore[no-any-return]
@@ -101,7 +101,7 @@ def change_in_place(rank: int) -> None:
     torch.manual_seed(0)
     model = Stack()
     whole = reference(model)
-    wrapped = NxDPPModel(model, transformer_layer_cls=ItsOwnInput, num_microbatches=2)
+    wrapped = NxDPPModel(model, transformer_layer_cls=InPlaceLayer, num_microbatches=2)
     x = torch.randn(4, 4)
     wrapped.run_train(x=x)
     for part in x.chunk(2):
@@ -133,29 +133,29 @@ def misuse(rank: int) -> None:
     wrapped.run_train(**batch)
 
 
-def test_misuse_is_said_and_changes_nothing() -> None:
+def test_misuse_is_refused_and_changes_nothing() -> None:
     run_ranks(2, misuse)
 
 
-def count_descriptions(rank: int) -> int:
+def count_metadata_exchanges(rank: int) -> int:
     start(2)
     wrapped = NxDPPModel(make("llama"), num_microbatches=2)
-    described = 0
+    exchanges = 0
     original = Transport.send_object
 
     def counting(self: Transport, value: Any, destination: int, tag: int) -> None:
-        nonlocal described
-        described += 1
+        nonlocal exchanges
+        exchanges += 1
         original(self, value, destination, tag)
 
     Transport.send_object = counting  # type: ignore[method-assign]
     for tokens in range(10, 15):
         wrapped.run_train(**padded_batch(4), num_items_in_batch=tokens)
-    return described
+    return exchanges
 
 
-def test_a_number_that_changes_each_step_costs_no_description() -> None:
-    assert run_ranks(2, count_descriptions) == [1, 0]
+def test_a_number_that_changes_each_step_needs_no_metadata_exchange() -> None:
+    assert run_ranks(2, count_metadata_exchanges) == [1, 0]
 
 
 def broadcast(rank: int, default: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What run_train promises besides the numbers of one plain step."""
+"""``run_train``: accumulation, shared inputs, frozen stages, dropout, autocast, replicas, skipped stages."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def accumulate(rank: int) -> None:
         model = make(name)
         whole = reference(model)
         wrapped = wrap(model)
-        # Other batch sizes, sequence lengths and sets of inputs from call to call, and no zero_grad between.
+        # Batch size, sequence length and set of inputs differ between calls, without zero_grad.
         for size, length, names in ((8, 10, 3), (4, 7, 3), (8, 10, 2), (12, 10, 3)):
             batch = dict(list(padded_batch(size, length, seed=size).items())[-names:])
             if names == 2:
@@ -82,7 +82,7 @@ def test_losses_are_returned_as_asked() -> None:
     run_ranks(STAGES, return_losses)
 
 
-def pass_whole(rank: int) -> None:
+def pass_shared(rank: int) -> None:
     start()
     batch = padded_batch(8)
     whole = reference(make("llama"))
@@ -93,12 +93,12 @@ def pass_whole(rank: int) -> None:
     for microbatch in microbatches(batch, 4):
         (whole(**microbatch, **shared, num_items_in_batch=17).loss / 4).backward()
     assert gradient_differences(wrapped, whole) == {}
-    # A number that the model's control flow needs to know becomes part of the graph.
+    # A number that the model's control flow depends on becomes part of the graph.
     wrapped.run_train(**batch, **shared, num_items_in_batch=torch.tensor(5))
 
 
-def test_what_is_no_batch_goes_whole_to_every_microbatch() -> None:
-    run_ranks(STAGES, pass_whole)
+def test_shared_inputs_go_to_every_microbatch() -> None:
+    run_ranks(STAGES, pass_shared)
 
 
 def embeddings_in_place_of_tokens(rank: int) -> None:
@@ -139,7 +139,7 @@ def freeze_first_stage(rank: int) -> list[str]:
         wrapped.run_train(**batch)
         train_in_one_process(whole, batch, 4)
     assert gradient_differences(wrapped, whole) == {}
-    # Unfrozen later, the gradient has to come back from now on.
+    # After unfreezing, the gradient must be sent again.
     for module in (model, whole):
         for parameter in module.parameters():
             parameter.requires_grad_(True)
@@ -187,7 +187,7 @@ def drop_in_one_stage(rank: int) -> None:
     assert gradient_differences(wrapped, whole) == {}
 
 
-def test_dropout_on_one_stage_is_that_of_the_plain_model() -> None:
+def test_dropout_on_one_stage_is_that_of_one_process() -> None:
     run_ranks(1, drop_in_one_stage)
 
 
@@ -209,7 +209,7 @@ def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
         wrapped.run_train(**batch)
         train_in_one_process(whole, batch, 4)
     assert gradient_differences(wrapped, whole) == {}
-    # The same shapes without autocast have other dtypes between stages.
+    # Without autocast, boundary tensors of the same shapes have other dtypes.
     wrapped.run_train(**batch)
     train_in_one_process(whole, batch, 4)
     assert gradient_differences(wrapped, whole) == {}
@@ -217,7 +217,7 @@ def autocast(rank: int) -> list[tuple[str, torch.dtype]]:
 
 
 class DownProjection(nn.Linear):
-    """Under autocast a linear layer gives bfloat16, whatever it is given."""
+    """A linear layer, whose output under autocast is bfloat16 for any input dtype."""
 
 
 def llama_of_bfloat16_layers() -> Any:
@@ -228,7 +228,7 @@ def llama_of_bfloat16_layers() -> Any:
     return model
 
 
-def test_autocast_sends_the_dtype_that_the_stage_made() -> None:
+def test_boundary_dtypes_under_autocast() -> None:
     first, second, _ = run_ranks(STAGES, autocast)
     assert first == [("ACTIVATION", torch.bfloat16)] * 4 + [("ACTIVATION", torch.float32)] * 4
     assert [dtype for kind, dtype in second if kind == "GRADIENT"] == [torch.bfloat16] * 4 + [torch.float32] * 4
@@ -275,11 +275,11 @@ def leave_averaging_to_the_optimizer(rank: int) -> None:
     assert gradient_differences(wrapped, whole) == {}
 
 
-def test_zero1_leaves_each_replica_its_own_gradients() -> None:
+def test_zero1_keeps_the_gradients_of_each_replica() -> None:
     run_ranks(4, leave_averaging_to_the_optimizer)
 
 
-def count_crossings(rank: int) -> list[tuple[str, tuple[int, ...]]]:
+def record_sends(rank: int) -> list[tuple[str, tuple[int, ...]]]:
     start()
     sent: list[tuple[str, tuple[int, ...]]] = []
     original = Transport.send
@@ -288,29 +288,29 @@ def count_crossings(rank: int) -> list[tuple[str, tuple[int, ...]]]:
         sent.append((direction.name, tuple(tensor.shape)))
         return original(self, tensor, destination, direction, *rest)
 
-    def describe(self: Transport, value: Any, destination: int, tag: int) -> None:
-        sent.append(("description", ()))
-        original_description(self, value, destination, tag)
+    def record_object(self: Transport, value: Any, destination: int, tag: int) -> None:
+        sent.append(("metadata", ()))
+        original_send_object(self, value, destination, tag)
 
-    original_description = Transport.send_object
+    original_send_object = Transport.send_object
     wrapped = wrap(make("llama"))
     wrapped.run_train(**padded_batch(8))
     Transport.send = send  # type: ignore[method-assign, assignment]
-    Transport.send_object = describe  # type: ignore[method-assign]
+    Transport.send_object = record_object  # type: ignore[method-assign]
     wrapped.run_train(**padded_batch(8, seed=1))
     return sent
 
 
-def test_one_tensor_crosses_each_boundary_and_nothing_else() -> None:
+def test_exactly_one_tensor_crosses_each_boundary() -> None:
     hidden = (2, 10, 32)
-    first, second, third = run_ranks(STAGES, count_crossings)
+    first, second, third = run_ranks(STAGES, record_sends)
     assert first == [("ACTIVATION", hidden)] * 4
     assert sorted(second) == [("ACTIVATION", hidden)] * 4 + [("GRADIENT", hidden)] * 4
     assert third == [("GRADIENT", hidden)] * 4
 
 
 class Skipping(nn.Module):
-    """A value of the first layer that the third and the last use, too; the loss is a lone scalar."""
+    """A model whose third layer and scalar loss also use a value of the first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,11 +346,11 @@ def test_a_value_that_skips_stages_gets_all_its_gradients() -> None:
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
-def test_the_guides_form_works(return_dict: bool) -> None:
-    run_ranks(2, train_as_the_guide_does, return_dict)
+def test_arguments_of_the_nxd_guide(return_dict: bool) -> None:
+    run_ranks(2, train_as_in_the_guide, return_dict)
 
 
-def train_as_the_guide_does(rank: int, return_dict: bool) -> None:
+def train_as_in_the_guide(rank: int, return_dict: bool) -> None:
     start(2)
     torch.manual_seed(1234)
     model = llama(use_cache=True, return_dict=return_dict)
@@ -384,7 +384,7 @@ def train_as_the_guide_does(rank: int, return_dict: bool) -> None:
 
 
 class FarReaching(nn.Module):
-    """Two values of the first layer go to every later one, among them to the last, four stages on."""
+    """A model whose first layer sends two values to every later layer, up to four stages away."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -412,5 +412,5 @@ def reach_far(rank: int) -> None:
     assert gradient_differences(wrapped, whole) == {}
 
 
-def test_values_that_reach_far_do_not_lock_the_pipeline() -> None:
+def test_values_that_skip_four_stages_cause_no_deadlock() -> None:
     run_ranks(5, reach_far, timeout=60)

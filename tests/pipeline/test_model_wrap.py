@@ -1,4 +1,4 @@
-"""Wrapping: names, freed and kept parameters, and refusals before anything is changed."""
+"""Wrapping: names, freed and kept parameters, and refusals that leave the model unchanged."""
 
 import gc
 import weakref
@@ -136,7 +136,7 @@ def refuse(rank: int) -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-def test_bad_arguments_are_refused_before_anything_is_changed() -> None:
+def test_refused_arguments_leave_the_model_unchanged() -> None:
     run_ranks(2, refuse)
 
 
@@ -162,7 +162,7 @@ def refuse_inputs(rank: int) -> None:
     assert wrapped.run_train(**batch) is None or rank == 1
 
 
-def test_bad_inputs_are_refused_before_anything_is_sent() -> None:
+def test_bad_inputs_are_refused_before_any_send() -> None:
     run_ranks(2, refuse_inputs)
 
 
@@ -178,7 +178,7 @@ def wrap_on_meta(rank: int) -> None:
     wrapped.run_train(**padded_batch(4))
 
 
-def test_model_on_meta_cannot_be_trained_before_it_has_values() -> None:
+def test_training_on_meta_is_refused() -> None:
     run_ranks(2, wrap_on_meta)
 
 

@@ -1,4 +1,4 @@
-"""Moves: all local tensors are on the device, copies of a weight are equal, and unmoved parameters stay the same."""
+"""Moves: local tensors change device, copies of a tied weight are equal, unmoved parameters stay the same."""
 
 import time
 
@@ -70,7 +70,7 @@ def test_large_copy_is_sent_in_pieces() -> None:
     run_ranks(2, large_copies)
 
 
-def move_thrice(rank: int) -> None:
+def move_three_times(rank: int) -> None:
     start(2)
     model = make("tied_llama")
     for parameter in model.parameters():
@@ -92,8 +92,8 @@ def move_thrice(rank: int) -> None:
     wrapped.run_train(**padded_batch(4))
 
 
-def test_move_to_the_same_device_replaces_and_refuses_nothing() -> None:
-    run_ranks(2, move_thrice)
+def test_move_to_the_same_device_changes_nothing() -> None:
+    run_ranks(2, move_three_times)
 
 
 def cast_one_copy(rank: int) -> None:
@@ -123,7 +123,7 @@ def refuse_devices(rank: int) -> None:
     assert all(p is before[name] and not p.is_meta for name, p in wrapped.local_named_parameters())
 
 
-def test_bad_device_is_refused_before_anything_is_changed() -> None:
+def test_a_refused_device_changes_nothing() -> None:
     run_ranks(2, refuse_devices)
 
 

@@ -18,7 +18,7 @@ def two_layers_on_the_last(traced: TracedGraph, stages: int) -> Sequence[str]:
 
 
 def train(rank: int) -> tuple[list[torch.Tensor], bool, list[str]]:
-    """Train one step of a pipeline whose cuts a function chooses; the losses, whether gradients are exact, the cuts."""
+    """Train one step with cuts from a function; return losses, ``True`` if gradients are exact, and the cuts."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model = make("llama")
     whole = reference(model)

@@ -1,4 +1,4 @@
-"""Models that users write themselves, over real processes, against the same model in one."""
+"""User-written models over several processes, compared with the same model in one process."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def rows(width: int = WIDTH) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs, and the parameters whose gradient is a sum in another order than in one process."""
+    """A model, its inputs, and the parameters whose gradients are summed in another order than in one process."""
 
     make: Callable[[], nn.Module]
     inputs: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: {"x": rows})
@@ -132,7 +132,7 @@ def train(rank: int, name: str, stages: int) -> dict[str, Any]:
     with torch.no_grad():
         outputs = [whole(**part) for part in parts_of(batch)]
     losses = torch.stack([pick_loss(output, case.arguments.get("output_loss_value_spec")) for output in outputs])
-    # Whether a lone value is a loss is not known before it is there: the microbatches' values are then joined.
+    # A single value may be any output: evaluation stacks the microbatches' values and does not average.
     expected = losses if isinstance(outputs[0], torch.Tensor) else losses.mean()
     assert loss is None or torch.equal(loss, expected)
     return wrapped.local_state_dict()
@@ -228,6 +228,6 @@ def refuse(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_wrong_is_refused(name: str) -> None:
+def test_refused_models(name: str) -> None:
     with pytest.raises(AssertionError, match=REFUSED[name][1]):
         run_ranks(3, refuse, name)

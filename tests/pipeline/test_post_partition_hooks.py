@@ -1,4 +1,4 @@
-"""Hooks that change a rank's part: loss and gradients equal those of one process that changes its model alike."""
+"""Hooks that change a rank's part: loss and gradients equal those of one process with the same change."""
 
 import functools
 import zlib
@@ -25,7 +25,7 @@ TIED = {"model.embed_tokens.weight", "lm_head.weight", "lm_head.base.weight"}
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank addition and a buffer; a class that the tracer does not know."""
+    """A linear layer with a low-rank addition and a buffer; the tracer does not know this class."""
 
     scale: torch.Tensor
 
@@ -43,7 +43,7 @@ class Adapted(nn.Module):
 
 
 class Enclosing(nn.Module):
-    """The wrapper that the pipeline guide puts around a layer to checkpoint it."""
+    """The checkpoint wrapper around a layer from NxD's pipeline guide."""
 
     def __init__(self, mod: nn.Module) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def step_first(rank: int) -> None:
     assert gradient_differences(wrapped, whole) == {}
 
 
-def test_replacing_after_a_step_and_with_refresh() -> None:
+def test_replacing_after_a_step() -> None:
     run_ranks(2, step_first)
 
 

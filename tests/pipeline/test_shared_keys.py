@@ -1,4 +1,4 @@
-"""Attention layers that share keys and values over stages: the numbers of one process, bit for bit."""
+"""Attention layers that share keys and values over stages, compared bit for bit with one process."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ COUNT = 4
 
 
 def sharing_model() -> Gemma4ForCausalLM:
-    """Layers 0 and 1 store keys and values, one of each kind, that layers 2 to 5 take."""
+    """A model in which layers 2 to 5 take the keys and values of layers 0 and 1, one of each attention type."""
     torch.manual_seed(1234)
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "num_kv_shared_layers": 4, "global_head_dim": 16}
     config = Gemma4TextConfig(

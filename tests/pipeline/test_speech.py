@@ -1,4 +1,4 @@
-"""Whisper: an encoder of sound and a decoder of text, whose layers take the encoder's output from an earlier stage."""
+"""Whisper: the decoder's layers receive the encoder's output from an earlier stage."""
 
 import copy
 
@@ -28,5 +28,5 @@ def test_whisper_is_cut_and_exact(stages: int) -> None:
     pipeline = InProcessPipeline(model, stages)
     for length in (8, 5):
         batch = {"input_features": torch.randn(4, 16, 40), "labels": torch.randint(4, 64, (4, length))}
-        # Used by every layer of the decoder, the encoder's output has its gradient summed stage by stage.
+        # Every decoder layer uses the encoder's output. Its gradient is summed stage by stage.
         assert distance(pipeline, model, whole, batch, 2) < 1e-6

@@ -1,4 +1,4 @@
-"""Each tracing option on a model that cannot be cut without it and is exact with it, over real processes."""
+"""Each tracing option on a model that needs it to be cut, over several processes."""
 
 import copy
 import types
@@ -15,7 +15,7 @@ from tests.support.run_ranks import run_ranks
 
 
 def by_sign(hidden: torch.Tensor) -> torch.Tensor:
-    """A decision that depends on the data."""
+    """Branch on the data."""
     return hidden * 2 if hidden.sum() > 0 else hidden / 2
 
 
@@ -24,7 +24,7 @@ helpers.by_sign = by_sign  # type: ignore[attr-defined]
 
 
 class Decision(nn.Module):
-    """The same decision in a module."""
+    """The same branch in a module."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return by_sign(hidden)
@@ -50,7 +50,7 @@ class HasModule(Base):
 
 
 class ChecksItself(Base):
-    """Asks what only a tracer of its own can answer."""
+    """A branch on a value that only a custom tracer can decide."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if (x == x).all():
@@ -69,7 +69,7 @@ class DecisionIsLeaf(fx.Tracer):
 
 
 class Runner(nn.Module):
-    """Runs layers that are registered elsewhere: it does not stand above them."""
+    """A module that runs layers that are registered in another module."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class RunsElsewhere(Base):
         return self.close(self.runner(self.embedding(x)))
 
 
-# The model, the arguments with which it cannot be cut and why, those with which it can.
+# Model, arguments that fail, the error message, arguments that work.
 OPTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, dict[str, Any]]] = {
     "autowrap_functions": (CallsFunction, {}, "in by_sign", {"autowrap_functions": [by_sign]}),
     "autowrap_modules": (CallsPythonModule, {}, "in by_sign", {"autowrap_modules": [helpers]}),

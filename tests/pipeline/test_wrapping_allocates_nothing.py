@@ -1,4 +1,4 @@
-"""Wrapping a model on the meta device that is far larger than memory allocates nothing."""
+"""Wrapping of a model on the meta device, far larger than memory, without allocation."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def microbatch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rank", [0, 7, 15])
 @pytest.mark.parametrize("partition", ["even", "balanced"])
 @pytest.mark.parametrize("virtual_pipeline_size", [1, 2])
-def test_rank_of_the_405b_model_takes_no_memory(rank: int, partition: str, virtual_pipeline_size: int) -> None:
+def test_a_rank_of_the_405b_model_takes_no_memory(rank: int, partition: str, virtual_pipeline_size: int) -> None:
     batch = microbatch() if partition == "balanced" else None
     arguments = {"virtual_pipeline_size": virtual_pipeline_size, "partition": partition, "partition_batch": batch}
     ((taken, parameters),) = run_ranks(1, growth, rank, arguments)

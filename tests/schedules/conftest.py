@@ -1,4 +1,4 @@
-"""Hypothesis with fixed seeds and without deadlines, since the machine may be busy."""
+"""Hypothesis profile with fixed seeds and without deadlines, since the machine may be busy."""
 
 from hypothesis import settings
 

@@ -35,7 +35,7 @@ def chunks_of(family: Family, most: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def pipelines(draw: st.DrawFn, names: tuple[str, ...] = tuple(FAMILIES)) -> Pipeline:
-    """Draw any edges, among them chains with edges that skip stages; the schedule trains or is forward only."""
+    """Draw a training or forward-only schedule, and any edges, also chains with edges that skip stages."""
     family = FAMILIES[draw(st.sampled_from(names))]
     placement = family.placement(draw(st.integers(1, 6)), draw(chunks_of(family, 3)))
     microbatches = draw(st.integers(1, 12))

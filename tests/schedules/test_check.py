@@ -70,7 +70,7 @@ def test_a_rank_that_waits_for_itself() -> None:
         check(_schedule("1F0 0F0"))
 
 
-def test_sends_are_refused() -> None:
+def test_send_actions_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"\(0SEND_F0\): a schedule has compute actions only"):
         check([[Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.SEND_ACTIVATION, 0)]])
 
@@ -99,8 +99,8 @@ def test_a_missing_or_repeated_action_is_found(name: str, ranks: int, microbatch
 
 @given(st.permutations(range(8)), st.permutations(range(8)))
 @settings(max_examples=300)
-def test_an_order_is_refused_if_and_only_if_it_has_a_circle(first: list[int], second: list[int]) -> None:
-    """Compared with a search for a circle in the graph of dependencies."""
+def test_an_order_is_refused_if_and_only_if_it_has_a_cycle(first: list[int], second: list[int]) -> None:
+    """Comparison with a search for a cycle in the dependency graph."""
     actions = [parse_action(text) for text in ("0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1")]
     ranks = [[actions[i] for i in order if actions[i].stage == stage] for stage, order in enumerate((first, second))]
     after = {(a, b) for rank in ranks for a, b in pairwise(rank)}

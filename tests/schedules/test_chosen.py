@@ -13,7 +13,7 @@ from nxdpp.schedules.placement import ListedPlacement
 UNEVEN = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "2F0", "1F1", "2F1", "2B0", "1B0", "2B1", "1B1"]]
 
 
-def test_without_a_name_it_is_1f1b_and_interleaved_with_several_chunks() -> None:
+def test_default_is_1f1b_or_interleaved_with_several_chunks() -> None:
     assert ChosenSchedule(None, 2, 4, 1).training == FAMILIES["1f1b"].build(2, 4)
     assert ChosenSchedule(None, 2, 4, 3).training == FAMILIES["interleaved"].build(2, 4, 3)
 
@@ -30,7 +30,7 @@ def test_a_name_alone_has_the_default_chunks(name: str) -> None:
     assert all(chosen.placement.rank_of(a.stage) == rank for rank, each in enumerate(chosen.evaluation) for a in each)
 
 
-def test_chunks_that_a_family_does_not_have() -> None:
+def test_unsupported_numbers_of_chunks() -> None:
     with pytest.raises(ValueError, match="1f1b has 1 stage a rank, not 2"):
         ChosenSchedule("1f1b", 2, 4, 2)
     with pytest.raises(ValueError, match="zb-v has 2 stages a rank, not 3"):
@@ -46,7 +46,7 @@ def test_lists_and_files_of_the_same_actions_have_one_name(tmp_path: Path) -> No
     assert listed.training == read.training == read_by_name.training
     assert listed.name == read.name == read_by_name.name
     assert listed.placement == ListedPlacement((0, 1, 1), 2)
-    # Ranks compare names before a step.
+    # Ranks verify equal names before a step.
     other = [UNEVEN[0], ["1F0", "1F1", "2F0", *UNEVEN[1][3:]]]
     assert ChosenSchedule(other, 2, 2, 1).name != listed.name
 
@@ -81,7 +81,7 @@ def test_invalid_schedules(schedule: list[list[str]], chunks: int, message: str)
 
 
 @pytest.mark.parametrize("schedule", [5, [1, 2], [["0F0", 3], ["1F0"]]])
-def test_other_types(schedule: list[list[str]]) -> None:
+def test_unsupported_types(schedule: list[list[str]]) -> None:
     with pytest.raises(TypeError, match="schedule"):
         ChosenSchedule(schedule, 2, 2, 1)
 

@@ -13,7 +13,7 @@ def test_the_drawing_in_the_module() -> None:
 
 
 @given(st.integers(1, 16), st.integers(1, 4), st.booleans())
-def test_each_stage_is_on_one_rank_and_each_rank_has_as_many(ranks: int, chunks: int, v_shaped: bool) -> None:
+def test_each_stage_is_on_one_rank_and_each_rank_has_equally_many(ranks: int, chunks: int, v_shaped: bool) -> None:
     placement = Placement(ranks, chunks, v_shaped)
 
     assert sorted(stage for rank in range(ranks) for stage in placement.stages_of(rank)) == list(
@@ -34,7 +34,7 @@ def test_a_v_turns_around_where_a_loop_starts_again(v_shaped: bool, distances: s
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.booleans())
-def test_a_listed_placement_is_the_same(ranks: int, chunks: int, v_shaped: bool) -> None:
+def test_a_listed_placement_equals_the_formula(ranks: int, chunks: int, v_shaped: bool) -> None:
     placement = Placement(ranks, chunks, v_shaped)
     listed = ListedPlacement(tuple(map(placement.rank_of, range(placement.stages))), ranks)
 

@@ -64,7 +64,7 @@ def test_the_bubble_is_independent_of_the_chunk_length(name: str, ranks: int) ->
 def test_no_action_starts_before_its_inputs(
     name: str, ranks: int, microbatches: int, times: tuple[int, int, int, int]
 ) -> None:
-    """Computed again from the spans alone."""
+    """Recomputation of every start time from the spans alone."""
     family = FAMILIES[name]
     placement = family.placement(ranks)
     transfer = times[3]

@@ -55,7 +55,7 @@ def test_an_arrow_goes_from_the_send_into_the_wait(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_replicas_write_beside_the_first() -> None:
+def test_each_replica_has_its_own_file() -> None:
     assert TimelineWriter(Path("a/trace.json"), 0, 1).path == Path("a/trace.json")
     assert TimelineWriter(Path("a/trace.json"), 2, 1).path == Path("a/trace.pipeline2.json")
 
@@ -101,6 +101,6 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch: p
         check_path(tmp_path / "trace.json")
 
 
-def test_a_file_that_cannot_be_begun_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be written: No such file"):
         TimelineWriter(tmp_path / "none" / "trace.json", 0, 1).create()

@@ -1,4 +1,4 @@
-"""Schedules written by a user."""
+"""Schedules from lists and CSV files."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read_schedule(path)
 
 
-def test_texts_that_are_no_lists() -> None:
+def test_a_text_in_place_of_a_list() -> None:
     with pytest.raises(ValueError, match="rank 0 is the text '0F0 0B0'; give a list"):
         parse_schedule(["0F0 0B0"])
     with pytest.raises(ScheduleError, match="rank 0 lacks 0B1"):

@@ -1,4 +1,4 @@
-"""All stages of a pipeline in one process: by hand, or through the engine."""
+"""All stages of a pipeline in one process, run by hand or by the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,20 +25,20 @@ _CPU = torch.device("cpu")
 
 
 class InProcessPipeline:
-    """``module`` cut into ``stages``, all of them in this process. Stages share tied parameters.
+    """``module`` cut into stages that all run in this process. Stages share tied parameters.
 
     Args:
         module: the model.
         stages: number of stages.
-        inputs: of one microbatch, for the first trace; by default example inputs, as ``Pipeline`` chooses them.
-        options: for tracing; by default made of ``transformer_layer_cls``.
+        inputs: of one microbatch, for the first trace; by default the example inputs of ``Pipeline``.
+        options: for tracing; by default from ``transformer_layer_cls``.
         transformer_layer_cls, input_names: as those of ``NxDPPModel``.
         policy: chooses the cuts; by default even ones.
 
     Attributes:
         partition: of the model.
         cut: the first trace, cut.
-        plans, modules: of each stage of ``cut``, which end with all values of the output.
+        plans, modules: of each stage of ``cut``. The last stage ends with all values of the output.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class InProcessPipeline:
 
     @property
     def boundary_tensors(self) -> list[tuple[str, int, int]]:
-        """Each value that is sent, with its source and its destination stage."""
+        """Boundary tensors as (value, source stage, destination stage)."""
         return [
             (value, plan.stage, destination)
             for plan in self.plans
@@ -81,7 +81,7 @@ class InProcessPipeline:
         ]
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
-        """Run the stages by hand. Each gets copies of what it receives, and nothing else of another stage."""
+        """Run the stages by hand. Each stage gets only copies of the values that it receives."""
         made: list[dict[str, Any]] = []
         for plan, module in zip(self.plans, self.modules, strict=True):
             given, received, placeholders = stage_arguments(plan, inputs, made, torch.clone)
@@ -89,7 +89,7 @@ class InProcessPipeline:
         return fill_output(self.cut.output, made[-1])
 
     def train(self, inputs: Mapping[str, Any], microbatches: int, backward: bool = True) -> list[torch.Tensor]:
-        """Run forward, and ``backward``, of all microbatches by the engine; return the losses."""
+        """Run the forward and, by default, the backward of all microbatches on the engine; return the losses."""
         parts = split_inputs(inputs, microbatches)
         program = self.programs.program(self.programs.cut_graph(parts[0], self._module.training), "loss")
         stages = self.partition.stages

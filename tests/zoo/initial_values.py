@@ -1,4 +1,4 @@
-"""Initial-values sweep: initial weights are the same for any partition, and as the constructor makes them.
+"""Initial-values sweep: initial weights are those of the constructor, for any partition.
 
 Each type is built on the meta device and wrapped as each rank of 1, 2 and 4. The weights that ``materialise`` gives
 are compared bit for bit. The same is done with ``deferred_init``, compared with the eager constructor. A type is
@@ -30,7 +30,7 @@ def judge(task: str, model_type: str) -> Verdict:
     expected |= dict(eager.named_buffers(remove_duplicate=False))
 
     def deferred() -> Any:
-        # The seed of ``build``.
+        # Same seed as ``build``.
         torch.manual_seed(0)
         return deferred_init(type(eager), eager.config).train()
 

@@ -11,7 +11,7 @@ from tests.zoo.shrinking import IMAGE, VOCABULARY
 # Rows, tokens (or source tokens), target tokens.
 SHAPES = ((4, 16, 8), (8, 24, 16), (4, 32, 24))
 PADDED = 1
-# Batch norm of a single pixel: a microbatch of one row has no variance.
+# Batch norm of a single pixel: the variance of a microbatch of one row is undefined.
 NORMALISED_OVER_ROWS = {"levit"}
 CODEBOOKS = {"musicgen_decoder", "musicgen_melody_decoder"}
 
@@ -66,7 +66,7 @@ def _text(task: str, model: PreTrainedModel, shape_index: int, generator: torch.
 
 
 def _other_inputs(config: PreTrainedConfig, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Inputs besides tokens without which the loss of a type is wrong, or its forward fails."""
+    """Inputs besides tokens that a type needs for its forward or its loss."""
     rows, length = batch["input_ids"].shape[0], batch["input_ids"].shape[-1]
     if config.model_type == "git":
         return {"pixel_values": torch.randn(rows, 3, IMAGE, IMAGE, generator=generator)}
@@ -79,13 +79,13 @@ def _other_inputs(config: PreTrainedConfig, batch: dict[str, Tensor], generator:
 
 
 def _padding(rows: int, length: int) -> Tensor:
-    """(rows, length) of int64: the first row is whole, each next one token shorter, again after four rows."""
+    """(rows, length) of int64: row 0 is full, each next row one token shorter, with a period of four rows."""
     ends = length - torch.arange(rows) % 4
     return (torch.arange(length) < ends[:, None]).long()
 
 
 def _images(model: PreTrainedModel, shape_index: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Images whose rows differ between shapes, height and width too unless the configuration has them."""
+    """Images ``(rows, channels, height, width)``; sizes differ between shapes unless the configuration fixes them."""
     config = model.config
     rows = (4, 8, 12)[shape_index] * (2 if config.model_type in NORMALISED_OVER_ROWS else 1)
     assert config.num_labels is not None

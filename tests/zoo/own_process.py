@@ -1,4 +1,4 @@
-"""Run a function for many names, each in a process of its own, which may crash or take too long."""
+"""Run a function for many names, each in a separate process with a time limit."""
 
 import multiprocessing
 import time

@@ -4,7 +4,7 @@ A model with random weights is saved by its own ``save_pretrained``. It is loade
 and into one on the meta device, on one rank and as each of two. All parameters and buffers are compared with those of
 ``from_pretrained``, bit for bit, on one rank the unsaved ones too. The tensors that our ``save_pretrained`` writes are
 compared with those of transformers' file. A type is exact, WRONG, refused (with the message), or not comparable, if
-transformers itself does not load the file that it saved.
+transformers does not load the file that it saved.
 """
 
 import tempfile

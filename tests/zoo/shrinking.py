@@ -1,4 +1,4 @@
-"""Rules that shrink any configuration class: a small value from a field's name and default."""
+"""Rules that shrink any configuration class: small values from the names and defaults of fields."""
 
 import dataclasses
 import re

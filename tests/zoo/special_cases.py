@@ -136,7 +136,7 @@ NOTES = {
 _DRAFTS = "drafts from another model's hidden states and key-value states, takes no labels"
 _TIMM = "needs the timm package"
 
-# Types that do not build or train by themselves, with the reason.
+# Types that cannot be built or trained alone, with the reason.
 CANNOT_TRAIN: dict[tuple[str, str], str] = {
     ("causal-lm", "gemma3n"): _TIMM + " for its vision tower (gemma3n_text runs)",
     ("causal-lm", "gemma4_assistant"): _DRAFTS,

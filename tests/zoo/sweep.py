@@ -1,4 +1,4 @@
-"""Judge every model type of a task, each in a process of its own."""
+"""Judge every model type of a task, each in a separate process."""
 
 import warnings
 from collections import Counter

@@ -12,13 +12,13 @@ pytestmark = pytest.mark.zoo
     [
         ("causal-lm", "gpt2", "exact"),  # projections of all layers are drawn by the whole model
         ("causal-lm", "mamba", "exact"),  # computed parameters
-        ("seq2seq-lm", "t5", "exact"),  # an embedding that no stage has under its first name
+        ("seq2seq-lm", "t5", "exact"),  # an embedding without its first name on any stage
         ("masked-lm", "xlm-roberta", "exact"),  # a head that comes before the embedding it shares
         ("causal-lm", "openai-gpt", "left"),
         ("causal-lm", "xlm", "refused"),
     ],
 )
-def test_a_type(task: str, name: str, expected: str) -> None:
+def test_initial_weights_of_a_type(task: str, name: str, expected: str) -> None:
     verdict = initial_values.judge(task, name)
 
     assert verdict.result == expected

@@ -1,4 +1,4 @@
-"""Types with different constructs, trained over real processes: equal to one process.
+"""Types with different constructs, trained over several processes and compared with one process.
 
 ``python -m tests.zoo training`` compares all types in one process.
 """
@@ -50,7 +50,7 @@ TWO_STAGES = {
         "roformer",  # rotary positions from a sinusoid table
     ),
     "seq2seq-lm": (
-        "bart",  # encoder and decoder, embeddings thrice tied
+        "bart",  # encoder and decoder, an embedding tied three times
         "t5",  # a bias of positions that the first layer gives to the others
         "qwen2_audio",  # the text part of a multimodal model
     ),
@@ -71,7 +71,7 @@ FOUR_STAGES = {
 
 
 def train(rank: int, stages: int, types: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """The differences of each type."""
+    """Differences of each type from one process."""
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
@@ -98,7 +98,7 @@ def differences(task: str, name: str) -> list[str]:
 
 
 def without_cache(model: nn.Module) -> nn.Module:
-    """Turn off caches, in whose copies keys have another order in memory. Parts have their own configurations."""
+    """Turn off caches, which change the memory order of keys. Submodels have their own configurations."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):

@@ -1,4 +1,4 @@
-"""Types whose checkpoints differ from their state dicts, each in another way.
+"""Types whose checkpoints differ from their state dicts in different ways.
 
 ``python -m tests.zoo pretrained`` compares all types.
 """
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.zoo
 
 TYPES = [
     ("causal-lm", "deepseek_v3"),  # routed experts, a buffer that is saved
-    ("causal-lm", "gpt_oss"),  # experts that are one tensor in the file, too
+    ("causal-lm", "gpt_oss"),  # experts that are also one tensor in the file
     ("causal-lm", "jamba"),  # experts in every other layer
     ("causal-lm", "llama4_text"),  # experts of another layout
     ("causal-lm", "qwen2_moe"),  # experts, and one that is shared
     ("masked-lm", "jina_embeddings_v3"),  # query, key and value in one tensor
-    ("masked-lm", "nomic_bert"),  # other names, and tensors in one
+    ("masked-lm", "nomic_bert"),  # other names, and fused tensors
     ("seq2seq-lm", "bart"),  # an embedding tied three times
     ("seq2seq-lm", "marian"),  # positions that are not saved
     ("image-classification", "swin"),  # buffers of indices

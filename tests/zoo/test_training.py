@@ -19,7 +19,7 @@ def _raised(function: object, *arguments: object) -> Exception:
     return caught.value
 
 
-def test_our_error_with_a_place_is_a_refusal() -> None:
+def test_our_error_with_file_and_line_is_a_refusal() -> None:
     model = build("causal-lm", "gpt2", "meta")
     error = _raised(trace, model, {}, {}, TracingOptions(find_layer_classes(model, None)))
 

@@ -1,4 +1,4 @@
-"""Which stage runs what, and so holds which parameters."""
+"""Assignment of nodes and parameters to stages."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _stages(chain: InProcessPipeline) -> dict[str, int]:
     return {node.name: stage for node, stage in chain.cut.assigned.items()}
 
 
-def test_layers_and_what_stands_around_them() -> None:
+def test_layers_and_modules_around_them() -> None:
     chain = InProcessPipeline(make_model("llama"), 2, make_inputs("llama"))
 
     stages = _stages(chain)
@@ -49,7 +49,7 @@ def test_a_tied_weight_has_both_stages() -> None:
     assert owners["lm_head.weight"] == {2}
 
 
-def test_an_unused_parameter_stays_beside_the_one_before() -> None:
+def test_an_unused_parameter_follows_the_parameter_before() -> None:
     class WithUnused(PlainModel):
         def __init__(self) -> None:
             super().__init__()
@@ -64,7 +64,7 @@ def test_an_unused_parameter_stays_beside_the_one_before() -> None:
 
 
 class SharedProjection(PlainModel):
-    """One projection before the layers and after them, one bare parameter in the head."""
+    """A model with one projection before and after the layers, and a parameter without a module in the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_a_module_used_on_two_stages_is_on_both() -> None:
     assert torch.equal(chain.forward(X), model(X["x"]))
 
 
-def test_later_traces_run_modules_where_their_parameters_are() -> None:
+def test_later_traces_run_modules_on_the_owners_of_their_parameters() -> None:
     class Optional(PlainModel):
         def forward(self, x: torch.Tensor, early: bool = False) -> torch.Tensor:
             hidden = self.embedding(x)
@@ -103,15 +103,15 @@ def test_later_traces_run_modules_where_their_parameters_are() -> None:
     chain = InProcessPipeline(model, 2, X, options)
     traced = trace_with(model, {**X, "early": True}, options)
 
-    placed = chain.partition.assign(traced)
+    assigned_stages = chain.partition.assign(traced)
 
-    stages = {node.target: stage for node, stage in placed.items() if node.op == "call_module"}
+    stages = {node.target: stage for node, stage in assigned_stages.items() if node.op == "call_module"}
     assert chain.partition.owners["head.weight"] == {1}
     assert stages["head"] == 1
     assert stages["embedding"] == 0
 
 
-def test_a_node_cannot_need_parameters_of_two_stages() -> None:
+def test_a_node_with_parameters_of_two_stages_is_refused() -> None:
     model = SharedProjection()
     options = options_for(model, PlainLayer)
     chain = InProcessPipeline(model, 2, X, options)

@@ -1,4 +1,4 @@
-"""Balanced cuts, compared with all possible cuts."""
+"""Balanced cuts compared with all possible cuts."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -74,7 +74,7 @@ SIZES = st.integers(0, 9)
 
 @given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1, max_size=9), st.data())
 @settings(max_examples=150, deadline=None)
-def test_no_cut_is_better(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
+def test_the_cut_is_optimal(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, min(len(layers), 5)))
     limit = data.draw(st.none() | st.integers(0, 120))
     memory = (
@@ -86,7 +86,7 @@ def test_no_cut_is_better(layers: list[tuple[int, int, int]], data: st.DataObjec
 
 @given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=4, max_size=9), st.data())
 @settings(max_examples=100, deadline=None)
-def test_no_cut_into_chunks_is_better(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
+def test_the_cut_into_chunks_is_optimal(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, min(3, len(layers) // 2)))
     chunks = data.draw(st.integers(2, len(layers) // ranks))
     limit = data.draw(st.none() | st.integers(0, 150))
@@ -165,7 +165,7 @@ def test_fewer_layers_than_stages() -> None:
 
 @pytest.mark.parametrize(("layers", "ranks", "chunks"), [(126, 16, 1), (80, 8, 2), (96, 8, 4)])
 def test_search_of_large_models_ends(layers: int, ranks: int, chunks: int) -> None:
-    """The number of cuts is exponential in the number of stages. A search of all of them would not end."""
+    """Search time of large models. The number of possible cuts is exponential in the number of stages."""
     work = [11.0, *[10.0] * (layers - 2), 25.0]
     costs = _layers(work)
 

@@ -1,4 +1,4 @@
-"""Where the layers are cut, evenly or as the user says, and what is said of cuts that cannot be."""
+"""Even cuts, given cuts, and errors for invalid cuts."""
 
 import pytest
 
@@ -32,9 +32,9 @@ def test_even_cuts_leave_the_remainder_to_the_later_stages(layers: int, stages: 
 def test_even_stages_differ_by_one_layer_at_most(stages: int) -> None:
     for layers in range(stages, 30):
         names = _layers(layers)
-        placed = stages_of_layers(even_cuts(names, stages), names)
+        layer_stages = stages_of_layers(even_cuts(names, stages), names)
 
-        sizes = [list(placed.values()).count(stage) for stage in range(stages)]
+        sizes = [list(layer_stages.values()).count(stage) for stage in range(stages)]
 
         assert sum(sizes) == layers
         assert sizes == sorted(sizes)

@@ -62,7 +62,7 @@ def test_a_function_of_the_traced_graph() -> None:
         (None, TypeError, r"partition=.*<lambda> gave None"),
     ],
 )
-def test_a_function_with_other_results_is_named(cuts: Any, error: type[Exception], message: str) -> None:
+def test_invalid_results_of_a_function(cuts: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _partition(2, lambda traced, stages: cuts)
 

@@ -1,4 +1,4 @@
-"""Changes in place of values that other stages have copies of are found by their versions, and said."""
+"""In-place guard: an error for changes of values that other stages have copies of, found by tensor versions."""
 
 import pytest
 import torch
@@ -39,28 +39,28 @@ class Counting(nn.Module):
         return x * 2
 
 
-def _watched(module: nn.Module, in_place: bool) -> fx.GraphModule:
-    """``x * 2`` by ``module``, and maybe ``x += 1``, with a watch over ``x`` and the module's buffers."""
+def _guarded(module: nn.Module, in_place: bool) -> fx.GraphModule:
+    """Build a graph of ``module`` and optionally ``x += 1``, with a guard of ``x`` and the module's buffers."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    watch = Guard(graph)
-    watch.begin(x, x)
-    watch.begin_buffers(module, "module")
+    guard = Guard(graph)
+    guard.begin(x, x)
+    guard.begin_buffers(module, "module")
     result = graph.call_module("module", (x,))
     if in_place:
         graph.call_method("add_", (x, 1))
-    watch.end()
+    guard.end()
     graph.output(result)
     return fx.GraphModule({"module": module}, graph)
 
 
-def test_a_watch_finds_what_runs_between_its_begin_and_end() -> None:
+def test_a_guard_finds_changes_between_begin_and_end() -> None:
     x = torch.ones(2)
-    assert torch.equal(_watched(Counting(False), False)(x), x * 2)
+    assert torch.equal(_guarded(Counting(False), False)(x), x * 2)
     with pytest.raises(RuntimeError, match=r"the value x, of which several stages have copies"):
-        _watched(Counting(False), True)(x)
+        _guarded(Counting(False), True)(x)
     with pytest.raises(RuntimeError, match=r"module.forward changes its buffer seen, .* several stages"):
-        _watched(Counting(True), False)(x)
+        _guarded(Counting(True), False)(x)
 
 
 def _nodes(*modules: nn.Module) -> tuple[nn.Module, list[fx.Node]]:
@@ -73,7 +73,7 @@ def _nodes(*modules: nn.Module) -> tuple[nn.Module, list[fx.Node]]:
     return root, nodes
 
 
-def test_modules_of_users_and_methods_in_place_may_change_their_arguments() -> None:
+def test_user_modules_and_in_place_methods_may_change_their_arguments() -> None:
     root, nodes = _nodes(nn.Linear(2, 2), nn.ReLU(), nn.ReLU(inplace=True), Block(), nn.Sequential(Block()))
     may = [may_change_arguments(node, root) for node in nodes]
     assert may == [False, False, True, True, True, True, False, False, True]

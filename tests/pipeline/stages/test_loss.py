@@ -1,4 +1,4 @@
-"""Which output is the loss."""
+"""Choice of the loss among the outputs."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from nxdpp.pipeline.stages.loss import check_loss_spec, pick_loss
 
-# Stand for traced values: what is picked is not looked into.
+# Text in place of traced values, since the choice does not depend on them.
 LOSS: Any = "the loss"
 OTHER: Any = "something else"
 
@@ -87,5 +87,5 @@ def test_a_spec_is_made_of_booleans(spec: Any) -> None:
         check_loss_spec(spec)
 
 
-def test_no_spec_is_fine() -> None:
+def test_no_spec_is_valid() -> None:
     check_loss_spec(None)

@@ -1,4 +1,4 @@
-"""One program for each set of inputs, traced once; parameters never move because of it."""
+"""Program cache: one trace for each set of inputs, with the parameter owners of the first trace."""
 
 from typing import Any
 from unittest.mock import patch
@@ -76,7 +76,7 @@ def test_any_subset_of_the_inputs_gives_the_models_output(architecture: str, nam
     assert output.loss is None or torch.equal(output.loss, expected.loss)
 
 
-def test_a_none_is_like_an_input_left_out() -> None:
+def test_none_is_equal_to_a_missing_input() -> None:
     model = make_model("llama", layers=2)
     tokens = make_inputs("llama")["input_ids"]
 
@@ -86,7 +86,7 @@ def test_a_none_is_like_an_input_left_out() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
-def test_a_number_is_honoured(kept: int) -> None:
+def test_a_number_is_used(kept: int) -> None:
     model = make_model("llama", layers=2)
     inputs = {"input_ids": make_inputs("llama")["input_ids"], "logits_to_keep": kept}
 
@@ -96,7 +96,7 @@ def test_a_number_is_honoured(kept: int) -> None:
 
 
 class Scaled(PlainModel):
-    """Takes a number that it may have to know."""
+    """A model whose control flow depends on a number if ``decide`` is set."""
 
     def forward(self, x: torch.Tensor, factor: float, decide: bool = False) -> torch.Tensor:  # type: ignore[override]
         if decide and factor > 1:
@@ -104,7 +104,7 @@ class Scaled(PlainModel):
         return super().forward(x) * factor
 
 
-def test_numbers_are_traced_and_fixed_only_where_the_model_must_know_them() -> None:
+def test_numbers_are_constants_only_in_control_flow() -> None:
     model = Scaled()
     x = torch.ones(3, 4)
     cache = _cache(model, PlainLayer)
@@ -116,7 +116,7 @@ def test_numbers_are_traced_and_fixed_only_where_the_model_must_know_them() -> N
         for factor in (2.0, 0.5, 2.0):
             inputs = {"x": x, "factor": factor, "decide": True}
             assert torch.equal(_run(cache, inputs), model(**inputs))
-        # One that fails, and one for each value.
+        # One failed trace, and one for each value.
         assert traces.call_count == 4
 
 
@@ -133,7 +133,7 @@ def test_the_loss_program_ends_with_the_loss() -> None:
         assert len(program.results) == 1
 
 
-def test_without_a_loss() -> None:
+def test_an_output_without_a_loss() -> None:
     cache = _cache(make_model("llama", layers=2))
     cut = cache.cut_graph({"input_ids": make_inputs("llama")["input_ids"]}, False)
 
@@ -142,7 +142,7 @@ def test_without_a_loss() -> None:
         cache.program(cut, "loss")
 
 
-def test_a_loss_that_is_a_constant() -> None:
+def test_a_constant_loss_is_refused() -> None:
     class Constant(PlainModel):
         def forward(self, x: torch.Tensor) -> Any:
             return {"loss": 3.0, "x": super().forward(x)}
@@ -163,7 +163,7 @@ def test_a_loss_has_a_name_or_a_spec() -> None:
     assert told.evaluation_ends_with(told.cut_graph(x, True)) == "loss"
 
 
-def test_parameters_stay_where_they_are_for_other_inputs() -> None:
+def test_parameter_owners_are_equal_for_other_inputs() -> None:
     class Optional(PlainModel):
         def forward(self, x: torch.Tensor, early: bool = False) -> torch.Tensor:
             if early:
@@ -192,7 +192,7 @@ def test_the_edges_of_the_whole_pipeline_are_known_to_every_stage() -> None:
         assert program.edges == {(0, 1), (1, 2), (2, 3)}
 
 
-def test_what_can_be_forgotten() -> None:
+def test_forgotten_programs_are_traced_again() -> None:
     cache = _cache(make_model("llama", layers=2))
     cut = cache.cut_graph(make_inputs("llama"), True)
     program = cache.program(cut, "loss")
@@ -209,7 +209,7 @@ class _Windowed(PlainModel):
         return super().forward(x[:, -3:] if x.shape[1] > 3 else x)
 
 
-def test_another_answer_about_sizes_makes_another_graph() -> None:
+def test_another_branch_on_a_size_makes_another_graph() -> None:
     model = _Windowed()
     cache = _cache(model, PlainLayer, batch={"x": torch.ones(2, 2, 4)})
     inputs = [{"x": torch.randn(2, length, 4)} for length in (2, 5, 3, 7, 2)]
@@ -219,7 +219,7 @@ def test_another_answer_about_sizes_makes_another_graph() -> None:
         assert traces.call_count == 2
 
 
-def test_graphs_of_shapes_that_were_not_used_lately_are_forgotten() -> None:
+def test_the_least_recently_used_graphs_are_forgotten() -> None:
     class Counting(PlainModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x[:, range(x.shape[1])])

@@ -1,4 +1,4 @@
-"""What crosses between stages, what is recomputed, and that the stages together are the model."""
+"""Split of a graph into stages: boundary tensors, recomputed values, and equality with the model."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_one_tensor_crosses_each_boundary(architecture: str, stages: int) -> Non
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_stages_together_are_the_model(architecture: str, stages: int, training: bool) -> None:
+def test_the_stages_together_equal_the_model(architecture: str, stages: int, training: bool) -> None:
     model = make_model(architecture).train(training)
     inputs = make_inputs(architecture)
 
@@ -53,7 +53,7 @@ def test_the_stages_together_are_the_model(architecture: str, stages: int, train
 
 @pytest.mark.parametrize("names", [("input_ids",), ("input_ids", "position_ids"), ("inputs_embeds", "attention_mask")])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_other_inputs_cross_no_more(architecture: str, names: tuple[str, ...]) -> None:
+def test_other_inputs_have_the_same_boundaries(architecture: str, names: tuple[str, ...]) -> None:
     model = make_model(architecture)
     inputs = make_inputs(architecture)
     inputs["position_ids"] = torch.arange(1, 11).unsqueeze(0)
@@ -81,12 +81,12 @@ def test_masks_and_rotary_tables_are_recomputed() -> None:
         assert ("labels" in plan.inputs) == (plan.stage == 3)
 
 
-def test_only_metadata_of_the_embeddings_is_asked_of_other_stages() -> None:
+def test_other_stages_receive_only_metadata_of_the_embeddings() -> None:
     chain = InProcessPipeline(make_model("llama"), 3, make_inputs("llama"))
 
     assert [list(plan.received_metadata.values()) for plan in chain.plans] == [[], [0], [0]]
     (name,) = chain.plans[1].received_metadata
-    assert {name: sorted(users) for name, users in chain.plans[0].sent_metadata.items()} == {name: [1, 2]}
+    assert {name: sorted(stages) for name, stages in chain.plans[0].sent_metadata.items()} == {name: [1, 2]}
     assert name not in chain.plans[0].sent
 
 
@@ -102,7 +102,7 @@ def test_a_stage_holds_the_models_own_modules() -> None:
     assert all(parameter is parameters[name] for part in seen for name, parameter in part.items())
 
 
-def test_what_no_result_needs_is_left_out() -> None:
+def test_unused_nodes_are_left_out() -> None:
     model = make_model("llama")
     chain = InProcessPipeline(model, 2, make_inputs("llama"))
     loss = next(node for node in chain.cut.traced.graph.nodes if node.name == chain.plans[-1].results[0])
@@ -116,7 +116,7 @@ def test_what_no_result_needs_is_left_out() -> None:
 
 
 class SkipConnection(PlainModel):
-    """The embedding is used again after the last layer, and the first layer's output in the third."""
+    """A model that uses the embedding after the last layer, and the first layer's output in the third."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         embedded = self.embedding(x)
@@ -127,7 +127,7 @@ class SkipConnection(PlainModel):
         return result
 
 
-def test_a_skip_connection_travels_from_its_maker_to_its_user() -> None:
+def test_a_skip_connection_is_sent_from_its_source_to_its_destination() -> None:
     model = SkipConnection()
     x = torch.randn(3, 4)
 
@@ -147,7 +147,7 @@ def test_a_skip_connection_travels_from_its_maker_to_its_user() -> None:
 
 
 class TupleLayer(nn.Module):
-    """A layer that returns two tensors and something else."""
+    """A layer that returns two tensors and ``None``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class TupleLayer(nn.Module):
 
 
 class TupleModel(nn.Module):
-    """Two values from each layer to the next."""
+    """A model with two values from each layer to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_tuples_between_layers() -> None:
 
 
 class ChangesInPlace(PlainModel):
-    """A value that is changed in place before and after it crosses."""
+    """A model that changes a value in place before and after each boundary."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(x) * 1
@@ -198,7 +198,7 @@ class ChangesInPlace(PlainModel):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_changes_in_place_survive_the_cut(stages: int) -> None:
+def test_changes_in_place_are_exact(stages: int) -> None:
     model = ChangesInPlace()
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -208,8 +208,8 @@ def test_changes_in_place_survive_the_cut(stages: int) -> None:
     assert len(chain.boundary_tensors) == stages - 1
 
 
-class FromTheInputsAlone(PlainModel):
-    """Every layer is given something that follows from the input and a buffer."""
+class InputsAndBuffers(PlainModel):
+    """A model whose layers all take a value computed from the input and a buffer."""
 
     table: torch.Tensor
 
@@ -226,8 +226,8 @@ class FromTheInputsAlone(PlainModel):
         return result
 
 
-def test_what_follows_from_inputs_and_buffers_is_recomputed() -> None:
-    model = FromTheInputsAlone()
+def test_values_of_inputs_and_buffers_are_recomputed() -> None:
+    model = InputsAndBuffers()
     x = torch.randn(3, 4)
 
     chain = _chain(model, 4, x)
@@ -237,8 +237,8 @@ def test_what_follows_from_inputs_and_buffers_is_recomputed() -> None:
     assert torch.equal(chain.forward({"x": x}), model(x))
 
 
-class DropsOutside(PlainModel):
-    """Chance outside the layers: drawn once, and sent."""
+class DropoutOutside(PlainModel):
+    """A model with dropout outside the layers, which one stage draws and sends."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = nn.functional.dropout(x, 0.5, training=self.training)
@@ -249,8 +249,8 @@ class DropsOutside(PlainModel):
         return result
 
 
-def test_what_depends_on_chance_is_drawn_once() -> None:
-    model = DropsOutside()
+def test_dropout_is_drawn_once() -> None:
+    model = DropoutOutside()
     x = torch.randn(3, 4)
 
     chain = _chain(model, 2, x)
@@ -264,7 +264,7 @@ def test_what_depends_on_chance_is_drawn_once() -> None:
 
 
 class MakesNoise(PlainModel):
-    """Noise that follows from no parameter, needed by every layer."""
+    """A model whose layers all take noise that depends on no parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = x.new_empty(4).uniform_()
@@ -275,7 +275,7 @@ class MakesNoise(PlainModel):
         return result
 
 
-def test_noise_made_in_place_is_drawn_once() -> None:
+def test_in_place_noise_is_drawn_once() -> None:
     model = MakesNoise()
     x = torch.randn(3, 4)
 

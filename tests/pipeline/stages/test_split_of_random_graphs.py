@@ -1,4 +1,4 @@
-"""The split backward of graphs that nobody would write, one analysis for all of them."""
+"""Split backward of random graphs, compared with the full backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +62,7 @@ PARAMETERS = 4
 
 
 class Program(nn.Module):
-    """Steps, each of two earlier values; the first values are parameters and what arrives."""
+    """Random operations, each on two earlier values. The first values are inputs and parameters."""
 
     def __init__(self, programs: Sequence[Sequence[Step]], outputs: Sequence[int]) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ class Program(nn.Module):
         self.weights = nn.ParameterList(torch.randn(4, 4, generator=generator) for _ in range(PARAMETERS))
         self.programs, self.outputs = programs, outputs
 
-    def forward(self, which: torch.Tensor, *arrived: torch.Tensor) -> list[torch.Tensor]:
-        values = [*arrived, *self.weights]
+    def forward(self, which: torch.Tensor, *received: torch.Tensor) -> list[torch.Tensor]:
+        values = [*received, *self.weights]
         for name, first, second in self.programs[int(which) % len(self.programs)]:
             values.append(OPERATIONS[name](values[first % len(values)], values[-1 - second % len(values)]))
         return [values[-1 - output % len(values)] for output in self.outputs]
@@ -87,7 +87,7 @@ steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 15), st.in
     frozen=st.sets(st.integers(0, PARAMETERS - 1)),
     delay=st.integers(0, 3),
 )
-def test_any_graph(programs: list[list[Step]], outputs: list[int], frozen: set[int], delay: int) -> None:
+def test_random_graphs(programs: list[list[Step]], outputs: list[int], frozen: set[int], delay: int) -> None:
     module = Program(programs, outputs)
     for number in frozen:
         module.weights[number].requires_grad_(False)
@@ -95,5 +95,5 @@ def test_any_graph(programs: list[list[Step]], outputs: list[int], frozen: set[i
     batches = [
         [torch.tensor(number), *(torch.randn(4, 4, generator=generator) for _ in range(2))] for number in (0, 0, 1, 0)
     ]
-    # What can wait in one graph and cannot in another is summed in the order of the calls.
+    # With two graphs, a gradient that only one of them can delay is summed in the order of the calls.
     compare(module, batches, delay=delay if len(programs) == 1 else 0)

@@ -5,7 +5,7 @@ from nxdpp.schedules.simulate import simulate
 
 
 def drawing(schedule: Schedule, slots: int, transfer: float = 0.0) -> str:
-    """Return a line a rank, a column a slot; small letters are the first of several chunks."""
+    """Return one line for each rank with a column for each slot. Small letters are the first of several chunks."""
     lines = []
     for rank, spans in enumerate(simulate(schedule, transfer=transfer).spans):
         first = min(span.action.stage for span in spans)

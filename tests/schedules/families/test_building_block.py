@@ -1,4 +1,4 @@
-"""Building blocks, repeated and squeezed within a memory."""
+"""Building blocks, repeated and squeezed within a memory limit."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from nxdpp.schedules.simulate import live_peaks, simulate
 @pytest.mark.parametrize("name", ["v-half", "v-min"])
 @pytest.mark.parametrize("ranks", [17, 23, 24, 32, 48])
 def test_many_ranks(name: str, ranks: int) -> None:
-    """A block can be repeated and keeps its memory limit, for any number of ranks."""
+    """Repetition of a block within its memory limit, for any number of ranks."""
     schedule = FAMILIES[name].build(ranks, ranks)
 
     check(schedule)

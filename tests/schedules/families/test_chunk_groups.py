@@ -7,7 +7,7 @@ from nxdpp.schedules.families.chunk_groups import backward_order, forward_order,
 
 
 @given(st.integers(1, 16), st.integers(1, 200))
-def test_no_group_is_smaller_than_the_ranks_or_twice_as_large(ranks: int, microbatches: int) -> None:
+def test_group_sizes_are_between_once_and_twice_the_ranks(ranks: int, microbatches: int) -> None:
     sizes = group_sizes(ranks, microbatches)
 
     assert sum(sizes) == microbatches

@@ -1,4 +1,4 @@
-"""The drawings in the docstrings are those of the schedules."""
+"""Comparison of the drawings in the docstrings with the schedules."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Forwards alone, on every placement."""
+"""Forward-only schedules on every placement."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Every family at every size: it runs, in the order of the microbatches, within its memory."""
+"""Every family at every size: validity, order of microbatches, memory limit."""
 
 import pytest
 from hypothesis import given, settings
@@ -66,7 +66,7 @@ def test_every_schedule_of_every_size_runs(size: tuple[str, int, int, int]) -> N
 @given(sizes())
 @settings(max_examples=150, deadline=None)
 def test_gradients_are_summed_in_the_order_of_the_microbatches(size: tuple[str, int, int, int]) -> None:
-    """The order of one process, for each kind of action on every stage."""
+    """Same order as in one process, for each action kind on every stage."""
     name, ranks, chunks, microbatches = size
 
     for actions in FAMILIES[name].build(ranks, microbatches, chunks):
@@ -76,7 +76,7 @@ def test_gradients_are_summed_in_the_order_of_the_microbatches(size: tuple[str, 
 
 @given(sizes())
 @settings(max_examples=150, deadline=None)
-def test_no_rank_holds_more_than_the_limit_of_its_family(size: tuple[str, int, int, int]) -> None:
+def test_peaks_are_within_the_limit_of_the_family(size: tuple[str, int, int, int]) -> None:
     name, ranks, chunks, microbatches = size
     peaks = live_peaks(FAMILIES[name].build(ranks, microbatches, chunks))
 

@@ -50,7 +50,7 @@ def test_compute_actions_are_unchanged(pipeline: Pipeline, ahead: int) -> None:
 @given(pipelines(), AHEAD)
 @settings(deadline=None)
 def test_sends_and_receives_are_those_of_the_edges(pipeline: Pipeline, ahead: int) -> None:
-    """None between stages on one rank; one gradient for each activation in training."""
+    """No transfer between stages on one rank; one gradient for each activation in training."""
     remote = [
         (source, destination)
         for source, destination in pipeline.edges
@@ -122,7 +122,7 @@ def test_a_receive_is_posted_in_time_and_a_send_at_once(pipeline: Pipeline, ahea
 
 @given(pipelines(names=("gpipe", "1f1b", "1f1b-eager", "zb-h1")), AHEAD)
 @settings(deadline=None)
-def test_with_one_stage_a_rank_no_receive_is_early_and_none_names_its_peer(pipeline: Pipeline, ahead: int) -> None:
+def test_receives_of_one_stage_a_rank_are_in_time_and_without_peer(pipeline: Pipeline, ahead: int) -> None:
     for actions in lower(pipeline.schedule, pipeline.edges, ahead):
         for position, action in enumerate(actions):
             assert action.peer is None

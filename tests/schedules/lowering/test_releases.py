@@ -1,4 +1,4 @@
-"""A send is released only after it has arrived, at any speed of the ranks, and soon enough."""
+"""Releases of sends: after their arrival at any speed of the ranks, and within a bound."""
 
 from random import Random
 

@@ -98,7 +98,7 @@ def test_lines_fit_into_the_terminal(columns: str) -> None:
         assert "…" not in finished.stdout
 
 
-def test_a_terminal_gets_colours_and_one_without_gets_none() -> None:
+def test_colours_only_on_a_terminal() -> None:
     assert "\x1b[30;46mI0 " in _run("zb-h1", *SIZE, FORCE_COLOR="1", TERM="xterm-256color").stdout
     plain = _run("zb-h1", *SIZE)
     assert "\x1b" not in plain.stdout

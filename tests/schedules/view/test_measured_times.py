@@ -1,4 +1,4 @@
-"""Measured times put back into the simulator give the step they were taken from."""
+"""Simulation of a step from its measured times."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_a_box_an_action_with_its_time(name: str) -> None:
+def test_one_box_for_each_action_with_its_time(name: str) -> None:
     timeline = simulate(FAMILIES[name].build(3, 4))
 
     picture = ElementTree.fromstring(svg({"three <ranks> & more": timeline}))

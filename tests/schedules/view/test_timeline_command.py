@@ -13,7 +13,7 @@ from tests.schedules.view.timeline_files import events, heads, text
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def timeline_file(tmp_path: Path) -> Path:
     """1F1B on two ranks: step 0 is ideal, in step 1 the first backward of the second rank is 3 ms late."""
     path = tmp_path / "trace.json"
     usual = simulate(FAMILIES["1f1b"].build(2, 4), 1.0, 1.0, 1.0)
@@ -25,10 +25,10 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_step_without_a_loss(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", str(trace), "--step", "0"]) == 0
+def test_a_step_without_a_loss(timeline_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", str(timeline_file), "--step", "0"]) == 0
     printed = capsys.readouterr().out
-    assert f"{trace} has steps 0 to 1. Times are milliseconds." in printed
+    assert f"{timeline_file} has steps 0 to 1. Times are milliseconds." in printed
     assert "step 0, train, made up, measured: makespan 15, bubble 20.0 % on average" in printed
     assert "simulated: makespan 15, bubble 20.0 % on average" in printed
     drawn = [line for line in printed.splitlines() if line.startswith("rank 1")]
@@ -37,8 +37,8 @@ def test_a_step_without_a_loss(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert "lost: 15 - 15 = 0 ms, 0.0 % of the step" in printed
 
 
-def test_a_step_that_lost_time(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", str(trace)]) == 0
+def test_a_step_that_lost_time(timeline_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", str(timeline_file)]) == 0
     printed = capsys.readouterr().out
     assert "step 1, train, made up, measured: makespan 18, bubble 33.3 % on average" in printed
     assert "simulated: makespan 15, bubble 20.0 % on average" in printed
@@ -52,28 +52,28 @@ def test_a_step_that_lost_time(trace: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_picture_of_the_measured_and_the_simulated_step(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    timeline_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "step.svg"
-    assert main(["timeline", str(trace), "--svg", str(path)]) == 0
+    assert main(["timeline", str(timeline_file), "--svg", str(path)]) == 0
     picture = path.read_text()
     assert picture.index("step 1, train, made up, measured") < picture.index("simulated with the measured times")
-    assert main(["timeline", str(trace), "--svg", "/nowhere/a.svg"]) == 2
+    assert main(["timeline", str(timeline_file), "--svg", "/nowhere/a.svg"]) == 2
     assert "--svg: /nowhere/a.svg cannot be written: No such file" in capsys.readouterr().err
 
 
-def test_torch_is_not_imported(trace: Path) -> None:
-    program = f"import sys; from nxdpp.__main__ import main; main(['timeline', {str(trace)!r}]); "
+def test_torch_is_not_imported(timeline_file: Path) -> None:
+    program = f"import sys; from nxdpp.__main__ import main; main(['timeline', {str(timeline_file)!r}]); "
     program += "assert not {'torch', 'transformers'} & set(sys.modules)"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 0, finished.stderr
 
 
-def test_bad_files_and_steps_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", str(trace), "--step", "7"]) == 2
+def test_bad_files_and_steps_are_refused(timeline_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", str(timeline_file), "--step", "7"]) == 2
     assert "nxdpp timeline: step 7 is not there in" in capsys.readouterr().err
-    assert main(["timeline", str(trace.parent / "none.json")]) == 2
+    assert main(["timeline", str(timeline_file.parent / "none.json")]) == 2
     assert "none.json cannot be read as a timeline" in capsys.readouterr().err
-    trace.write_text(trace.read_text()[:-500])
-    assert main(["timeline", str(trace)]) == 0
+    timeline_file.write_text(timeline_file.read_text()[:-500])
+    assert main(["timeline", str(timeline_file)]) == 0
     assert "has steps 0; cut short: 1." in capsys.readouterr().out
