@@ -1,9 +1,9 @@
 """Configuration of a pipeline, verified before anything is changed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -68,6 +68,11 @@ class PipelineConfig:
     param_init_fn: Any | None = None
     trace_file_path: str | None = None
     deallocate_pipeline_outputs: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the configuration with the fields in ``arguments``, which may hold other names too."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def check(self, module: nn.Module) -> None:
         """Raise ``ValueError`` or ``TypeError`` for a setting that ``module`` cannot honour."""

@@ -51,10 +51,8 @@ class NxDPPModel(LocalView):
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``.
         post_partition_hooks: functions of the wrapped model, called in order at the end of construction.
 
-    Raises:
-        ValueError, TypeError: for an argument that cannot be honoured, before anything is changed.
-        TracingError: for a model that cannot be traced.
-        RuntimeError: before ``initialize_model_parallel``.
+    Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed,
+    ``TracingError`` for a model that cannot be traced, ``RuntimeError`` before ``initialize_model_parallel``.
     """
 
     original_module: nn.Module
@@ -86,9 +84,7 @@ class NxDPPModel(LocalView):
         post_partition_hooks: Sequence[PostPartitionHook] | None = None,
     ) -> None:
         super().__init__()
-        config = PipelineConfig(
-            **{name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}
-        )
+        config = PipelineConfig.of(locals())
         hooks = checked_hooks(post_partition_hooks)
         arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
         arguments.check_auto_partition(auto_partition, pipeline_cuts, partition)
@@ -100,8 +96,8 @@ class NxDPPModel(LocalView):
         self.layers = self._pipeline.partition.layers
         self.pipeline_cuts = self._pipeline.partition.cuts
         self.stage_layers = self._pipeline.partition.layers_of(self.local_stages)
+        # Names, in the whole model, of each parameter and each buffer that has several.
         self.tied_names = self._pipeline.part.aliases
-        """Names, in the whole model, of each parameter and each buffer that has several."""
         self.num_microbatches = num_microbatches
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
@@ -126,8 +122,8 @@ class NxDPPModel(LocalView):
         Gradients of the mean loss are added to ``.grad`` and averaged over data-parallel replicas. Takes ``inputs`` by
         name, and raises, as ``Pipeline.train_step`` does.
 
-        Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``) and
-        ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
+        Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``),
+        ``None`` on others, unless ``return_mb_loss`` or ``broadcast_and_average_loss`` is set.
         """
         arguments.check_not_positional(positional)
         losses = self._pipeline.train_step(inputs)
@@ -169,10 +165,7 @@ class NxDPPModel(LocalView):
         self._pipeline.move_to(device)
 
     def refresh(self) -> None:
-        """Exchange metadata anew in the next step.
-
-        Every rank calls it after ``requires_grad`` of parameters has changed or modules have been replaced.
-        """
+        """Exchange metadata anew in the next step; every rank calls it after ``requires_grad`` or modules changed."""
         self._pipeline.refresh()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
