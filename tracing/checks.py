@@ -73,6 +73,11 @@ def is_assertion(node: fx.Node) -> bool:
     return node.target is check_assertion
 
 
+def passes_on(node: fx.Node) -> bool:
+    """Return whether ``node`` is a check that returns its argument."""
+    return builtins.isinstance(node.target, OpaqueCall) and node.target.function in (expect_type, expect_value)
+
+
 def _asserts(frame: types.FrameType) -> bool:
     instructions = (i for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti)
     following = [i for i in islice(instructions, 4) if i.opname not in _BETWEEN]
@@ -129,7 +134,7 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "unchecked 
     """Return the expectation of an output, or an item of it: surely a value, probably a value, or possibly ``None``."""
     is_first = is_whole = True
     while node.op == "call_function" and node.args and builtins.isinstance(source := node.args[0], fx.Node):
-        if builtins.isinstance(node.target, OpaqueCall) and node.target.function is expect_value:
+        if passes_on(node):
             node = source
             continue
         if node.target is not operator.getitem:
