@@ -94,7 +94,7 @@ class NxDPPModel(LocalView):
         self.local_stages = self._pipeline.local_stages
         self.holds_last_stage = self._pipeline.holds_last_stage
         self.layers = self._pipeline.partition.layers
-        self.pipeline_cuts = self._pipeline.partition.cuts
+        self.pipeline_cuts = list(self._pipeline.partition.cuts)
         self.stage_layers = self._pipeline.partition.layers_of(self.local_stages)
         # Names, in the whole model, of each parameter and each buffer that has several.
         self.tied_names = self._pipeline.part.aliases

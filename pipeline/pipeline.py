@@ -93,6 +93,7 @@ class Pipeline:
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
         )
         self._steps = StepRunner(self.schedule, self.rank, not config.deallocate_pipeline_outputs, trace_path)
+        self._input_names = None if config.input_names is None else tuple(config.input_names)
         self._replicas_verified = False
         # From here on the parameters of other stages are freed.
         self.part = LocalPart(
@@ -250,8 +251,8 @@ class Pipeline:
             )
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if self.config.input_names is not None:
-            arguments.check_exact_names(list(inputs), self.config.input_names)
+        if self._input_names is not None:
+            arguments.check_exact_names(list(inputs), self._input_names)
         else:
             arguments.check_names(self.module, list(inputs), "inputs")
         self.check_materialised()

@@ -29,6 +29,7 @@ from nxdpp.tracing.input_specs import UNKNOWN
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE")
+_MUST_RUN = "must_run"
 _BETWEEN = ("COPY", "TO_BOOL", "NOT_TAKEN")
 
 
@@ -68,9 +69,9 @@ def record_assertion(condition: fx.Proxy, asker: types.FrameType) -> bool:
     return True
 
 
-def is_assertion(node: fx.Node) -> bool:
-    """Return whether ``record_assertion`` made ``node``. It runs although it has no result."""
-    return node.target is check_assertion
+def must_run(node: fx.Node) -> bool:
+    """Return whether ``node`` is a check that runs although no other node uses its value."""
+    return node.target is check_assertion or bool(node.meta.get(_MUST_RUN))
 
 
 def passes_on(node: fx.Node) -> bool:
@@ -111,14 +112,20 @@ def _type_of(node: fx.Node) -> type:
 def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
     """``value``, checked to be one where a module may return ``None`` for it; ``None`` where the module does.
 
-    A whole output whose annotation excludes ``None`` is a value. The first item of an output, and a whole output
-    without an annotation, count as values too, and the graph checks them.
+    A whole output whose annotation excludes ``None`` is a value. So is the first item, which the graph checks where it
+    is used. A run on fake tensors decides about every other output and item. The graph checks its answer in every step,
+    because code may compare a value with ``None`` and not use it.
     """
     tracer: Any = value.tracer
     expected = _expectation(value.node, tracer.root)
     if expected == "value":
         return value
-    return None if expected == "either" and tracer.is_none(value.node) else _checked(value)
+    is_none = tracer.is_none(value.node) if expected == "either" else None
+    if is_none:
+        return None
+    checked = _checked(value)
+    checked.node.meta[_MUST_RUN] = is_none is False
+    return checked
 
 
 def mask_with_items(mask: fx.Proxy) -> fx.Proxy:
@@ -130,7 +137,7 @@ def _checked(value: fx.Proxy) -> fx.Proxy:
     return record_opaque_call(expect_value, (value, model_line(calling_line())), {})
 
 
-def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "unchecked value", "either"]:
+def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably", "either"]:
     """Return the expectation of an output, or an item of it: surely a value, probably a value, or possibly ``None``."""
     is_first = is_whole = True
     while node.op == "call_function" and node.args and builtins.isinstance(source := node.args[0], fx.Node):
@@ -148,12 +155,19 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "unchecked 
         node = source
     if node.op != "call_module" or is_from_torch(module := root.get_submodule(str(node.target))):
         return "value"
-    if not is_whole:
-        return "unchecked value" if is_first else "either"
-    try:
-        declared = inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)
-    except NameError:  # a name that its Python module imports for type checkers alone
-        declared = Any
-    if declared is None or type(None) in get_args(declared):
+    declared = _return_annotation(module)
+    if not is_whole and not is_first:
         return "either"
-    return "unchecked value" if declared is Any else "value"
+    if not is_whole:
+        declared = next(iter(get_args(declared)), declared)
+    if declared in (None, Any) or type(None) in get_args(declared):
+        return "either"
+    return "value" if is_whole else "probably"
+
+
+def _return_annotation(module: nn.Module) -> Any:
+    """Return the annotation of the result of ``module.forward``, ``Any`` for a missing or an unusual one."""
+    try:
+        return inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)
+    except Exception:  # such as a name for type checkers alone
+        return Any

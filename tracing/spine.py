@@ -148,18 +148,18 @@ class SpineTracer(fx.Tracer):
         self.facts.append(Fact(node, read, answer))
         return answer
 
-    def is_none(self, node: fx.Node) -> bool:
-        """Return whether a value is ``None`` for inputs of the sizes at hand; ``False`` if that depends on data.
+    def is_none(self, node: fx.Node) -> bool | None:
+        """Return whether a value is ``None`` for inputs of the sizes at hand; ``None`` if that depends on data.
 
         ``True`` becomes a fact of the graph.
         """
         try:
-            answer = self._read(node, is_none)
+            answer = bool(self._read(node, is_none))
         except UnknownSizeError:
-            return False
+            return None
         if answer:
             self.facts.append(Fact(node, is_none, answer))
-        return bool(answer)
+        return answer
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         if self._sizes is None:

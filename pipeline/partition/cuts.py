@@ -1,6 +1,6 @@
 """Cuts: the transformer layers after which a model is split into stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def even_cuts(layers: Sequence[str], stages: int) -> list[str]:
@@ -29,8 +29,9 @@ def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int, source: 
         TypeError: unless ``cuts`` is a list of names.
         ValueError: for an unknown or repeated name, and for a number of cuts other than ``stages - 1``.
     """
-    if not isinstance(cuts, list | tuple):
+    if isinstance(cuts, str) or not isinstance(cuts, Iterable):
         raise TypeError(f"{source} gave {cuts!r:.80}: cuts are a list of names of layers.")
+    cuts = list(cuts)
     # One more stage than layers is possible: the last stage then has no layer.
     if stages > len(layers) + 1:
         _check_enough(layers, stages)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from nxdpp.pipeline.stages.in_place_guard import Guard, may_change_arguments
-from nxdpp.tracing.checks import is_assertion
+from nxdpp.tracing.checks import must_run
 from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import changed_buffers, metadata_arguments
 
@@ -72,7 +72,7 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Return the plan of each stage, such that the last stage ends with ``results``.
 
-    Nodes that no result needs are left out, unless they change buffers or check an assertion of the model. Raises
+    Nodes that no result needs are left out, unless they change buffers or check an assumption of the trace. Raises
     ``ValueError`` for a stage that needs a value of a later one.
     """
     plans = [StagePlan(stage) for stage in range(stages)]
@@ -84,7 +84,7 @@ def plan_stages(
         if plan.stage == stages - 1:
             wanted = list(results)
         wanted += [node for node, stage in assigned.items() if stage == plan.stage and _changes_buffers(node, root)]
-        wanted += [n for n in traced.graph.nodes if is_assertion(n) and assigned.get(n, 0) == plan.stage]
+        wanted += [n for n in traced.graph.nodes if must_run(n) and assigned.get(n, 0) == plan.stage]
         _collect(plan, plans, wanted, root, assigned)
         for name in plan.received.keys() & plan.received_metadata.keys():
             _drop_received_metadata(plan, plans, name)

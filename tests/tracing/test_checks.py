@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from nxdpp.tracing.calls import recorded
-from nxdpp.tracing.checks import is_assertion
+from nxdpp.tracing.checks import must_run
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import shapes_of
@@ -41,7 +41,7 @@ def test_an_assertion_is_a_node() -> None:
 
     traced = trace_with(model, {"x": X}, options_for(model, PlainLayer))
 
-    assert sum(is_assertion(node) for node in traced.graph.nodes) == 2
+    assert sum(must_run(node) for node in traced.graph.nodes) == 2
 
 
 def test_another_decision_that_depends_on_data_is_refused() -> None:
@@ -291,34 +291,69 @@ def test_items_of_a_mask_that_is_none_are_an_error_with_the_line(use: Callable[[
         results(use, FULL)
 
 
-class _SometimesNone(nn.Module):
-    """Returns ``None`` for a whole output or a first item, without an annotation."""
+class _Returns(nn.Module):
+    """Return the result of ``function``, without an annotation."""
 
-    def __init__(self, in_tuple: bool) -> None:
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.in_tuple = in_tuple
+        self.function = function
 
     def forward(self, x):  # type: ignore[no-untyped-def]
-        return (None, x) if self.in_tuple else None
+        return self.function(x)
 
 
-class _AsksForNone(PlainModel):
-    def __init__(self, in_tuple: bool) -> None:
+class _OnlyCompares(PlainModel):
+    """Compare a module's result with ``None``, and do not use it otherwise."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.optional = _SometimesNone(in_tuple)
+        self.optional = _Returns(function)
+        self.in_tuple = isinstance(function(torch.ones(5, 4)), tuple)
 
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+    def prepare(self, hidden: Tensor) -> Tensor:
         found = self.optional(hidden)
-        if self.optional.in_tuple:
-            found = found[0]
+        if self.in_tuple:
+            first, second = found
+            found = None if first is None or second is None else first
         return hidden if found is None else hidden + 1
 
 
-@pytest.mark.parametrize("in_tuple", [False, True])
-def test_none_where_a_value_was_expected_is_an_error_and_no_other_branch(in_tuple: bool) -> None:
-    model = _AsksForNone(in_tuple)
-    x = {"x": torch.ones(3, 4)}
-    traced = trace_with(model, x, options_for(model, PlainLayer))
+def _for_many_rows(x: Tensor) -> Tensor | None:
+    return x.sum() if len(x) > 3 else None
 
-    with pytest.raises(RuntimeError, match=r"a value between layers is None; the trace took it not to be None"):
-        run_graph(model, traced, x)
+
+RESULTS = {
+    "never a value": lambda x: None,
+    "first item is None": lambda x: (None, x),
+    "second item is None": lambda x: (x, None),
+    "always a value": lambda x: x,
+    "a value for many rows": _for_many_rows,
+    "an item for many rows": lambda x: (x, _for_many_rows(x)),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_value_that_is_only_compared_takes_the_branch_of_the_model_or_is_an_error(name: str) -> None:
+    model = _OnlyCompares(RESULTS[name])
+    pipeline = InProcessPipeline(model, 2, {"x": torch.ones(5, 4)}, options_for(model, PlainLayer))
+
+    for rows in (5, 3):
+        x = torch.randn(rows, 4)
+        if "many rows" in name and rows == 3:
+            with pytest.raises(RuntimeError, match=r"a value between layers is None; .*\n  at .*test_checks\.py:\d+"):
+                pipeline.train({"x": x}, 1, backward=False)
+        else:
+            assert torch.equal(pipeline.train({"x": x}, 1, backward=False)[0], model(x))
+
+
+def test_annotations_that_python_cannot_evaluate_are_no_annotations() -> None:
+    class Unusual(PlainLayer):
+        def forward(self, x: "torch.Tensr") -> "no such name":  # type: ignore  # noqa: F722
+            return super().forward(x)
+
+    model = PlainModel()
+    model.layers = nn.ModuleList(Unusual() for _ in range(2))
+
+    assert torch.equal(
+        run_graph(model, trace_with(model, {"x": X}, options_for(model, PlainLayer)), {"x": X}), model(X)
+    )
