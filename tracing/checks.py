@@ -55,8 +55,8 @@ def expect_value(value: Any, place: str) -> Any:
     if value is None:
         raise RuntimeError(
             f"a value between layers is None; the trace took it not to be None\n  at {place}\n"
-            f"Make the module that holds this line a leaf (leaf_module_cls), or the function a single node "
-            f"(autowrap_functions)."
+            f"Annotate the result of the module's forward (-> torch.Tensor | None), make the module that holds this line a "
+            f"leaf (leaf_module_cls), or the function a single node (autowrap_functions)."
         )
     return value
 
@@ -112,18 +112,19 @@ def _type_of(node: fx.Node) -> type:
 def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
     """``value``, checked to be one where a module may return ``None`` for it; ``None`` where the module does.
 
-    A whole output whose annotation excludes ``None`` is a value. So is the first item, which the graph checks where it
-    is used. A run on fake tensors decides about every other output and item. The graph checks its answer in every step,
-    because code may compare a value with ``None`` and not use it.
+    A whole output whose annotation excludes ``None`` is a value. The graph checks in every step that a first item, and
+    an output without an annotation, are values too. A run on fake tensors decides about a later item, and about an
+    output whose annotation names ``None``. A check runs although no node uses it: code may only compare with ``None``.
     """
     tracer: Any = value.tracer
     expected = _expectation(value.node, tracer.root)
     if expected == "value":
         return value
-    is_none = tracer.is_none(value.node) if expected == "either" else None
+    is_none = tracer.is_none(value.node) if expected == "either" else False
     if is_none:
         return None
     checked = _checked(value)
+    # An answer that depends on data is checked where the value is used: an unused value may well be None.
     checked.node.meta[_MUST_RUN] = is_none is False
     return checked
 
@@ -155,14 +156,12 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably",
         node = source
     if node.op != "call_module" or is_from_torch(module := root.get_submodule(str(node.target))):
         return "value"
-    declared = _return_annotation(module)
-    if not is_whole and not is_first:
-        return "either"
     if not is_whole:
-        declared = next(iter(get_args(declared)), declared)
-    if declared in (None, Any) or type(None) in get_args(declared):
+        return "probably" if is_first else "either"
+    declared = _return_annotation(module)
+    if declared is None or type(None) in get_args(declared):
         return "either"
-    return "value" if is_whole else "probably"
+    return "probably" if declared is Any else "value"
 
 
 def _return_annotation(module: nn.Module) -> Any:
