@@ -55,8 +55,8 @@ def expect_value(value: Any, place: str) -> Any:
     if value is None:
         raise RuntimeError(
             f"a value between layers is None; the trace took it not to be None\n  at {place}\n"
-            f"Annotate the result of the module's forward (-> torch.Tensor | None), make the module that holds this line a "
-            f"leaf (leaf_module_cls), or the function a single node (autowrap_functions)."
+            f"Annotate the result of the module's forward (-> torch.Tensor | None), make the module that holds this "
+            f"line a leaf (leaf_module_cls), or the function a single node (autowrap_functions)."
         )
     return value
 
