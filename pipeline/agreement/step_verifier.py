@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.pipeline.agreement.fingerprint import Fingerprint, digest, rank_name, show_difference
+from nxdpp.pipeline.last_used import LastUsed
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1
-_TEXTS_KEPT = 1024
 _REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
 
 
@@ -54,7 +54,7 @@ class StepVerifier:
         self._origin: str | None = None
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self._heard: dict[int, StepIdentity] = {}
+        self._heard: LastUsed[int, StepIdentity] = LastUsed()
         self._sends: list[Any] = []
         # The digest, and the number of bytes of the text that follows.
         self._received = torch.empty(2, dtype=torch.int64)
@@ -92,7 +92,7 @@ class StepVerifier:
             text = torch.empty(length, dtype=torch.uint8)
             self._group.recv([text], previous, _TAG).wait()
             graph, signature, origin = pickle.loads(text.numpy().tobytes())
-            self._remember(theirs, StepIdentity(Fingerprint(*graph), signature, origin))
+            self._heard[theirs] = StepIdentity(Fingerprint(*graph), signature, origin)
             self._compare_origin(origin)
         if theirs != step_digest:
             raise RuntimeError(self._difference(self._heard.get(theirs), step))
@@ -113,11 +113,6 @@ class StepVerifier:
                 f"  {here}: {self._origin}\nGive torch.manual_seed the same seed on every rank of a pipeline, before "
                 f"the model is built and wrapped."
             )
-
-    def _remember(self, theirs: int, step: StepIdentity) -> None:
-        self._heard[theirs] = step
-        while len(self._heard) > _TEXTS_KEPT:
-            del self._heard[next(iter(self._heard))]
 
     def _difference(self, theirs: StepIdentity | None, ours: StepIdentity) -> str:
         here, there = self._name(self._rank), self._name(self._rank - 1)

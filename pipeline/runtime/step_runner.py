@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
+from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.stages.program import RankProgram
@@ -21,9 +22,6 @@ from nxdpp.schedules.lowering.lowering import lower, lower_rank
 from nxdpp.schedules.lowering.releases import releases
 from nxdpp.schedules.lowering.rendezvous import sends_in_flight
 
-# A program keeps the engines of its last so many new signatures, as long as the program lives. All ranks see the same
-# signatures in the same order, so all of them drop the same engines: an engine on one rank needs those of the others.
-_ENGINES_KEPT = 256
 # One transfer can run while the next value is computed.
 _SENDS_IN_FLIGHT = 2
 
@@ -49,8 +47,8 @@ class StepRunner:
         self._transport: Transport | None = None
         self._trace = None if trace_path is None else StepTimeline(trace_path, schedule.name)
         self._verifier: StepVerifier | None = None
-        # Each engine with the digest of its steps.
-        self._engines: WeakKeyDictionary[RankProgram, dict[Any, tuple[Engine, int]]] = WeakKeyDictionary()
+        # By signature: each engine with the digest of its steps.
+        self._engines: WeakKeyDictionary[RankProgram, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
 
     def transport(self, device: torch.device) -> Transport:
         """The transfers to other ranks of tensors on ``device``."""
@@ -94,7 +92,7 @@ class StepRunner:
         """
         # Verify that all ranks run the same step.
         signature = (_signature(microbatches[0]), _autocast(device.type), train)
-        engines = self._engines.setdefault(program, {})
+        engines = self._engines.setdefault(program, LastUsed())
         known = engines.get(signature)
         step = StepIdentity(program.graph, signature, origin)
         digest = step.digest if known is None else known[1]
@@ -113,8 +111,6 @@ class StepRunner:
         # Keep the engine of a new signature.
         if known is None:
             engines[signature] = engine, digest
-            while len(engines) > _ENGINES_KEPT:
-                del engines[next(iter(engines))]
         return results
 
     def _engine(self, program: RankProgram, device: torch.device, train: bool) -> Engine:

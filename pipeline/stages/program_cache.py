@@ -1,6 +1,5 @@
 """One program for each kind of inputs: traced and cut once, then kept."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
+from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith
 from nxdpp.pipeline.stages.loss import LossSpec
@@ -20,9 +20,6 @@ from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.swap import swapped
 from nxdpp.tracing.trace import TracingOptions, trace
-
-# Graphs that depend on sizes are kept for the shapes that were used last.
-_KEPT_SHAPES = 64
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,8 @@ class ProgramCache:
         self._local_stages = stages
         self._common = [f"{name}: {value}" for name, value in settings.items()]
         self._common += parameter_lines([*module.named_parameters(), *module.named_buffers()])
-        self._variants: dict[_Variant, list[CutGraph]] = {}
-        self._by_shapes: OrderedDict[Any, CutGraph] = OrderedDict()
+        # A graph that depends on sizes is kept for each of its shapes, another one for the shapes ``None``.
+        self._graphs: LastUsed[tuple[_Variant, Any], CutGraph] = LastUsed()
         self._fixed: set[_Variant] = set()
         self._as_cut: dict[str, nn.Module] = {}
 
@@ -122,8 +119,7 @@ class ProgramCache:
 
     def forget(self) -> None:
         """Drop all graphs: modules, buffers or dtypes have changed."""
-        self._variants.clear()
-        self._by_shapes.clear()
+        self._graphs.clear()
 
     @contextmanager
     def _model_as_cut(self) -> Iterator[None]:
@@ -136,28 +132,19 @@ class ProgramCache:
             yield
 
     def _kept(self, variant: _Variant, shapes: Shapes) -> CutGraph:
-        graphs = self._variants.setdefault(variant, [])
-        if len(graphs) == 1 and not graphs[0].traced.facts:
-            return graphs[0]
         key = variant, tuple(sorted(shapes.items()))
-        if key not in self._by_shapes:
-            sizes = Sizes(self._module, shapes)
-            graph = next((graph for graph in graphs if sizes.hold(graph.traced.facts)), None)
-            if graph is None:
-                constants = {name: value for name, _, value in variant.constants}
-                traced = trace(self._module, dict(variant.traced), constants, self._options, shapes)
-                graph = CutGraph(traced, self._partition, variant.training)
-                graphs.append(graph)
-            self._by_shapes[key] = graph
-        self._by_shapes.move_to_end(key)
-        self._forget_oldest()
-        return self._by_shapes[key]
-
-    def _forget_oldest(self) -> None:
-        if len(self._by_shapes) > _KEPT_SHAPES:
-            (variant, _), oldest = self._by_shapes.popitem(last=False)
-            if oldest not in self._by_shapes.values():
-                self._variants[variant].remove(oldest)
+        for known in ((variant, None), key):
+            if known in self._graphs:
+                return self._graphs[known]
+        sizes = Sizes(self._module, shapes)
+        graphs = dict.fromkeys(graph for (other, _), graph in self._graphs.items() if other == variant)
+        graph = next((graph for graph in graphs if sizes.hold(graph.traced.facts)), None)
+        if graph is None:
+            constants = {name: value for name, _, value in variant.constants}
+            traced = trace(self._module, dict(variant.traced), constants, self._options, shapes)
+            graph = CutGraph(traced, self._partition, variant.training)
+        self._graphs[key if graph.traced.facts else (variant, None)] = graph
+        return graph
 
     def _build(self, cut: CutGraph, ends_with: EndsWith, results: list[fx.Node]) -> RankProgram:
         with self._model_as_cut():

@@ -3,8 +3,8 @@
 import gc
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline import last_used
 from nxdpp.pipeline.p2p.transport import Transport
-from nxdpp.pipeline.runtime import step_runner
 from nxdpp.pipeline.runtime.engine import Engine
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
@@ -18,7 +18,7 @@ def engines() -> int:
 def keep_two_engines(rank: int) -> tuple[list[int], int]:
     """Numbers of engines after steps of three signatures and after ``refresh``; number of metadata exchanges."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    step_runner._ENGINES_KEPT = 2
+    last_used.KEPT = 2
     sent = 0
     send = Transport.send_object
 

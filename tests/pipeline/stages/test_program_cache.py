@@ -1,5 +1,7 @@
 """Program cache: one trace for each set of inputs, with the parameter owners of the first trace."""
 
+import gc
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from nxdpp.pipeline import last_used
 from nxdpp.pipeline.example_inputs import example_specs
 from nxdpp.pipeline.partition.partition import make_partition
 from nxdpp.pipeline.stages import program_cache as programs
@@ -120,6 +123,16 @@ def test_numbers_are_constants_only_in_control_flow() -> None:
         assert traces.call_count == 4
 
 
+def test_numbers_in_control_flow_keep_the_graphs_of_the_last_values() -> None:
+    cache = _cache(Scaled(), PlainLayer)
+    x = torch.ones(3, 4)
+    with patch.object(last_used, "KEPT", 2):
+        factors = (2.0, 3.0, 4.0, 4.0, 3.0)
+        cuts = [weakref.ref(cache.cut_graph({"x": x, "factor": f, "decide": True}, True)) for f in factors]
+    gc.collect()
+    assert [cut() is not None for cut in cuts] == [False, True, True, True, True]
+
+
 def test_the_loss_program_ends_with_the_loss() -> None:
     model = make_model("llama", layers=2)
     inputs = make_inputs("llama")
@@ -225,7 +238,7 @@ def test_the_least_recently_used_graphs_are_forgotten() -> None:
             return super().forward(x[:, range(x.shape[1])])
 
     cache = _cache(Counting(), PlainLayer, batch={"x": torch.ones(2, 2, 4)})
-    with patch.object(programs, "_KEPT_SHAPES", 2), patch.object(programs, "trace", wraps=trace) as traces:
+    with patch.object(last_used, "KEPT", 2), patch.object(programs, "trace", wraps=trace) as traces:
         graphs = [cache.cut_graph({"x": torch.ones(2, length, 4)}, True) for length in (1, 2, 1, 3, 1, 2)]
         assert traces.call_count == 4
     assert graphs[0] is graphs[2] is graphs[4]
