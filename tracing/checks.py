@@ -5,7 +5,7 @@ code between layers    assumption
 =====================  ===========================================================================
 ``assert x``           ``x`` is true
 ``isinstance(x, c)``   ``x`` is a tensor, or a number of the type in its spec
-``x is None``          ``x`` is not ``None``, unless it is for inputs of these sizes
+``x is None``          ``x`` is ``None`` if it is for inputs of these sizes, and a value otherwise
 =====================  ===========================================================================
 
 Python does not let a proxy answer ``x is None``. The trace therefore decides before the code can ask: an item of a
@@ -61,6 +61,16 @@ def expect_value(value: Any, place: str) -> Any:
     return value
 
 
+def expect_none(value: Any, place: str) -> None:
+    """Raise ``RuntimeError`` unless ``value`` is ``None``."""
+    if value is not None:
+        raise RuntimeError(
+            f"a value between layers is a {type(value).__name__}; the trace took it to be None\n  at {place}\n"
+            f"Make the module that holds this line a leaf (leaf_module_cls), or the function a single node "
+            f"(autowrap_functions)."
+        )
+
+
 def record_assertion(condition: fx.Proxy, asker: types.FrameType) -> bool:
     """Record a check of ``condition`` and return ``True`` if ``asker`` is at an ``assert``; ``False`` otherwise."""
     if not _asserts(asker):
@@ -77,6 +87,11 @@ def must_run(node: fx.Node) -> bool:
 def passes_on(node: fx.Node) -> bool:
     """Return whether ``node`` is a check that returns its argument."""
     return builtins.isinstance(node.target, OpaqueCall) and node.target.function in (expect_type, expect_value)
+
+
+def asks_for_none(node: fx.Node) -> bool:
+    """Return whether ``node`` checks that a value is, or is not, ``None``."""
+    return builtins.isinstance(node.target, OpaqueCall) and node.target.function in (expect_none, expect_value)
 
 
 def _asserts(frame: types.FrameType) -> bool:
@@ -120,12 +135,14 @@ def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
     expected = _expectation(value.node, tracer.root)
     if expected == "value":
         return value
-    is_none = tracer.is_none(value.node) if expected == "either" else False
+    is_none, is_sure = tracer.is_none(value.node) if expected == "either" else (False, True)
+    if is_none and not is_sure:
+        record_opaque_call(expect_none, (value, _line()), {}).node.meta[_MUST_RUN] = True
     if is_none:
         return None
     checked = _checked(value)
     # An answer that depends on data is checked where the value is used: an unused value may well be None.
-    checked.node.meta[_MUST_RUN] = is_none is False
+    checked.node.meta[_MUST_RUN] = is_sure
     return checked
 
 
@@ -135,7 +152,11 @@ def mask_with_items(mask: fx.Proxy) -> fx.Proxy:
 
 
 def _checked(value: fx.Proxy) -> fx.Proxy:
-    return record_opaque_call(expect_value, (value, model_line(calling_line())), {})
+    return record_opaque_call(expect_value, (value, _line()), {})
+
+
+def _line() -> str:
+    return model_line(calling_line())
 
 
 def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably", "either"]:

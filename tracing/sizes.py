@@ -71,18 +71,32 @@ class FakeCopies:
         return copied
 
 
+class _Guessing(FakeTensorMode):
+    """Fake tensors whose every element is ``guess``."""
+
+    def __init__(self, guess: bool) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._guess = guess
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._guess
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Sizes:
     """Answers for inputs of one signature.
 
     Args:
         root: the module that the nodes' targets are names in; its parameters may be on the meta device.
         shapes: shapes and dtypes of the graph's inputs; other inputs have unknown shapes.
+        guess: the elements of tensors, where an answer depends on them. By default such an answer is unknown.
     """
 
-    def __init__(self, root: nn.Module, shapes: Shapes) -> None:
+    def __init__(self, root: nn.Module, shapes: Shapes, guess: bool | None = None) -> None:
         self._root = root
         self._shapes = shapes
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if guess is None else _Guessing(guess)
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
 

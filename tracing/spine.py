@@ -4,7 +4,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -148,18 +148,24 @@ class SpineTracer(fx.Tracer):
         self.facts.append(Fact(node, read, answer))
         return answer
 
-    def is_none(self, node: fx.Node) -> bool | None:
-        """Return whether a value is ``None`` for inputs of the sizes at hand; ``None`` if that depends on data.
+    def is_none(self, node: fx.Node) -> tuple[bool, bool]:
+        """Return whether a value is ``None`` for inputs of the sizes at hand, and whether that is sure.
 
-        ``True`` becomes a fact of the graph.
+        It is a guess where it depends on data. A sure ``None`` becomes a fact of the graph.
         """
         try:
             answer = bool(self._read(node, is_none))
         except UnknownSizeError:
-            return None
+            return self._guess_none(node), False
         if answer:
             self.facts.append(Fact(node, is_none, answer))
-        return answer
+        return answer, True
+
+    def _guess_none(self, node: fx.Node) -> bool:
+        for guess in (True, False):
+            with suppress(UnknownSizeError):
+                return bool(Sizes(self.root, self._shapes, guess).read(node, is_none))
+        return False
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         if self._sizes is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx, nn
 
-from nxdpp.tracing.checks import passes_on
+from nxdpp.tracing.checks import asks_for_none
 from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.shared_state import contents
 from nxdpp.tracing.trace import TracedGraph
@@ -214,7 +214,7 @@ def _by_module(owners: Owners) -> _Owned:
 
 def _reads_a_result(node: fx.Node) -> bool:
     """Return whether ``node`` only picks an item of another node's value, or checks it, and so stays on its stage."""
-    if passes_on(node):
+    if asks_for_none(node):
         return True
     return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 

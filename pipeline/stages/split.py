@@ -78,13 +78,14 @@ def plan_stages(
     plans = [StagePlan(stage) for stage in range(stages)]
     plans[-1].results = [node.name for node in results]
     by_name = {node.name: node for node in traced.graph.nodes}
+    first = _first_stages(traced, assigned)
     # Nodes of each stage, from the last: a stage then knows all values that later stages want of it.
     for plan in reversed(plans):
         wanted = [by_name[name] for name in plan.made]
         if plan.stage == stages - 1:
             wanted = list(results)
         wanted += [node for node, stage in assigned.items() if stage == plan.stage and _changes_buffers(node, root)]
-        wanted += [n for n in traced.graph.nodes if must_run(n) and assigned.get(n, 0) == plan.stage]
+        wanted += [node for node, stage in first.items() if stage == plan.stage and must_run(node)]
         _collect(plan, plans, wanted, root, assigned)
         for name in plan.received.keys() & plan.received_metadata.keys():
             _drop_received_metadata(plan, plans, name)
@@ -132,6 +133,15 @@ def build_stage(
     over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))
     return fx.GraphModule(root, graph, class_name=f"Stage{plan.stage}")
+
+
+def _first_stages(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Return the stage of each node, the first one with all values that it needs for a node without one."""
+    first: dict[fx.Node, int] = {}
+    for node in traced.graph.nodes:
+        needed = max((first[argument] for argument in node.all_input_nodes), default=0)
+        first[node] = assigned.get(node, needed)
+    return first
 
 
 def _changes_buffers(node: fx.Node, root: nn.Module) -> bool:

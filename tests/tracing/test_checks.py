@@ -135,6 +135,21 @@ class EmbeddingByData(Embedding):
         return self.linear(x), (x > 0 if bool(x.sum() > 0) else None)
 
 
+class EmbeddingWithoutMask(Embedding):
+    """Returns no mask, after a test of the data."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert not x.isnan().any()
+        return self.linear(x), None
+
+
+class EmbeddingByDataOrNone(Embedding):
+    """Returns no mask for data above 0."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.linear(x), (None if bool(x.sum() > 0) else x > 0)
+
+
 class ComparesWithNone(PlainModel):
     """Masks its hidden states if there is a mask."""
 
@@ -203,6 +218,20 @@ def test_a_value_that_depends_on_data_is_checked_when_the_graph_runs() -> None:
     place = r"\n  at .*test_checks\.py:\d+, in forward: hidden, mask = self\.first\(x\)\n"
     with pytest.raises(RuntimeError, match=rf"value between layers is None.*{place}.*leaf_module_cls"):
         _run(model, traced, -x)
+
+
+@pytest.mark.parametrize("first", [EmbeddingWithoutMask, EmbeddingByDataOrNone])
+def test_a_none_that_data_decide_is_guessed_and_checked(first: type[Embedding]) -> None:
+    model, x = ComparesWithNone(first()), torch.ones(3, 4)
+
+    traced = _trace(model, x)
+
+    assert traced.facts == ()
+    assert torch.equal(_run(model, traced, x), model(x))
+    if first is EmbeddingByDataOrNone:
+        place = r"\n  at .*test_checks\.py:\d+, in forward: hidden, mask = self\.first\(x\)\n"
+        with pytest.raises(RuntimeError, match=rf"is a Tensor; the trace took it to be None.*{place}.*leaf_module_cls"):
+            _run(model, traced, -x)
 
 
 @pytest.mark.parametrize("make", [lambda: ComparesWithNone(Embedding()), ComparesWholeOutput])

@@ -45,6 +45,8 @@ TWO_STAGES = {
     ),
     "masked-lm": (
         "bert",  # tied head with a bias
+        "funnel",  # slices of the hidden state that a test of its type comes before
+        "ibert",  # an output that data decide to be None
         "modernbert",  # local and global attention
         "mpnet",  # a bias of positions, computed once for all layers
         "roformer",  # rotary positions from a sinusoid table
@@ -52,6 +54,7 @@ TWO_STAGES = {
     "seq2seq-lm": (
         "bart",  # encoder and decoder, an embedding tied three times
         "t5",  # a bias of positions that the first layer gives to the others
+        "t5gemma",  # a rotary table of the decoder, which later stages alone need
         "qwen2_audio",  # the text part of a multimodal model
     ),
     "image-classification": (

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nxdpp.pipeline.stages.split import plan_stages
+from nxdpp.tracing.checks import must_run
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import ARCHITECTURES, PlainLayer, PlainModel, make_inputs, make_model, options_for
 
@@ -235,6 +238,58 @@ def test_values_of_inputs_and_buffers_are_recomputed() -> None:
     assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
     assert [plan.inputs for plan in chain.plans] == [["x"]] * 4
     assert torch.equal(chain.forward({"x": x}), model(x))
+
+
+class TableOfLaterLayers(PlainModel):
+    """A model with a rotary table that needs only the sizes of a late hidden state, and has no annotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4, num_attention_heads=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for number, layer in enumerate(self.layers):
+            if number == 2:
+                table, _ = self.rotary(hidden, torch.arange(hidden.shape[0]).unsqueeze(0))
+            hidden = layer(hidden if number < 2 else hidden * table[0])
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_a_check_of_a_recomputed_value_is_on_the_first_stage_that_can_compute_it() -> None:
+    model = TableOfLaterLayers()
+    x = torch.randn(3, 4)
+
+    chain = _chain(model, 4, x)
+
+    assert torch.equal(chain.forward({"x": x}), model(x))
+    checking = [{n.name for n in plan.nodes if must_run(n)} for plan in chain.plans]
+    assert [bool(names) for names in checking] == [False, True, True, True]
+    assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
+
+
+class SlicesAfterACheck(PlainModel):
+    """A model that asks for the type of a hidden state before it takes slices of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+            assert isinstance(hidden, torch.Tensor)
+            hidden = torch.cat([hidden[:, :2], hidden[:, 2:]], 1)
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_slices_after_a_check_of_the_type_are_not_sent() -> None:
+    model = SlicesAfterACheck()
+    x = torch.randn(3, 4)
+
+    chain = _chain(model, 4, x)
+
+    assert torch.equal(chain.forward({"x": x}), model(x))
+    assert [(source, destination) for _, source, destination in chain.boundary_tensors] == [(0, 1), (1, 2), (2, 3)]
 
 
 class DropoutOutside(PlainModel):
