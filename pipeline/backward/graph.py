@@ -14,7 +14,16 @@ from torch import nn
 from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge
 
-from nxdpp.pipeline.backward.structure import Bucket, Edge, SplitNode, Structure, is_hooked, saved_names, saved_tensors
+from nxdpp.pipeline.backward.structure import (
+    Bucket,
+    Edge,
+    SplitNode,
+    Structure,
+    is_hooked,
+    saved_names,
+    saved_tensors,
+    unpack_hook,
+)
 
 # One call of these computes the gradients of all inputs, for any wanted part. In torchgen's derivatives.yaml they have
 # several gradients from one formula without a mask, or kernels whose work does not depend on the mask.
@@ -238,7 +247,7 @@ class _Graph:
         found = []
         for name in saved_names(self.types[number]):
             for saved in saved_tensors(self.nodes[number], name):
-                if saved.unpack_hook is None and isinstance(saved.data, torch.Tensor):
+                if unpack_hook(saved) is None and isinstance(saved.data, torch.Tensor):
                     large = saved.data.layout != torch.strided or saved.data.nbytes >= _WORTH_FREEING
                     if large and not isinstance(saved.data, nn.Parameter):
                         found.append((name, saved))

@@ -111,7 +111,12 @@ class Structure:
 
 def is_hooked(node: Any, name: str) -> bool:
     """True if a hook returns this saved tensor; activation checkpointing recomputes it there."""
-    return any(saved.unpack_hook is not None for saved in saved_tensors(node, name))
+    return any(unpack_hook(saved) is not None for saved in saved_tensors(node, name))
+
+
+def unpack_hook(saved: Any) -> Any:
+    """The hook that returns a ``SavedTensor``; torch 2.9 does not show it, and each tensor then counts as hooked."""
+    return getattr(saved, "unpack_hook", saved)
 
 
 def saved_tensors(node: Any, name: str) -> Sequence[Any]:
