@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from nxdpp.initialization.init_on_device import init_on_device
     from nxdpp.parallel_layers import parallel_state
     from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
+    from nxdpp.pipeline.config import PipelineConfig
     from nxdpp.pipeline.model import NxDPPModel
+    from nxdpp.pipeline.pipeline import Pipeline
 
 __all__ = [
     "NxDPPModel",
+    "Pipeline",
+    "PipelineConfig",
     "apply_checkpoint",
     "deferred_init",
     "init_on_device",
@@ -27,6 +31,8 @@ __all__ = [
 
 _MODULES = {
     "NxDPPModel": "nxdpp.pipeline.model",
+    "Pipeline": "nxdpp.pipeline.pipeline",
+    "PipelineConfig": "nxdpp.pipeline.config",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "init_on_device": "nxdpp.initialization.init_on_device",

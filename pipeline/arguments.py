@@ -17,7 +17,7 @@ _PARTITIONS = ("even", "balanced", "profiled")
 def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_cls: Any) -> None:
     """Raise ``TypeError`` unless ``module`` is an ``nn.Module`` and the others are lists or ``None``."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"NxDPPModel wraps a torch.nn.Module, not {module!r:.80}.")
+        raise TypeError(f"the model must be a torch.nn.Module, not {module!r:.80}.")
     lists = {"pipeline_cuts": pipeline_cuts, "input_names": input_names, "leaf_module_cls": leaf_module_cls}
     for name, value in lists.items():
         if isinstance(value, str | type):

@@ -87,7 +87,7 @@ class Pipeline:
             "stages": self.partition.stages,
             "num_microbatches": config.num_microbatches,
             **(agreed or {}),
-            "trace": trace_path is not None,
+            "writes a timeline": trace_path is not None,
         }
         self._programs = ProgramCache(
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings

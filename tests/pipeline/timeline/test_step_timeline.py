@@ -187,7 +187,7 @@ def train_with_trace_on_first(rank: int, path: str) -> None:
 
 
 def test_a_trace_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"trace: True[\s\S]*trace: False"):
+    with pytest.raises(AssertionError, match=r"writes a timeline: True[\s\S]*writes a timeline: False"):
         run_ranks(2, train_with_trace_on_first, str(tmp_path / "trace.json"))
 
 
