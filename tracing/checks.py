@@ -129,7 +129,8 @@ def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
 
     A whole output whose annotation excludes ``None`` is a value. The graph checks in every step that a first item, and
     an output without an annotation, are values too. A run on fake tensors decides about a later item, and about an
-    output whose annotation names ``None``. A check runs although no node uses it: code may only compare with ``None``.
+    output whose annotation names ``None``. It guesses where the answer depends on data, and the graph then checks a
+    ``None`` too. A check runs although no node uses it: code may only compare with ``None``.
     """
     tracer: Any = value.tracer
     expected = _expectation(value.node, tracer.root)
