@@ -33,7 +33,7 @@ class Activity(StrEnum):
     SEND = "send"
     RECEIVE = "receive"
     WAIT_SENT = "wait sent"
-    WAIT_LAYOUTS = "wait layouts"
+    WAIT_METADATA = "wait metadata"
 
 
 class Event(NamedTuple):

@@ -83,7 +83,7 @@ class RecordedChannel(RemoteChannel):
             start = self._recorder.stamp()
             super().receive_metadata()
             boundary = self.boundary
-            self._recorder.add(Activity.WAIT_LAYOUTS, "", boundary.destination, None, boundary.source, start)
+            self._recorder.add(Activity.WAIT_METADATA, "", boundary.destination, None, boundary.source, start)
 
     def post_now(self, direction: Direction, microbatch: int) -> None:
         """Record the start of a receive."""

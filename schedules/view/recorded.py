@@ -15,7 +15,7 @@ from nxdpp.schedules.execution import Times
 from nxdpp.schedules.simulate import Span, Timeline, timeline_of
 from nxdpp.schedules.timeline_file import Activity, Event, read_timeline
 
-_WAITS = (Activity.WAIT, Activity.WAIT_SENT, Activity.WAIT_LAYOUTS)
+_WAITS = (Activity.WAIT, Activity.WAIT_SENT, Activity.WAIT_METADATA)
 _STARTS = (Activity.SEND, Activity.RECEIVE)
 # The actions whose results are sent as activations and as gradients.
 _MADE_BY = {"F": (ActionKind.FORWARD,), "B": (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)}

@@ -79,7 +79,7 @@ def test_events_are_read_as_written(tmp_path: Path) -> None:
         (Event(Activity.RECEIVE, "B", 2, 5, 3, 0, 1), "receive B s2 mb5 from s3"),
         (Event(Activity.WAIT, "B", 2, 0, 3, 0, 1), "wait B s2 mb0 from s3"),
         (Event(Activity.WAIT_SENT, "B", 2, 0, 1, 0, 1), "wait sent B s2 mb0 to s1"),
-        (Event(Activity.WAIT_LAYOUTS, "", 2, None, 1, 0, 1), "wait layouts s2 from s1"),
+        (Event(Activity.WAIT_METADATA, "", 2, None, 1, 0, 1), "wait metadata s2 from s1"),
     ],
 )
 def test_names_have_stage_and_microbatch(event: Event, name: str) -> None:

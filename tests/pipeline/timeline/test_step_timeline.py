@@ -80,7 +80,7 @@ def test_every_event_is_there_once(
     slices = [event for event in load(path) if event["ph"] == "X"]
     for step, trains in enumerate((True, True, False)):
         of_step = [event for event in slices if event["args"]["step"] == step]
-        told = [event["name"] for event in of_step if event["cat"] not in ("step", "wait layouts")]
+        told = [event["name"] for event in of_step if event["cat"] not in ("step", "wait metadata")]
         assert Counter(told) == expected_names(schedule, trains)
         _check_order(of_step)
     assert sorted(path.parent.iterdir()) == [path]
