@@ -2,7 +2,7 @@
 
 ::
 
-    module ─ trace ─▶ graph ─ make_partition ─▶ Partition ─┬─▶ ProgramCache   a program for each kind of inputs
+    module ─ trace ─▶ graph ─ make_partition ─▶ Partition ─┬─▶ ProgramCache   a program for each spec of inputs
                                                            ├─▶ LocalPart      this rank's parameters; others are freed
                                                            └─▶ StepRunner     engine, channels, timeline
 """

@@ -1,4 +1,4 @@
-"""Program of a rank: the modules of its stages for one kind of inputs."""
+"""Program of a rank: the modules of its stages for one spec of inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

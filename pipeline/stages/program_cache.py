@@ -1,4 +1,4 @@
-"""One program for each kind of inputs: traced and cut once, then kept."""
+"""One program for each spec of inputs: traced and cut once, then kept."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
