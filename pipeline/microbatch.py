@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nxdpp.tracing.containers import flatten, leaves_of
+from nxdpp.tracing.nested import flatten, leaves_of
 
 _ACCEPTED = (torch.Tensor, int, float, str, type(None))
 

@@ -1,12 +1,12 @@
-"""Containers that one layer fills for later layers: keys and values of attention that several layers share.
+"""Mappings that one layer fills for later layers: keys and values of attention that several layers share.
 
-A stage would lose items that a layer writes into a container beside its output. The content of the container is
+A stage would lose items that a layer writes into a mapping beside its output. The content of the mapping is
 therefore a value of the graph, an input and an output of each layer::
 
     {} ── shared_state ── layers.0 ── contents ── shared_state ── layers.1 ── contents ── ...
                └─────────────────────────┘             └─────────────────────────┘
 
-``shared_state`` makes a new container for each run of a layer, ``contents`` reads it after the layer. The content
+``shared_state`` makes a new mapping for each run of a layer, ``contents`` reads it after the layer. The content
 crosses a stage boundary like any other value, with gradients.
 """
 
@@ -19,29 +19,29 @@ from torch.utils import _pytree as pytree
 
 
 class SharedState:
-    """Make a container like ``original`` of given content."""
+    """Make a mapping like ``original`` of given content."""
 
     def __init__(self, original: UserDict[Any, Any]) -> None:
         self.__name__ = "shared_state"
         self._empty = _like(original, {})
 
     def __call__(self, content: dict[Any, Any]) -> UserDict[Any, Any]:
-        """A new container with ``content``."""
+        """A new mapping with ``content``."""
         return _like(self._empty, dict(content))
 
 
 class SealedState:
-    """Make a container like ``original`` that raises for any use, for a layer that does not use it."""
+    """Make a mapping like ``original`` that raises for any use, for a layer that does not use it."""
 
     def __init__(self, original: UserDict[Any, Any], layer: str) -> None:
         self.__name__ = "sealed_state"
         self._sealed = _like(original, _Untouchable(
-            f"{layer} uses the {type(original).__name__} that layers share, although its attention says that it "
+            f"{layer} uses the {type(original).__name__} that layers share, although its attention declares that it "
             f"neither stores keys and values for other layers nor takes those of others"
         ))  # fmt: skip
 
     def __call__(self) -> UserDict[Any, Any]:
-        """The container."""
+        """The mapping."""
         return self._sealed
 
 
@@ -53,9 +53,9 @@ def contents(output: Any, state: UserDict[Any, Any]) -> dict[Any, Any]:
 def call_sharing(
     tracer: fx.Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
-    """Record ``module`` by ``call(args, kwargs)`` with the content of shared containers as input and output.
+    """Record ``module`` by ``call(args, kwargs)`` with the content of shared mappings as input and output.
 
-    A container is a ``collections.UserDict``. The container in ``forward`` itself then raises for any use, because it
+    A mapping is a ``collections.UserDict``. The mapping in ``forward`` itself then raises for any use, because it
     lacks the items that the layers put into it.
     """
     opened: list[tuple[Any, fx.Proxy]] = []
@@ -72,18 +72,18 @@ def call_sharing(
 
     args, kwargs = pytree.tree_map(hand_over, (args, kwargs))
     output = call(args, kwargs)
-    for container, state in opened:
+    for mapping, state in opened:
         held = _Untouchable(
-            f"forward uses a {type(container).__name__} that it has handed to {type(module).__name__}; its "
+            f"forward uses a {type(mapping).__name__} that it has handed to {type(module).__name__}; its "
             f"content is known between layers alone"
         )
         held.content = tracer.create_proxy("call_function", contents, (output, state), {})
-        container.data = held
+        mapping.data = held
     return output
 
 
 class _Untouchable(MutableMapping[Any, Any]):
-    """Content of a container that raises for any use."""
+    """Content of a mapping that raises for any use."""
 
     content: Any = None
 
@@ -104,12 +104,12 @@ def _like(original: UserDict[Any, Any], data: Any) -> UserDict[Any, Any]:
 
 
 def _takes_part(module: nn.Module) -> bool:
-    """Return whether the layer may use the container. ``SealedState`` checks the answer of its attention layers."""
+    """Return whether the layer may use the mapping. ``SealedState`` checks the answer of its attention layers."""
     attentions = [child for child in module.modules() if hasattr(child, "is_kv_shared_layer")]
     return not attentions or any(child.is_kv_shared_layer or child.store_full_length_kv for child in attentions)
 
 
-def refuse_empty_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_empty_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ``RuntimeError`` for an empty list, dict or set as an argument of a leaf, whose additions would be lost."""
     for name, value in (*enumerate(args), *kwargs.items()):
         if type(value) in (list, dict, set) and not value:

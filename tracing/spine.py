@@ -19,7 +19,7 @@ from nxdpp.tracing.errors import calling_line
 from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.proxy import RecordingProxy
-from nxdpp.tracing.shared_state import call_sharing, refuse_empty_containers
+from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError, is_none
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 
@@ -94,7 +94,7 @@ class SpineTracer(fx.Tracer):
             return record_opaque_call(m, args, kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
-            refuse_empty_containers(m, args, kwargs)
+            refuse_empty_arguments(m, args, kwargs)
             return value_or_none(call_sharing(self, m, args, kwargs, record))
         return record(args, kwargs)
 

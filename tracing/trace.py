@@ -25,12 +25,12 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.calls import recorded_autograd_functions
 from nxdpp.tracing.constructors import refused_modes, refused_random_numbers, refused_random_tensors
-from nxdpp.tracing.containers import flatten
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
+from nxdpp.tracing.nested import flatten
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import SpineTracer, spine_names
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.tracing.containers import flatten, leaves_of, map_leaves
+from nxdpp.tracing.nested import flatten, leaves_of, map_leaves
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nxdpp.tracing.containers import Leaf, leaves_of, map_leaves
+from nxdpp.tracing.nested import Leaf, leaves_of, map_leaves
 
 
 @dataclass(frozen=True)

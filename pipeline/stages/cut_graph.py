@@ -10,7 +10,7 @@ from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
-from nxdpp.tracing.containers import is_dataclass_instance, leaves_of, map_leaves
+from nxdpp.tracing.nested import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.trace import TracedGraph
 
 EndsWith = Literal["loss", "output"]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxdpp.tracing.containers import leaves_of
 from nxdpp.tracing.errors import model_line
+from nxdpp.tracing.nested import leaves_of
 
 
 def versions(value: Any) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nxdpp.tracing.containers import fields_of, is_dataclass_instance
+from nxdpp.tracing.nested import fields_of, is_dataclass_instance
 
 LossSpec = Mapping[str, Any] | tuple[Any, ...] | list[Any] | bool | None
 

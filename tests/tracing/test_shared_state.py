@@ -1,4 +1,4 @@
-"""The content of a container that layers fill for later layers is a value of the graph."""
+"""The content of a mapping that layers fill for later layers is a value of the graph."""
 
 from collections import UserDict
 from typing import Any
@@ -31,7 +31,7 @@ class Sharing(nn.Module):
 
 
 class SharingModel(nn.Module):
-    """Layers that share through a container; the first product reaches the third layer."""
+    """Layers that share through a mapping; the first product reaches the third layer."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_a_layer_gets_the_tensors_of_an_earlier_layer_and_gradients_flow_back() 
         assert parameter.grad is None or gradient is None or torch.equal(parameter.grad, gradient)
 
 
-def test_a_container_that_forward_fills_itself_is_handed_on_filled() -> None:
+def test_a_mapping_that_forward_fills_itself_is_handed_on_filled() -> None:
     class Filled(SharingModel):
         def forward(self, x: Tensor) -> Any:
             shared = UserDict({"a": x * 2})
@@ -93,7 +93,7 @@ def test_a_container_that_forward_fills_itself_is_handed_on_filled() -> None:
         lambda shared: shared.copy(),
     ],
 )
-def test_a_forward_that_reads_the_container_is_refused_by_name_and_line(use: Any) -> None:
+def test_a_forward_that_reads_the_mapping_is_refused_by_name_and_line(use: Any) -> None:
     class Reading(SharingModel):
         def result(self, x: Tensor, shared: UserDict[str, Tensor]) -> Any:
             return x, use(shared)
@@ -102,7 +102,7 @@ def test_a_forward_that_reads_the_container_is_refused_by_name_and_line(use: Any
         traced(Reading(Sharing(True)))
 
 
-def test_a_container_in_the_output_is_refused() -> None:
+def test_a_mapping_in_the_output_is_refused() -> None:
     class Returning(SharingModel):
         def result(self, x: Tensor, shared: UserDict[str, Tensor]) -> Any:
             return x, shared

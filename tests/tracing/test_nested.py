@@ -1,4 +1,4 @@
-"""Dataclasses are containers like tuples and dicts."""
+"""Dataclasses are nested values like tuples and dicts."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nxdpp.tracing.containers import Leaf, fields_of, flatten, is_dataclass_instance, leaves_of, map_leaves
+from nxdpp.tracing.nested import Leaf, fields_of, flatten, is_dataclass_instance, leaves_of, map_leaves
 
 
 @dataclass
@@ -58,7 +58,7 @@ def test_a_function_reaches_every_leaf() -> None:
     assert mapped.two[0].hidden == 6
 
 
-def test_classes_and_declared_leaves_are_no_containers() -> None:
+def test_classes_and_declared_leaves_are_leaves() -> None:
     assert is_dataclass_instance(State(1))
     assert not is_dataclass_instance(State)
     assert not is_dataclass_instance(Whole(1))

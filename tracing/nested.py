@@ -1,4 +1,4 @@
-"""Containers of torch's pytree, extended by dataclasses."""
+"""Nested values: torch's pytree, extended by dataclasses."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ def _build(fields: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
     return value
 
 
-pytree.register_pytree_node(_Opened, _flatten_opened, _build, serialized_type_name="nxdpp.tracing.containers.dataclass")
+pytree.register_pytree_node(_Opened, _flatten_opened, _build, serialized_type_name="nxdpp.tracing.nested.dataclass")
 
 
 def _open(value: Any) -> Any:
