@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from nxdpp.schedules.actions import Action, Schedule
 from nxdpp.schedules.families.interleaved import INTERLEAVED
-from nxdpp.schedules.simulate import live_peaks
+from nxdpp.schedules.simulate import in_flight_peaks
 
 
 def microbatches_in_flight(ranks: int, microbatches: int, chunks: int = 1) -> list[int]:
@@ -20,4 +20,4 @@ def in_flight(schedule: Schedule) -> list[int]:
     of_stage: defaultdict[int, list[Action]] = defaultdict(list)
     for action in (action for actions in schedule for action in actions):
         of_stage[action.stage].append(action)
-    return live_peaks([of_stage[stage] for stage in range(len(of_stage))])
+    return in_flight_peaks([of_stage[stage] for stage in range(len(of_stage))])

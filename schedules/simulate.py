@@ -96,20 +96,20 @@ def timeline_of(spans: list[list[Span]]) -> Timeline:
     makespan = max(span.end for rank in spans for span in rank)
     bubbles = [1 - sum(span.end - span.start for span in rank) / makespan if makespan else 0.0 for rank in spans]
     share = len(schedule) / len({action.stage for actions in schedule for action in actions})
-    return Timeline(spans, makespan, bubbles, [peak * share for peak in live_peaks(schedule)])
+    return Timeline(spans, makespan, bubbles, [peak * share for peak in in_flight_peaks(schedule)])
 
 
-def live_peaks(schedule: Schedule) -> list[int]:
+def in_flight_peaks(schedule: Schedule) -> list[int]:
     """Return for each rank the most (stage, microbatch) pairs between forward and end of the backward."""
     peaks = []
     for actions in schedule:
-        live = peak = 0
+        in_flight = peak = 0
         for action in actions:
             if action.kind is ActionKind.FORWARD:
-                live += 1
-                peak = max(peak, live)
+                in_flight += 1
+                peak = max(peak, in_flight)
             elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
-                live -= 1
+                in_flight -= 1
         peaks.append(peak)
     return peaks
 

@@ -28,8 +28,8 @@ class HandwrittenStage:
         self._inputs = job.first_input.chunk(job.microbatches)
         self._targets = job.target.chunk(job.microbatches)
         # The backward of a microbatch, which frees its buffer, is this many forwards later.
-        live = self._ranks - self._rank
-        self._hidden = [torch.empty(job.hidden, requires_grad=True) for _ in range(live + AHEAD)]
+        in_flight = self._ranks - self._rank
+        self._hidden = [torch.empty(job.hidden, requires_grad=True) for _ in range(in_flight + AHEAD)]
         self._gradients = [torch.empty(job.hidden) for _ in range(1 + AHEAD)]
         self._sends: deque[dist.Work] = deque()
         self._arriving: deque[dist.Work] = deque()

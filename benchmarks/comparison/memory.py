@@ -12,7 +12,7 @@ from benchmarks.comparison.stacks import WideLayer, stack_job
 from benchmarks.comparison.timing import Effort, time_step
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.schedules.families.registry import find_family
-from nxdpp.schedules.simulate import live_peaks
+from nxdpp.schedules.simulate import in_flight_peaks
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 
@@ -32,7 +32,7 @@ def measure(effort: Effort) -> list[Row]:
     for rank, peaks in enumerate(of_ranks):
         of_rank = case_rows(SECTION, f"rank {rank}, p={RANKS}, m={MICROBATCHES}", "MiB", peaks, _others)
         for row in of_rank:
-            in_flight = live_peaks(find_family(row.family).build(RANKS, MICROBATCHES))[rank]
+            in_flight = in_flight_peaks(find_family(row.family).build(RANKS, MICROBATCHES))[rank]
             held = in_flight * _activation_mib(row.family)
             row.verdicts.append(Verdict(f"the schedule's {held:.3g} MiB", row.quartiles[1] / held))
         rows += of_rank

@@ -93,7 +93,7 @@ class StageRunner:
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
         self._made: dict[int, dict[str, Any]] = {}
-        self._live: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, dict[int, list[torch.Tensor]]] = {}
 
     def begin(self, inputs: Sequence[dict[str, Any]]) -> None:
@@ -104,14 +104,14 @@ class StageRunner:
         """End the step: free all that belongs to it."""
         self._inputs = ()
         self.results = {}
-        for state in (self._made, self._live, self._gradients):
+        for state in (self._made, self._in_flight, self._gradients):
             state.clear()
 
     def forward(self, microbatch: int) -> None:
         """Run the stage on received activations (B, T, H) and the model's inputs."""
         # Receive.
-        live = _InFlight([])
-        received = self._receive(microbatch, live)
+        in_flight = _InFlight([])
+        received = self._receive(microbatch, in_flight)
         arguments = self._arguments(microbatch, received)
         guarded = [(name, received[name], versions(received[name])) for name in self._sharing_memory]
         # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
@@ -128,8 +128,8 @@ class StageRunner:
                 check_layout(name, made[name], channel.boundary.layouts[name])
         # Keep what the backward and the sends need.
         if self._train:
-            self._prepare_backward(live, made)
-            self._live[microbatch] = live
+            self._prepare_backward(in_flight, made)
+            self._in_flight[microbatch] = in_flight
         for local in self._local_out:
             local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, made))
         if self._sends_activations:
@@ -146,27 +146,27 @@ class StageRunner:
 
     def backward(self, microbatch: int) -> None:
         """Run a full backward: gradients of the parameters and of received activations (B, T, H)."""
-        live = self._live.pop(microbatch)
-        roots, starts = self._roots(live, microbatch)
+        in_flight = self._in_flight.pop(microbatch)
+        roots, starts = self._roots(in_flight, microbatch)
         if roots:
             with self._timer:
                 run_backward(roots, starts)
-        self._keep_gradients(microbatch, [received.gradient for received in live.received])
+        self._keep_gradients(microbatch, [received.gradient for received in in_flight.received])
 
     def input_gradient(self, microbatch: int) -> None:
         """Compute the gradients of received activations (B, T, H); ``weight_gradient`` computes the others."""
-        live = self._live[microbatch]
-        roots, starts = self._roots(live, microbatch)
-        split = SplitBackward(self._analysis, live.entries, roots)
+        in_flight = self._in_flight[microbatch]
+        roots, starts = self._roots(in_flight, microbatch)
+        split = SplitBackward(self._analysis, in_flight.entries, roots)
         with self._timer:
             gradients = split.input_gradients(starts)
         # Free all but what the weight-gradient needs.
-        self._live[microbatch] = _InFlight([], split=split)
+        self._in_flight[microbatch] = _InFlight([], split=split)
         self._keep_gradients(microbatch, gradients)
 
     def weight_gradient(self, microbatch: int) -> None:
         """Compute the gradients of the parameters."""
-        split = self._live.pop(microbatch).split
+        split = self._in_flight.pop(microbatch).split
         assert split is not None, "the input-gradient comes first"
         with self._timer:
             split.weight_gradients()
@@ -177,7 +177,7 @@ class StageRunner:
         for channel in channels:
             channel.give(Direction.GRADIENT, microbatch, gradients[channel.boundary.source])
 
-    def _receive(self, microbatch: int, live: _InFlight) -> dict[str, Any]:
+    def _receive(self, microbatch: int, in_flight: _InFlight) -> dict[str, Any]:
         """The values of the source stages, in the autograd graph when training."""
         if self._placeholders is None:
             self._placeholders = self._receive_metadata()
@@ -187,10 +187,10 @@ class StageRunner:
             taken = channel.take(Direction.ACTIVATION, microbatch)
             for entry, tensor in zip(channel.boundary.activations, taken, strict=True):
                 if entry.layout.requires_grad and self._train:
-                    live.received.append(ReceivedTensor(tensor))
-                    tensor = live.received[-1].enter_graph()
+                    in_flight.received.append(ReceivedTensor(tensor))
+                    tensor = in_flight.received[-1].enter_graph()
                     if self._splits:
-                        live.entries.append(get_gradient_edge(tensor))
+                        in_flight.entries.append(get_gradient_edge(tensor))
                 tensors[entry.value].append(tensor)
             for name, parts in tensors.items():
                 received[name] = channel.boundary.layouts[name].build(parts)
@@ -227,24 +227,24 @@ class StageRunner:
             channel.send_metadata()
         self._metadata_sent = True
 
-    def _prepare_backward(self, live: _InFlight, made: dict[str, Any]) -> None:
-        live.outputs = made if self._keep_outputs else None
+    def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any]) -> None:
+        in_flight.outputs = made if self._keep_outputs else None
         for name in self._plan.sent:
             for position, tensor in enumerate(tensors_of(made[name])):
                 if tensor.requires_grad:
-                    live.roots[name, position] = get_gradient_edge(tensor)
+                    in_flight.roots[name, position] = get_gradient_edge(tensor)
         if self._plan.results:
-            live.loss = _checked_loss(made[self._plan.results[0]]) / len(self._inputs)
+            in_flight.loss = _checked_loss(made[self._plan.results[0]]) / len(self._inputs)
 
-    def _roots(self, live: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
+    def _roots(self, in_flight: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
         """The roots of a backward, and the gradient of each."""
         gradients = self._returned_gradients(microbatch)
         # A root is missing when its parameters were frozen after the metadata exchange.
-        roots: list[Any] = [live.roots[key] for key in gradients if key in live.roots]
-        starts = [gradient for key, gradient in gradients.items() if key in live.roots]
-        if live.loss is not None:
-            roots.append(live.loss)
-            starts.append(torch.ones_like(live.loss))
+        roots: list[Any] = [in_flight.roots[key] for key in gradients if key in in_flight.roots]
+        starts = [gradient for key, gradient in gradients.items() if key in in_flight.roots]
+        if in_flight.loss is not None:
+            roots.append(in_flight.loss)
+            starts.append(torch.ones_like(in_flight.loss))
         return roots, starts
 
     def _returned_gradients(self, microbatch: int) -> dict[tuple[str, int], torch.Tensor]:

@@ -1,8 +1,8 @@
 """V-shaped schedules with controllable memory: a building block repeated, then squeezed (arXiv 2405.15362).
 
 A building block has the slots of the two forwards and the two input-gradients of microbatch 0 on a rank. Microbatch j
-runs 6 j slots later: a microbatch has six actions on a rank. The offsets set how long a microbatch is live, and so how
-many are. Weight-gradients take the slots that are left.
+runs 6 j slots later: a microbatch has six actions on a rank. The offsets set how long a microbatch is in flight, and
+so how many are. Weight-gradients take the slots that are left.
 
 The repeated block leaves a larger bubble at the start and the end than memory demands. Squeezing reduces it:
 
@@ -40,14 +40,16 @@ class _Placed(NamedTuple):
     action: Action
 
 
-def squeeze(placement: Placement, microbatches: int, block: Callable[[int], BuildingBlock], most_live: int) -> Schedule:
-    """Return the squeezed schedule of ``block(rank)``, in which no rank holds more than ``most_live`` chunks.
+def squeeze(
+    placement: Placement, microbatches: int, block: Callable[[int], BuildingBlock], most_in_flight: int
+) -> Schedule:
+    """Return the squeezed schedule of ``block(rank)``, in which no rank holds more than ``most_in_flight`` chunks.
 
     The repeated block itself must not hold more.
     """
     repeated = [_repeat(placement.stages_of(rank), microbatches, block(rank)) for rank in range(placement.ranks)]
-    moved = _move_earlier(repeated, placement, microbatches, most_live)
-    return _delay_weights(moved, placement, microbatches, most_live)
+    moved = _move_earlier(repeated, placement, microbatches, most_in_flight)
+    return _delay_weights(moved, placement, microbatches, most_in_flight)
 
 
 def _repeat(stages: Sequence[int], microbatches: int, block: BuildingBlock) -> list[_Placed]:
@@ -76,25 +78,25 @@ def _repeat(stages: Sequence[int], microbatches: int, block: BuildingBlock) -> l
 
 
 class _Slots:
-    """Slots of a rank: the free ones, and the number of live chunks in each."""
+    """Slots of a rank: the free ones, and the number of chunks in flight in each."""
 
     def __init__(self, placed: Sequence[_Placed]) -> None:
         length = placed[-1].slot + 1
         self._free = bytearray(b"\1" * length)
-        self._live = [0] * length
-        live = before = 0
+        self._in_flight = [0] * length
+        in_flight = before = 0
         for slot, action in placed:
-            self._live[before:slot] = [live] * (slot - before)
-            live += action.kind is _FORWARD
-            self._live[slot] = live
-            live -= action.kind is _WEIGHT
+            self._in_flight[before:slot] = [in_flight] * (slot - before)
+            in_flight += action.kind is _FORWARD
+            self._in_flight[slot] = in_flight
+            in_flight -= action.kind is _WEIGHT
             self._free[slot] = 0
             before = slot + 1
 
-    def move(self, slot: int, kind: ActionKind, earliest: int, most_live: int) -> int:
+    def move(self, slot: int, kind: ActionKind, earliest: int, most_in_flight: int) -> int:
         """Move the action in ``slot`` to the first free slot from ``earliest`` on, and return that slot."""
         if kind is _FORWARD:
-            earliest = self._first_with_room(slot, earliest, most_live)
+            earliest = self._first_with_room(slot, earliest, most_in_flight)
         better = self._free.find(1, earliest, slot)
         if better < 0:
             return slot
@@ -105,17 +107,17 @@ class _Slots:
             self._hold(better + 1, slot + 1, -1)
         return better
 
-    def _first_with_room(self, slot: int, earliest: int, most_live: int) -> int:
-        while slot > earliest and self._live[slot - 1] < most_live:
+    def _first_with_room(self, slot: int, earliest: int, most_in_flight: int) -> int:
+        while slot > earliest and self._in_flight[slot - 1] < most_in_flight:
             slot -= 1
         return slot
 
     def _hold(self, start: int, stop: int, more: int) -> None:
-        self._live[start:stop] = [live + more for live in self._live[start:stop]]
+        self._in_flight[start:stop] = [in_flight + more for in_flight in self._in_flight[start:stop]]
 
 
 def _move_earlier(
-    repeated: Sequence[list[_Placed]], placement: Placement, microbatches: int, most_live: int
+    repeated: Sequence[list[_Placed]], placement: Placement, microbatches: int, most_in_flight: int
 ) -> list[list[Action]]:
     slots = [_Slots(placed) for placed in repeated]
     moved: list[list[_Placed]] = [[] for _ in repeated]
@@ -135,18 +137,18 @@ def _move_earlier(
             earliest = max(earliest, forward_after[stage][microbatch], behind)
         elif kind is _WEIGHT:
             earliest = max(earliest, input_after[stage][microbatch])
-        slot = slots[rank].move(slot, kind, earliest, most_live)
+        slot = slots[rank].move(slot, kind, earliest, most_in_flight)
         after[kind][stage][microbatch] = slot + 1
         moved[rank].append(_Placed(slot, action))
     return [[action for _, action in sorted(placed, key=lambda each: each.slot)] for placed in moved]
 
 
-def _delay_weights(schedule: Schedule, placement: Placement, microbatches: int, most_live: int) -> Schedule:
+def _delay_weights(schedule: Schedule, placement: Placement, microbatches: int, most_in_flight: int) -> Schedule:
     """Run slot by slot in the given order, weight-gradients only while a rank would wait."""
     last = placement.stages - 1
     others = [[action for action in actions if action.kind is not _WEIGHT] for actions in schedule]
     positions = [0] * placement.ranks
-    live = [0] * placement.ranks
+    in_flight = [0] * placement.ranks
     weights: list[deque[Action]] = [deque() for _ in schedule]
     delayed: Schedule = [[] for _ in schedule]
     # The slot after each action; ``never`` before it has run.
@@ -157,7 +159,7 @@ def _delay_weights(schedule: Schedule, placement: Placement, microbatches: int, 
     def can_run(action: Action, rank: int, slot: int) -> bool:
         stage, kind, microbatch, _ = action
         if kind is _FORWARD:
-            return live[rank] < most_live and (stage == 0 or forward_after[stage - 1][microbatch] <= slot)
+            return in_flight[rank] < most_in_flight and (stage == 0 or forward_after[stage - 1][microbatch] <= slot)
         return stage == last or input_after[stage + 1][microbatch] <= slot
 
     unfinished = list(range(placement.ranks))
@@ -168,13 +170,13 @@ def _delay_weights(schedule: Schedule, placement: Placement, microbatches: int, 
                 positions[rank] += 1
                 delayed[rank].append(action)
                 if action.kind is _FORWARD:
-                    live[rank] += 1
+                    in_flight[rank] += 1
                     forward_after[action.stage][action.microbatch] = slot + 1
                 else:
                     input_after[action.stage][action.microbatch] = slot + 1
                     weights[rank].append(action._replace(kind=_WEIGHT))
             elif weights[rank]:
-                live[rank] -= 1
+                in_flight[rank] -= 1
                 delayed[rank].append(weights[rank].popleft())
         unfinished = [rank for rank in unfinished if len(delayed[rank]) < len(schedule[rank])]
         if not unfinished:

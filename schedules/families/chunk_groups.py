@@ -8,7 +8,7 @@ small letters are the first chunk::
 
 If p does not divide the number of microbatches, group sizes differ by at most one and none is below p. Fewer than p
 microbatches are one group. A smaller group would make ranks wait at each chunk. A larger one costs memory: g instead
-of p microbatches are live in all but one chunk. The largest groups come first, since they set the warm-up.
+of p microbatches are in flight in all but one chunk. The largest groups come first, since they set the warm-up.
 """
 
 # (chunk, microbatch)

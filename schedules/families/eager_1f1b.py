@@ -9,7 +9,7 @@ Under plain 1F1B two neighbours wait for each other's last tensor: a steady micr
     rank 2  .  .  .  .  F0 F1 F2 .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3 F6 B4 B4 F7 B5 B5 ...
     rank 3  .  .  .  .  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5 F6 B6 B6 ...
 
-At most 2 (p - s) - 1 microbatches are live on stage s, nearly twice as many as under 1F1B.
+At most 2 (p - s) - 1 microbatches are in flight on stage s, nearly twice as many as under 1F1B.
 """
 
 from nxdpp.schedules.actions import Action

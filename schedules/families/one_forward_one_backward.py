@@ -8,7 +8,7 @@ two slots::
     rank 2  .  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4 F6 B5 B5 F7 B6 B6 . ...
     rank 3  .  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5 F6 B6 B6 F7 B7 B7
 
-At most p - s microbatches are live on stage s.
+At most p - s microbatches are in flight on stage s.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind

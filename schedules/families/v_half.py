@@ -8,7 +8,7 @@ p = 4, 8 microbatches; small letters are the first chunk::
     rank 3  .  .  .  f0 F0 f1 F1 f2 F2 .  .  I0 i0 W0 f3 w0 F3 I1 i1 W1 f4 w1 F4 I2 i2 W2 f5 w2 F5 I3 ...
 
 A squeezed building block (see ``building_block``): the first chunk's forward takes two slots a rank, the others
-one. At most (p + 2) // 2 microbatches are live, counted in full ranks.
+one. At most (p + 2) // 2 microbatches are in flight, counted in full ranks.
 """
 
 from nxdpp.schedules.actions import Schedule
@@ -27,7 +27,7 @@ def _all(placement: Placement, microbatches: int) -> Schedule:
             2 * rank, 3 * ranks - 2 - rank, 3 * ranks - 1 + apart + 2 * rank, 6 * ranks - 2 + apart - rank
         )
 
-    return squeeze(placement, microbatches, block, most_live=2 * ((ranks + 2) // 2))
+    return squeeze(placement, microbatches, block, most_in_flight=2 * ((ranks + 2) // 2))
 
 
 V_HALF = Family("v-half", "two chunks in a V, half the memory of 1F1B", _all, default_chunks=2, v_shaped=True)

@@ -8,7 +8,7 @@ p = 4, 8 microbatches; small letters are the first chunk::
     rank 3  .  .  .  f0 F0 f1 F1 .  .  .  .  I0 i0 W0 f2 w0 F2 I1 i1 W1 f3 w1 F3 I2 i2 W2 w2 f4 F4 I3 ...
 
 A squeezed building block (see ``building_block``): a microbatch passes through both chunks, forward and back, without
-a pause. At most (p + 4) // 3 microbatches are live, counted in full ranks.
+a pause. At most (p + 4) // 3 microbatches are in flight, counted in full ranks.
 """
 
 from nxdpp.schedules.actions import Schedule
@@ -25,7 +25,7 @@ def _all(placement: Placement, microbatches: int) -> Schedule:
     def block(rank: int) -> BuildingBlock:
         return BuildingBlock(rank, 2 * ranks - 1 - rank, 2 * ranks + apart + rank, 4 * ranks - 1 + apart - rank)
 
-    return squeeze(placement, microbatches, block, most_live=2 * ((ranks + 4) // 3))
+    return squeeze(placement, microbatches, block, most_in_flight=2 * ((ranks + 4) // 3))
 
 
 V_MIN = Family("v-min", "two chunks in a V, a third of the memory of 1F1B", _all, default_chunks=2, v_shaped=True)

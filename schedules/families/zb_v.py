@@ -15,9 +15,9 @@ The first rank has the first stage and the loss. Rank r
 4. runs all three of both chunks in turn while forwards are left;
 5. drains input-gradients; the delayed weight-gradients fill the bubble.
 
-At most p microbatches are live, counted in full ranks. With F = I = W and at least 2 p - 1 microbatches, a rank waits
-for p - 1 chunks in all. For fewer microbatches the schedule of 2 p - 1 is built, and the others are left out. Phases
-and their lengths are those of ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+At most p microbatches are in flight, counted in full ranks. With F = I = W and at least 2 p - 1 microbatches, a rank
+waits for p - 1 chunks in all. For fewer microbatches the schedule of 2 p - 1 is built, and the others are left out.
+Phases and their lengths are those of ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind

@@ -66,7 +66,7 @@ def rank_table(timeline: Timeline) -> "Table":
         [str(rank), stages_of(spans), f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:g}"]
         for rank, spans in enumerate(timeline.spans)
     ]
-    return figures_table(("rank", "stages", "bubble", "peak of live microbatches"), rows)
+    return figures_table(("rank", "stages", "bubble", "peak of microbatches in flight"), rows)
 
 
 def figures_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> "Table":
@@ -90,7 +90,7 @@ def comparison_table(rows: list[Compared], width: int, chosen: str | None = None
     """A line a family, with a mark at ``chosen``. A narrow table has no frame and no descriptions."""
     from rich.table import Table
 
-    table = Table(caption="v: chunks a rank; peak: live microbatches of the rank that holds most, a chunk being 1/v")
+    table = Table(caption="v: chunks a rank; peak: most microbatches in flight on a rank, a chunk being 1/v")
     narrow = width < _NARROW
     if narrow:
         table.box = None

@@ -2,7 +2,7 @@
 
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.in_flight import in_flight, microbatches_in_flight
-from nxdpp.schedules.simulate import live_peaks
+from nxdpp.schedules.simulate import in_flight_peaks
 from nxdpp.schedules.written import parse_schedule
 
 
@@ -22,7 +22,7 @@ def test_a_microbatch_is_in_flight_until_its_weight_gradient() -> None:
 
     # rank 0: f0 f1 f2 F0 I0 W0 F1 I1 W1 f3 i0 w0 F2 ...    rank 1: f0 F0 f1 F1 I0 W0 f2 i0 w0 ...
     assert in_flight(schedule) == [4, 3, 2, 1]
-    assert all(peak <= 4 for peak in live_peaks(schedule))
+    assert all(peak <= 4 for peak in in_flight_peaks(schedule))
 
 
 def test_a_written_schedule() -> None:

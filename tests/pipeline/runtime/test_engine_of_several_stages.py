@@ -10,7 +10,7 @@ from nxdpp import parallel_state
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.simulate import live_peaks
+from nxdpp.schedules.simulate import in_flight_peaks
 from tests.pipeline.runtime.scheduled_models import Chain, Skips, make, rows, v_schedule, wrap
 from tests.support.run_ranks import run_ranks
 
@@ -25,14 +25,14 @@ def watch(rank: int) -> dict[str, tuple[int, int, list[str]]]:
     """For each family: the most microbatches in flight, the most receives posted and not used, tensors left after."""
     start(4)
     runners: set[StageRunner] = set()
-    most_live = posted = most_posted = 0
+    most_in_flight = posted = most_posted = 0
     forward, post = StageRunner.forward, Transport.post_receive
 
     def watching_forward(self: StageRunner, microbatch: int) -> None:
-        nonlocal most_live
+        nonlocal most_in_flight
         runners.add(self)
         forward(self, microbatch)
-        most_live = max(most_live, sum(len(runner._live) for runner in runners))
+        most_in_flight = max(most_in_flight, sum(len(runner._in_flight) for runner in runners))
 
     def watching_post(self: Transport, *args: Any) -> Any:
         nonlocal posted, most_posted
@@ -57,12 +57,12 @@ def watch(rank: int) -> dict[str, tuple[int, int, list[str]]]:
         wrapped.zero_grad()
         gc.collect()
         before = {id(tensor) for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)}
-        most_live = most_posted = 0
+        most_in_flight = most_posted = 0
         wrapped.run_train(x=x)
         wrapped.zero_grad()
         gc.collect()
         after = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and id(t) not in before]
-        seen[name] = most_live, most_posted, [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in after]
+        seen[name] = most_in_flight, most_posted, [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in after]
         runners.clear()
     return seen
 
@@ -70,7 +70,7 @@ def watch(rank: int) -> dict[str, tuple[int, int, list[str]]]:
 def test_microbatches_in_flight_are_as_simulated_and_no_tensor_is_alive_after_a_step() -> None:
     ranks = run_ranks(4, watch)
     for name, family in FAMILIES.items():
-        assert [seen[name][0] for seen in ranks] == live_peaks(family.build(4, MICROBATCHES)), name
+        assert [seen[name][0] for seen in ranks] == in_flight_peaks(family.build(4, MICROBATCHES)), name
         # Each stage's receives are posted two compute actions ahead, or as early as those sent after them.
         assert all(seen[name][1] <= 6 * family.default_chunks for seen in ranks), (name, [s[name][1] for s in ranks])
         assert all(seen[name][2] == [] for seen in ranks), name

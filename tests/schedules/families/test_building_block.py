@@ -6,7 +6,7 @@ from nxdpp.schedules.check import check
 from nxdpp.schedules.families.building_block import BuildingBlock, squeeze
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.placement import Placement
-from nxdpp.schedules.simulate import live_peaks, simulate
+from nxdpp.schedules.simulate import in_flight_peaks, simulate
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min"])
@@ -16,7 +16,7 @@ def test_many_ranks(name: str, ranks: int) -> None:
     schedule = FAMILIES[name].build(ranks, ranks)
 
     check(schedule)
-    assert max(live_peaks(schedule)) <= 2 * {"v-half": (ranks + 2) // 2, "v-min": (ranks + 4) // 3}[name]
+    assert max(in_flight_peaks(schedule)) <= 2 * {"v-half": (ranks + 2) // 2, "v-min": (ranks + 4) // 3}[name]
 
 
 def test_more_memory_makes_a_shorter_schedule() -> None:
@@ -26,10 +26,10 @@ def test_more_memory_makes_a_shorter_schedule() -> None:
     def block(rank: int) -> BuildingBlock:
         return BuildingBlock(rank, 15 - rank, 16 + rank, 31 - rank)
 
-    tight, wide = (squeeze(placement, 32, block, most_live=chunks) for chunks in (8, 10))
+    tight, wide = (squeeze(placement, 32, block, most_in_flight=chunks) for chunks in (8, 10))
 
-    assert max(live_peaks(tight)) == 8
-    assert 8 < max(live_peaks(wide)) <= 10
+    assert max(in_flight_peaks(tight)) == 8
+    assert 8 < max(in_flight_peaks(wide)) <= 10
     assert simulate(wide).makespan < simulate(tight).makespan
 
 
@@ -41,4 +41,4 @@ def test_squeezing_shortens_the_repeated_block() -> None:
 
 def test_a_block_whose_actions_share_a_slot() -> None:
     with pytest.raises(AssertionError, match="fits into itself"):
-        squeeze(Placement(1, 2, v_shaped=True), 2, lambda _: BuildingBlock(0, 1, 2, 6), most_live=4)
+        squeeze(Placement(1, 2, v_shaped=True), 2, lambda _: BuildingBlock(0, 1, 2, 6), most_in_flight=4)

@@ -8,13 +8,13 @@ from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.chunk_groups import group_sizes
 from nxdpp.schedules.families.registry import FAMILIES, find_family
-from nxdpp.schedules.simulate import live_peaks, simulate
+from nxdpp.schedules.simulate import in_flight_peaks, simulate
 from tests.schedules.pipelines import SPLIT, chunks_of
 
 NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb1p", "zb-v", "v-half", "v-min"]
 
 # Most chunks that rank r holds, for p ranks, v chunks each, m microbatches.
-MOST_LIVE = {
+MOST_IN_FLIGHT = {
     "gpipe": lambda p, v, m, r: m,
     "1f1b": lambda p, v, m, r: min(m, p - r),
     "1f1b-eager": lambda p, v, m, r: min(m, 2 * (p - r) - 1),
@@ -78,10 +78,10 @@ def test_gradients_are_summed_in_the_order_of_the_microbatches(size: tuple[str, 
 @settings(max_examples=150, deadline=None)
 def test_peaks_are_within_the_limit_of_the_family(size: tuple[str, int, int, int]) -> None:
     name, ranks, chunks, microbatches = size
-    peaks = live_peaks(FAMILIES[name].build(ranks, microbatches, chunks))
+    peaks = in_flight_peaks(FAMILIES[name].build(ranks, microbatches, chunks))
 
     for rank, peak in enumerate(peaks):
-        assert peak <= MOST_LIVE[name](ranks, chunks, microbatches, rank)
+        assert peak <= MOST_IN_FLIGHT[name](ranks, chunks, microbatches, rank)
 
 
 @given(st.sampled_from(["interleaved", "zb1p"]), st.integers(1, 16), st.integers(2, 4), st.integers(1, 64))

@@ -71,8 +71,8 @@ def test_held_sends_are_independent_of_the_number_of_microbatches(name: str) -> 
     for rank in range(4):
         held = [_most_held(family.build(4, microbatches), rank, stages) for microbatches in (24, 48)]
         assert held[0] == held[1]
-        # The gradient of an activation comes back within the live microbatches, at most 2 p and one more a stage. As
-        # many gradients are sent before the next activation arrives.
+        # The gradient of an activation comes back within the microbatches in flight. These are at most 2 p and one
+        # more a stage. As many gradients are sent before the next activation arrives.
         assert held[1] <= 2 * (2 * 4 + 1) * family.default_chunks
 
 

@@ -39,7 +39,7 @@ def test_figures_of_the_drawing(capsys: pytest.CaptureFixture[str]) -> None:
 
     printed = capsys.readouterr().out
     assert "makespan 101.25, bubble 5.2 % on average" in printed
-    assert "│    0 │  0, 8, 16, 24 │  5.2 % │                      9.75 │" in printed
+    assert "│    0 │  0, 8, 16, 24 │  5.2 % │                           9.75 │" in printed
 
 
 def test_json_is_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
