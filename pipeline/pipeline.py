@@ -81,18 +81,18 @@ class Pipeline:
         options = config.tracing_options(module)
         self.partition = _partition(module, config, options, self.schedule)
         arguments.warn_of_lost_hooks(module, self.partition.layers)
-        trace_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
+        timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
         settings = {
             "schedule": self.schedule.name,
             "stages": self.partition.stages,
             "num_microbatches": config.num_microbatches,
             **(agreed or {}),
-            "writes a timeline": trace_path is not None,
+            "writes a timeline": timeline_path is not None,
         }
         self._programs = ProgramCache(
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
         )
-        self._steps = StepRunner(self.schedule, self.rank, not config.deallocate_pipeline_outputs, trace_path)
+        self._steps = StepRunner(self.schedule, self.rank, not config.deallocate_pipeline_outputs, timeline_path)
         self._input_names = None if config.input_names is None else tuple(config.input_names)
         self._replicas_verified = False
         # From here on the parameters of other stages are freed.

@@ -33,19 +33,21 @@ class StepRunner:
         schedule: the schedule of the pipeline.
         rank: this rank of the pipeline.
         keep_outputs: hold sent activations until their backward.
-        trace_path: file for the timeline of each step; ``None`` writes none.
+        timeline_path: file for the timeline of each step; ``None`` writes none.
 
     Attributes:
         busy_share: share of the last step, between 0 and 1, in which this rank computed.
     """
 
-    def __init__(self, schedule: ChosenSchedule, rank: int, keep_outputs: bool, trace_path: Path | None = None) -> None:
+    def __init__(
+        self, schedule: ChosenSchedule, rank: int, keep_outputs: bool, timeline_path: Path | None = None
+    ) -> None:
         self.busy_share = 0.0
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
         self._transport: Transport | None = None
-        self._trace = None if trace_path is None else StepTimeline(trace_path, schedule.name)
+        self._timeline = None if timeline_path is None else StepTimeline(timeline_path, schedule.name)
         self._verifier: StepVerifier | None = None
         # By signature: each engine with the digest of its steps.
         self._engines: WeakKeyDictionary[RankProgram, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
@@ -105,7 +107,7 @@ class StepRunner:
             raise
         # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
-        with nullcontext() if self._trace is None else self._trace.step(device, train):
+        with nullcontext() if self._timeline is None else self._timeline.step(device, train):
             results = engine.run(microbatches)
         self.busy_share = engine.busy_share
         # Keep the engine of a new signature.
@@ -126,7 +128,7 @@ class StepRunner:
         )
         actions = lower_rank(compute, self._rank, program.edges)
         finished_sends = releases(compute, self._rank, program.edges) if train else []
-        recorder = None if self._trace is None else self._trace.recorder
+        recorder = None if self._timeline is None else self._timeline.recorder
         return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
 
     def _in_flight(self, compute: Schedule, program: RankProgram, train: bool) -> int | None:
