@@ -121,9 +121,9 @@ class RemoteChannel:
         boundary: the boundary between the two stages.
         peer: the other rank.
         pair: number of the pair of stages, below the peer's ``pairs``.
-        in_flight: limit of the microbatches that are sent one way and not known to have been received. A further
-            send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has no limit either,
-            because ranks could wait for each other: a receive without a layout is posted late.
+        in_flight: limit of the microbatches in flight in one direction: sent, and not known to have been received. A
+            further send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has no limit
+            either, because ranks could wait for each other: a receive without a layout is posted late.
     """
 
     def __init__(self, boundary: Boundary, peer: Peer, pair: int, in_flight: int | None) -> None:

@@ -2,10 +2,10 @@
 
 On gloo each message has a tag. NCCL has no tags, and runs the operations of a communicator in the order of the calls:
 a receive that is posted early would delay a send after it. There are therefore four communicators: for activations
-and for gradients, each to higher and to lower ranks. Between ranks with several stages both go both ways.
+and for gradients, each to higher and to lower ranks. Between ranks with several stages both go in both directions.
 
-Two rules exclude a deadlock. For two ranks a communicator carries messages one way only, sent and received in the
-same order. A rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
+Two rules exclude a deadlock. For two ranks a communicator carries messages in one direction only, sent and received in
+the same order. A rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
 """
 
 import pickle
@@ -27,7 +27,7 @@ class Direction(IntEnum):
     GRADIENT = 1
 
 
-# Between two ranks with several stages each, activations, gradients and metadata go the same way.
+# Between two ranks with several stages each, activations, gradients and metadata go in the same direction.
 _METADATA = len(Direction)
 _KINDS = len(Direction) + 1
 

@@ -45,7 +45,7 @@ class EngineConfig:
         device: device of the stages.
         train: whether backwards follow. The last stage's first result is then the loss.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
-        in_flight: limit of microbatches in flight that a channel sends one way; ``None`` for no limit.
+        in_flight: limit of microbatches in flight that a channel sends in one direction; ``None`` for none.
     """
 
     placement: Placement | ListedPlacement

@@ -1,6 +1,6 @@
 """Split of a traced graph into one graph for each stage, over the original modules.
 
-An edge from one stage to a later one is a boundary value, which is sent. A node that follows from the inputs alone is
+A value with an edge to a later stage is sent there. A node that follows from the inputs alone is
 copied into each stage that needs it. Such a node may read the shape, dtype or device of a value of an earlier stage.
 The stage then has an empty metadata placeholder for that value::
 
@@ -23,7 +23,7 @@ from nxdpp.tracing.uses import changed_buffers, metadata_arguments
 
 @dataclass
 class StagePlan:
-    """Inputs, nodes and boundary values of one stage. A value has the name of its node in the traced graph.
+    """Inputs, nodes, sent and received values of one stage. A value has the name of its node in the traced graph.
 
     Attributes:
         stage: number of the stage.

@@ -35,7 +35,7 @@ def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int = 
 
     Args:
         schedule: compute actions of each rank, a schedule that ``check`` accepts.
-        edges: pairs of stages that exchange activations; gradients go the other way.
+        edges: pairs of stages that exchange activations; gradients go in the other direction.
         posted_ahead: number of compute actions between a receive and its use; bounds the buffers held.
     """
     lowering = _Lowering(schedule, edges, posted_ahead)

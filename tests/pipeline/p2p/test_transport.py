@@ -124,7 +124,7 @@ def test_activations_gradients_and_metadata_of_one_tag_do_not_mix() -> None:
 
 
 def note_groups(rank: int) -> list[tuple[Direction, bool, str]]:
-    """The groups that the messages of two ranks use, each way."""
+    """The groups that the messages of two ranks use in each direction."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     group = parallel_state.get_pipeline_model_parallel_group()
     used: list[tuple[Direction, bool, str]] = []

@@ -118,5 +118,5 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent() -> None:
     for of_ranks in zip(*run_ranks(2, record_order), strict=True):
         sent = {key: tags for rank in of_ranks for key, tags in rank[0].items()}
         received = {key: tags for rank in of_ranks for key, tags in rank[1].items()}
-        assert len(sent) == 4, "both ways in both directions"
+        assert len(sent) == 4, "activations and gradients, in both directions"
         assert sent == received

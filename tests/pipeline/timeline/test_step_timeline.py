@@ -60,11 +60,11 @@ def expected_names(schedule: str, trains: bool) -> Counter[str]:
     for microbatch in range(MICROBATCHES):
         for stage in range(stages):
             at = f"s{stage} mb{microbatch}"
-            ways = [("F", stage, stage + 1)] + ([("B", stage + 1, stage)] if trains else [])
+            transfers = [("F", stage, stage + 1)] + ([("B", stage + 1, stage)] if trains else [])
             names += [f"{kind} {at}" for kind in f"F{backward}"]
             if stage + 1 == stages or placement.rank_of(stage) == placement.rank_of(stage + 1):
                 continue
-            for kind, sender, receiver in ways:
+            for kind, sender, receiver in transfers:
                 here, there = f"{kind} s{sender} mb{microbatch}", f"{kind} s{receiver} mb{microbatch}"
                 names += [f"send {here} to s{receiver}", f"wait sent {here} to s{receiver}"]
                 names += [f"receive {there} from s{sender}", f"wait {there} from s{sender}"]
