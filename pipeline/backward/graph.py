@@ -15,10 +15,10 @@ from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge
 
 from nxdpp.pipeline.backward.structure import (
-    Bucket,
     Edge,
     SplitNode,
     Structure,
+    WeightGroup,
     is_hooked,
     saved_names,
     saved_tensors,
@@ -123,7 +123,7 @@ class _Graph:
             roots=self.roots,
             types=self.types,
             edges=self.edges,
-            buckets=self._buckets(waiting),
+            weight_groups=self._weight_groups(waiting),
             immediate=sorted(immediate),
             freeable=self._freeable(split_nodes) if split_nodes else [],
             unhooked=unhooked,
@@ -202,24 +202,24 @@ class _Graph:
         direct = len(self.parents[number]) - from_outside + sum(root == number for root, _ in self.roots)
         return direct > 0 and from_outside > 0 and direct + from_outside > 2
 
-    def _buckets(self, exits: list[_Exit]) -> list[Bucket]:
+    def _weight_groups(self, exits: list[_Exit]) -> list[WeightGroup]:
         """Parts without a common node, in the order of the backward, joined while they are small."""
-        buckets: list[Bucket] = []
+        weight_groups: list[WeightGroup] = []
         size = _BYTES_AT_ONCE
         for part in sorted(_parts(exits), key=self._order):
             leaves = sorted(set[int]().union(*(exit_.leaves for exit_ in part)))
             added = sum(self.nodes[leaf].variable.nbytes for leaf in leaves)
             if size + added > _BYTES_AT_ONCE:
-                buckets.append(Bucket())
+                weight_groups.append(WeightGroup())
                 size = 0
             size += added
-            buckets[-1].leaves += leaves
-            buckets[-1].split_nodes += self._split_nodes(part)
+            weight_groups[-1].leaves += leaves
+            weight_groups[-1].split_nodes += self._split_nodes(part)
             outside = {exit_.child for exit_ in part if exit_.split_node == _NOWHERE}
-            buckets[-1].roots += [position for position, (root, _) in enumerate(self.roots) if root in outside]
-        for bucket in buckets:
-            bucket.split_nodes.sort(key=lambda split_node: -self.nodes[split_node.node]._sequence_nr())
-        return buckets
+            weight_groups[-1].roots += [position for position, (root, _) in enumerate(self.roots) if root in outside]
+        for group in weight_groups:
+            group.split_nodes.sort(key=lambda split_node: -self.nodes[split_node.node]._sequence_nr())
+        return weight_groups
 
     def _order(self, part: list[_Exit]) -> int:
         numbers = [exit_.child if exit_.split_node == _NOWHERE else exit_.split_node for exit_ in part]

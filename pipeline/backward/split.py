@@ -22,14 +22,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import run_backward
-from nxdpp.pipeline.backward.structure import Bucket, Structure, saved_tensors
+from nxdpp.pipeline.backward.structure import Structure, WeightGroup, saved_tensors
 
 _Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass
 class _Work:
-    """The remaining work of a bucket: start at ``roots``, and run ``split_nodes`` for their other edges."""
+    """The remaining work of a weight group: start at ``roots``, and run ``split_nodes`` for their other edges."""
 
     roots: list[GradientEdge]
     gradients: list[torch.Tensor]
@@ -73,7 +73,7 @@ class SplitBackward:
     @property
     def deferred_parameters(self) -> list[torch.Tensor]:
         """The leaves whose gradients :meth:`weight_gradients` computes; to be read before :meth:`input_gradients`."""
-        return [self._nodes[leaf].variable for bucket in self._before().buckets for leaf in bucket.leaves]
+        return [self._nodes[leaf].variable for group in self._before().weight_groups for leaf in group.leaves]
 
     @property
     def immediate_parameters(self) -> list[torch.Tensor]:
@@ -99,8 +99,8 @@ class SplitBackward:
         kept: dict[int, _Gradients] = {}
         hooks = [
             self._nodes[split_node.node].register_prehook(partial(setitem, kept, split_node.node))
-            for bucket in structure.buckets
-            for split_node in bucket.split_nodes
+            for group in structure.weight_groups
+            for split_node in group.split_nodes
         ]
         immediate = [GradientEdge(self._nodes[leaf], 0) for leaf in structure.immediate]
         found = self._run_first(starts, [*self._received, *immediate], retain=bool(hooks))
@@ -108,7 +108,7 @@ class SplitBackward:
         for hook in hooks:
             hook.remove()
         # Plan the weight-gradients, and free all that they do not need.
-        self._work = deque(self._plan(bucket, starts, kept) for bucket in structure.buckets)
+        self._work = deque(self._plan(group, starts, kept) for group in structure.weight_groups)
         _free_saved(structure, self._nodes)
         count = len(self._received)
         self._structure, self._nodes, self._roots, self._received = None, [], [], []
@@ -125,10 +125,10 @@ class SplitBackward:
             raise RuntimeError("weight_gradients follows input_gradients, once")
         work, self._work = self._work, None
         while work:
-            bucket = work.popleft()
-            roots, gradients = bucket.roots, bucket.gradients
-            if bucket.split_nodes:
-                _run_split_nodes(bucket.split_nodes, roots, gradients)
+            group = work.popleft()
+            roots, gradients = group.roots, group.gradients
+            if group.split_nodes:
+                _run_split_nodes(group.split_nodes, roots, gradients)
             if roots:
                 run_backward(roots, gradients)
 
@@ -144,18 +144,18 @@ class SplitBackward:
             return [None] * len(inputs)
         return list(run_backward(self._roots, starts, inputs, retain=retain, accumulate=False))
 
-    def _plan(self, bucket: Bucket, starts: list[torch.Tensor], kept: dict[int, _Gradients]) -> _Work:
+    def _plan(self, group: WeightGroup, starts: list[torch.Tensor], kept: dict[int, _Gradients]) -> _Work:
         nodes = self._nodes
         return _Work(
-            roots=[self._roots[position] for position in bucket.roots],
-            gradients=[starts[position] for position in bucket.roots],
+            roots=[self._roots[position] for position in group.roots],
+            gradients=[starts[position] for position in group.roots],
             split_nodes=deque(
                 (
                     nodes[split_node.node],
                     kept.pop(split_node.node),
                     [(place, GradientEdge(nodes[child], output)) for place, (child, output) in split_node.takes],
                 )
-                for split_node in bucket.split_nodes
+                for split_node in group.split_nodes
                 if split_node.node in kept
             ),
         )

@@ -22,7 +22,7 @@ class SplitNode:
 
 
 @dataclass
-class Bucket:
+class WeightGroup:
     """Gradients of parameters that are computed together: by ``split_nodes``, and from ``roots`` outside of ``R``."""
 
     leaves: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Structure:
         roots: node and output of each root.
         types: the type of each node.
         edges: the edges of each node: the next node, and its input.
-        buckets: the gradients of parameters that can wait.
+        weight_groups: the gradients of parameters that can wait.
         immediate: leaves whose gradient cannot wait.
         freeable: node and name of saved tensors that have no use after the input-gradients.
         unhooked: node and name of saved tensors that must not have hooks.
@@ -49,7 +49,7 @@ class Structure:
     roots: list[Edge]
     types: list[Any]
     edges: list[list[Edge]]
-    buckets: list[Bucket]
+    weight_groups: list[WeightGroup]
     immediate: list[int]
     freeable: list[tuple[int, str]]
     unhooked: list[tuple[int, str]]
@@ -104,8 +104,8 @@ class Structure:
     def _in_order(self, nodes: Sequence[Any]) -> bool:
         return all(
             nodes[one.node]._sequence_nr() >= nodes[other.node]._sequence_nr()
-            for bucket in self.buckets
-            for one, other in zip(bucket.split_nodes, bucket.split_nodes[1:], strict=False)
+            for group in self.weight_groups
+            for one, other in zip(group.split_nodes, group.split_nodes[1:], strict=False)
         )
 
 
