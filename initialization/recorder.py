@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from nxdpp.initialization import random_draws, replay
-from nxdpp.initialization.tape import Draw, Generator, Step, Tape, View
+from nxdpp.initialization.tape import Draw, Generator, Operation, Tape, View
 from nxdpp.initialization.written_tensors import written_tensors
 
 aten = torch.ops.aten
@@ -138,7 +138,7 @@ class ConstructorRecorder(TorchDispatchMode):
         return moves_to_meta or not call.tensors
 
     def _record(self, call: _Call) -> Any:
-        """Run the call on the meta device, and record a step if it creates or changes content."""
+        """Run the call on the meta device, and record it if it creates or changes content."""
         # State before the call.
         generator = call.generator
         draw = None
@@ -159,7 +159,9 @@ class ConstructorRecorder(TorchDispatchMode):
         if call.function.overloadpacket not in _UNWRITTEN | _REBINDING and (creates or changes):
             dtype = torch.get_default_dtype()
             self.tape.append(
-                Step(kept.function, kept.arguments, kept.keywords, tuple(creates), changes, overwrites, draw, dtype)
+                Operation(
+                    kept.function, kept.arguments, kept.keywords, tuple(creates), changes, overwrites, draw, dtype
+                )
             )
         return results
 

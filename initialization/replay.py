@@ -1,4 +1,4 @@
-"""Replay of the recorded steps that a tensor depends on, with memory."""
+"""Replay of the recorded operations that a tensor depends on, with memory."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,23 +8,23 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nxdpp.initialization.tape import Generator, Step, Tape, View
+from nxdpp.initialization.tape import Generator, Operation, Tape, View
 
 
 def compute(tape: Tape, view: View) -> torch.Tensor:
     """Return the content of ``view`` at the present end of the tape: a new CPU tensor with the same strides.
 
-    Elements that no step wrote are zero. The state of the default generator stays as it is.
+    Elements that no operation wrote are zero. The state of the default generator stays as it is.
     """
     with _neutral_modes():
         memory = _Memory(tape)
-        places = tape.steps_for([view.storage])
-        last_use = {number: place for place in places for number in tape.steps[place].touches()}
+        places = tape.operations_for([view.storage])
+        last_use = {number: place for place in places for number in tape.operations[place].touches()}
         last_use[view.storage] = len(tape)
         for place in places:
-            step = tape.steps[place]
-            _replay(step, memory)
-            memory.free(number for number in step.touches() if last_use[number] == place)
+            operation = tape.operations[place]
+            _replay(operation, memory)
+            memory.free(number for number in operation.touches() if last_use[number] == place)
         return _without_spare_memory(memory.tensor(view))
 
 
@@ -60,21 +60,21 @@ class _Memory:
             self._storages.pop(number, None)
 
 
-def _replay(step: Step, memory: _Memory) -> None:
+def _replay(operation: Operation, memory: _Memory) -> None:
     def with_memory(leaf: Any) -> Any:
         if isinstance(leaf, View):
-            return memory.tensor(leaf, content_matters=leaf.storage not in step.overwrites)
+            return memory.tensor(leaf, content_matters=leaf.storage not in operation.overwrites)
         if isinstance(leaf, Generator):
-            assert step.draw is not None
-            return torch.Generator().set_state(step.draw.state)
+            assert operation.draw is not None
+            return torch.Generator().set_state(operation.draw.state)
         return leaf
 
-    arguments, keywords = tree_map(with_memory, (step.arguments, step.keywords))
-    with _default_dtype(step.default_dtype):
-        if step.draw is not None and step.draw.default:
-            torch.set_rng_state(step.draw.state)
-        results = tree_leaves(step.function(*arguments, **keywords))
-    for place, view in step.creates:
+    arguments, keywords = tree_map(with_memory, (operation.arguments, operation.keywords))
+    with _default_dtype(operation.default_dtype):
+        if operation.draw is not None and operation.draw.default:
+            torch.set_rng_state(operation.draw.state)
+        results = tree_leaves(operation.function(*arguments, **keywords))
+    for place, view in operation.creates:
         memory.put(view, results[place])
 
 

@@ -1,7 +1,7 @@
 """Tape of the operations that a constructor ran on tensors without memory.
 
-A storage has a number on the tape, and a tensor is a ``View`` of a storage. A step refers to its tensors by views. So
-the only data on the tape are copies of tensors from outside the constructor.
+A storage has a number on the tape, and a tensor is a ``View`` of a storage. An operation refers to its tensors by
+views. So the only data on the tape are copies of tensors from outside the constructor.
 """
 
 from bisect import bisect_left
@@ -26,19 +26,19 @@ class View:
 
 
 class Generator:
-    """Placeholder of a generator among the arguments of a step; its state is in the step's ``Draw``."""
+    """Placeholder of a generator among the arguments of an operation, whose ``Draw`` has its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """State of a generator before a step drew from it; ``default`` tells torch's generator from one of the user."""
+    """State of a generator before an operation drew from it; ``default`` marks torch's own generator."""
 
     state: torch.Tensor
     default: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Operation:
     """One operation; each deferred tensor among its arguments is a ``View``, other tensors are copies.
 
     Attributes:
@@ -58,28 +58,28 @@ class Step:
     default_dtype: torch.dtype
 
     def reads(self) -> set[int]:
-        """Storages whose content the step needs."""
+        """Storages whose content the operation needs."""
         leaves = tree_leaves((self.arguments, self.keywords))
         return {leaf.storage for leaf in leaves if isinstance(leaf, View)} - self.overwrites
 
     def touches(self) -> set[int]:
-        """Storages that the step reads or writes."""
+        """Storages that the operation reads or writes."""
         return self.reads() | self.writes()
 
     def writes(self) -> set[int]:
-        """Storages whose content the step creates or changes."""
+        """Storages whose content the operation creates or changes."""
         return {view.storage for _, view in self.creates} | self.changes
 
     def replaces(self) -> set[int]:
-        """Storages whose earlier content is lost in the step."""
+        """Storages whose earlier content is lost in the operation."""
         return {view.storage for _, view in self.creates} | self.overwrites
 
 
 @dataclass(slots=True)
 class Tape:
-    """The steps in order, and for each storage the steps that write it."""
+    """The operations in order, and for each storage those that write it."""
 
-    steps: dict[int, Step] = field(default_factory=dict)
+    operations: dict[int, Operation] = field(default_factory=dict)
     _length: int = 0
     _writers: dict[int, list[int]] = field(default_factory=dict)
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
@@ -114,19 +114,19 @@ class Tape:
         storage = self._storages.get(number)
         return self._sizes[number] if storage is None else storage.nbytes()
 
-    def append(self, step: Step) -> None:
-        """Add ``step`` to the end of the tape."""
-        self.steps[self._length] = step
-        for number in step.writes():
+    def append(self, operation: Operation) -> None:
+        """Add ``operation`` to the end of the tape."""
+        self.operations[self._length] = operation
+        for number in operation.writes():
             self._writers[number].append(self._length)
         self._length += 1
 
     def is_written(self, number: int) -> bool:
-        """Return whether any step writes to the storage."""
+        """Return whether any operation writes to the storage."""
         return bool(self._writers[number])
 
-    def steps_for(self, storages: Iterable[int]) -> list[int]:
-        """Ascending indices of the steps from which the present content of ``storages`` follows."""
+    def operations_for(self, storages: Iterable[int]) -> list[int]:
+        """Ascending indices of the operations from which the present content of ``storages`` follows."""
         needed: set[int] = set()
         open_ends = [(number, self._length) for number in storages]
         seen: set[tuple[int, int]] = set()
@@ -137,16 +137,16 @@ class Tape:
                 if (number, place) in seen:
                     break
                 seen.add((number, place))
-                step = self.steps[place]
+                operation = self.operations[place]
                 if place not in needed:
                     needed.add(place)
-                    open_ends += [(read, place) for read in step.reads()]
-                if number in step.replaces():
+                    open_ends += [(read, place) for read in operation.reads()]
+                if number in operation.replaces():
                     break
         return sorted(needed)
 
     def drop_unreachable(self) -> None:
-        """Drop freed storages, and the steps that no remaining storage depends on."""
+        """Drop freed storages, and the operations that no remaining storage depends on."""
         self._sizes = {number: storage.nbytes() for number, storage in self._storages.items()}
         weak = {number: StorageWeakRef(storage) for number, storage in self._storages.items()}
         self._storages.clear()
@@ -156,8 +156,8 @@ class Tape:
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 self._storages[number] = storage
                 self._numbers[storage._cdata] = number
-        needed = set(self.steps_for(self._storages))
-        self.steps = {place: step for place, step in self.steps.items() if place in needed}
+        needed = set(self.operations_for(self._storages))
+        self.operations = {place: operation for place, operation in self.operations.items() if place in needed}
         self._writers = {
             number: [place for place in places if place in needed] for number, places in self._writers.items()
         }

@@ -16,7 +16,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot run; the message names the rank, the action and the rule."""
 
 
-class Sizes(NamedTuple):
+class ScheduleSize(NamedTuple):
     """Numbers of ranks, stages and microbatches of a schedule; ``trains`` if it has backwards."""
 
     ranks: int
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
     trains: bool
 
 
-def check(schedule: Schedule) -> Sizes:
+def check(schedule: Schedule) -> ScheduleSize:
     """Check the compute actions of all ranks.
 
     The rules: a stage is on one rank, and every rank has a stage. Every stage runs every microbatch once forward and
@@ -55,7 +55,7 @@ def check(schedule: Schedule) -> Sizes:
         run_in_order(schedule, stages, microbatches)
     except Blocked as blocked:
         raise ScheduleError(str(blocked)) from None
-    return Sizes(len(schedule), stages, microbatches, trains)
+    return ScheduleSize(len(schedule), stages, microbatches, trains)
 
 
 def _check_number(microbatches: int, schedule: Schedule) -> None:

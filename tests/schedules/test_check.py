@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule, parse_action
-from nxdpp.schedules.check import ScheduleError, Sizes, check
+from nxdpp.schedules.check import ScheduleError, ScheduleSize, check
 from nxdpp.schedules.families.registry import FAMILIES
 
 GOOD = ["0F0 0F1 0B0 0I1 0W1", "1F0 1B0 1F1 1I1 1W1"]
@@ -19,7 +19,7 @@ def _schedule(*ranks: str) -> Schedule:
 
 
 def test_full_and_split_backwards_may_be_mixed() -> None:
-    assert check(_schedule(*GOOD)) == Sizes(ranks=2, stages=2, microbatches=2, trains=True)
+    assert check(_schedule(*GOOD)) == ScheduleSize(ranks=2, stages=2, microbatches=2, trains=True)
 
 
 def test_a_mistyped_microbatch_is_refused_before_memory_is_allocated() -> None:
@@ -28,7 +28,7 @@ def test_a_mistyped_microbatch_is_refused_before_memory_is_allocated() -> None:
 
 
 def test_forwards_alone_are_a_schedule() -> None:
-    assert check(_schedule("0F0 0F1", "1F0 1F1")) == Sizes(ranks=2, stages=2, microbatches=2, trains=False)
+    assert check(_schedule("0F0 0F1", "1F0 1F1")) == ScheduleSize(ranks=2, stages=2, microbatches=2, trains=False)
 
 
 @pytest.mark.parametrize(
