@@ -24,7 +24,7 @@ class ProcessGroups:
         control_group: gloo group over this rank's pipeline group.
         transfer_groups: groups over this rank's pipeline group, one for each kind of transfer.
         world: the default process group at the time of construction.
-        started_world: whether nxdpp started ``torch.distributed``.
+        started_world: ``True`` if nxdpp started ``torch.distributed``.
     """
 
     mesh: DeviceMesh

@@ -12,7 +12,7 @@ from torch import nn
 
 from nxdpp.pipeline.agreement.fingerprint import Fingerprint, digest, fingerprint, rank_name, show_difference
 
-# Enough to notice another seed or another checkpoint at no cost; not a proof that all elements are equal.
+# Enough to notice another seed or another checkpoint at no cost. It does not verify that all elements are equal.
 _ELEMENTS = 1024
 
 

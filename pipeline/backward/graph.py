@@ -197,7 +197,7 @@ class _Graph:
         return any(is_hooked(self.nodes[n], saved) for n in run for saved in saved_names(self.types[n]))
 
     def _sum_is_reordered(self, number: int) -> bool:
-        """True if a sum of gradients from ``R`` and from behind it would change its order here."""
+        """Return whether a sum of gradients from ``R`` and from behind it would change its order here."""
         from_outside = sum(parent not in self.leads_back for parent in self.parents[number])
         direct = len(self.parents[number]) - from_outside + sum(root == number for root, _ in self.roots)
         return direct > 0 and from_outside > 0 and direct + from_outside > 2

@@ -110,7 +110,7 @@ class Structure:
 
 
 def is_hooked(node: Any, name: str) -> bool:
-    """True if a hook returns this saved tensor; activation checkpointing recomputes it there."""
+    """Return whether a hook returns this saved tensor; activation checkpointing recomputes it there."""
     return any(unpack_hook(saved) is not None for saved in saved_tensors(node, name))
 
 

@@ -40,7 +40,7 @@ class LocalPart:
         root: the whole model; parameters of other ranks are on the meta device.
         module: the tree of local modules, under their original names.
         tied: the weights that other ranks hold, too.
-        any_ties: whether any ranks of the pipeline have such weights.
+        any_ties: ``True`` if any rank of the pipeline has such weights.
         aliases: the names, in the whole model, of each parameter and each buffer that has several.
         origin: the seed or generator state of the initial weights, as text; ``None`` where none were drawn. It must
             be equal on all ranks that have one.

@@ -126,7 +126,7 @@ class LocalUpkeep:
 
 
 def works_on_meta(function: Callable[[torch.Tensor], Any]) -> bool:
-    """True if ``function``, which ``Module.to``, ``cuda`` or ``half`` applies to tensors, runs on the meta device."""
+    """Return whether ``function``, which ``Module.to`` or ``half`` applies to tensors, runs on the meta device."""
     try:
         function(torch.empty(0, device="meta"))
     except NotImplementedError:

@@ -31,7 +31,7 @@ class TensorLayout(Leaf):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
     def describes(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` has this size and dtype; with other strides ``arrange`` copies it."""
+        """Return whether ``tensor`` has this size and dtype; with other strides ``arrange`` copies it."""
         return tensor.size() == self.size and tensor.dtype == self.dtype
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class EngineConfig:
         rank: this rank of the pipeline.
         microbatches: number of microbatches of a step.
         device: device of the stages.
-        train: whether backwards follow. The last stage's first result is then the loss.
+        train: ``True`` if backwards follow. The last stage's first result is then the loss.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
         in_flight: limit of microbatches in flight that a channel sends in one direction; ``None`` for none.
     """

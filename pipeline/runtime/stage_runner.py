@@ -53,10 +53,10 @@ class StageRunner:
         channels_in: the channels to source stages, by their number.
         channels_out: the channels to destination stages, by their number.
         device: device of the stage.
-        train: whether backwards follow. The stage's first result is then the loss, and its mean over the microbatches
+        train: ``True`` if backwards follow. The stage's first result is then the loss. Its mean over the microbatches
             is differentiated.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
-        splits: whether input-gradients and weight-gradients are computed apart.
+        splits: ``True`` if input-gradients and weight-gradients are computed apart.
         timer: measures the time in which the stage computes.
     """
 

@@ -82,7 +82,7 @@ class StepRunner:
             program: the stages of this rank.
             microbatches: the model's inputs of each microbatch, for example ``input_ids`` of (B, T).
             device: device of the stages.
-            train: whether backwards follow.
+            train: ``True`` if backwards follow.
             origin: the random numbers that this rank's initial weights are from; ``None`` when none were drawn.
 
         Returns:

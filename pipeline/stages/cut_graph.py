@@ -22,7 +22,7 @@ class CutGraph:
     Attributes:
         traced: the graph.
         partition: of the model.
-        training: whether the model was in training mode.
+        training: ``True`` if the model was in training mode.
         programs: of this rank, by their end; ``ProgramCache`` keeps them here.
         assigned: the stage of each node that has one.
         output: the model's output, with a node in the place of each value.

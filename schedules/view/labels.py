@@ -21,7 +21,7 @@ class RankLabels:
         self._first = min(stages) if len(stages) > 1 else None
 
     def is_first_chunk(self, action: Action) -> bool:
-        """True for the first of several stages of the rank."""
+        """Return whether the action is of the first of several stages of the rank."""
         return action.stage == self._first
 
     def label(self, action: Action) -> str:
@@ -37,5 +37,5 @@ def kinds_in(ranks: Sequence[Sequence[Span]]) -> list[ActionKind]:
 
 
 def has_chunks(ranks: Sequence[Sequence[Span]]) -> bool:
-    """True if a rank has several stages."""
+    """Return whether a rank has several stages."""
     return any(len({span.action.stage for span in spans}) > 1 for spans in ranks)

@@ -121,7 +121,7 @@ class RecordedTimeline:
         return f"steps {_ranges(self.complete)}" + (f"; cut short: {_ranges(cut)}" if cut else "")
 
     def _is_complete(self, number: int) -> bool:
-        """All ranks wrote the step, and their actions are a schedule."""
+        """Return whether all ranks wrote the step and their actions form a schedule."""
         if len(self._file.steps[number]) < self._file.ranks:
             return False
         try:
