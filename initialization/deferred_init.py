@@ -1,7 +1,7 @@
 """Construction of a module without memory, from which each tensor can be materialised later.
 
-``deferred_init`` runs the constructor on meta tensors and records its tensor operations on a tape. A tensor is
-materialised by a replay of the operations that it depends on, from the generator state of that time::
+``deferred_init`` runs the constructor on meta tensors and records its tensor operations on a tape. To
+materialise a tensor, the operations that it depends on run again, from the generator state of that time::
 
     constructor       weight.normal_()                       bias.zero_()
     tape              0: normal_(weight), generator state    1: zero_(bias)
@@ -31,8 +31,8 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
     """Call ``constructor(*args, **kwargs)`` without memory for its parameters and buffers; not collective.
 
     Parameters and buffers are on the meta device, with the constructor's classes, attributes and ties. ``NxDPPModel``
-    materialises those of its rank, bit for bit as the eager constructor makes them. torch's generator is left in the
-    same state as after the eager constructor.
+    materialises those of its rank, bit for bit as the eager constructor makes them. The state of torch's generator is
+    then that after the eager constructor.
 
     The constructor sees CPU tensors. A value that it asks for (``.item()``, ``.tolist()``, ``.numpy()``, ``if``, an
     index by a mask) is computed at once. Tensors in plain attributes of a module, also in lists, tuples and
@@ -91,8 +91,8 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
 def _materialise_plain_attributes(root: nn.Module, recorder: ConstructorRecorder) -> None:
     """Materialise the deferred tensors in plain attributes of the modules: no later step would do it.
 
-    Excepted are tensors in the storage of a parameter or buffer, and tensors that require a gradient, which each
-    forward computes.
+    Excepted are tensors in the storage of a parameter or buffer. So are tensors that require a gradient: each forward
+    computes them.
     """
     registered = [*root.parameters(), *root.buffers()]
     shared = {recorder.tape.number_of(tensor) for tensor in registered if recorder.knows(tensor)}

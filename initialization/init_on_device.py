@@ -41,8 +41,8 @@ def init_on_device(device: torch.device | str | int) -> Iterator[None]:
     On the meta device the memory of a parameter is freed when a module registers it. So at most one parameter is in
     memory. It stays the same object, with its class, ``requires_grad``, attributes and ties. Buffers are computed on
     the CPU, as those that no checkpoint has (rotary ``inv_freq``, causal masks) must be. Only a buffer that is
-    computed from a registered parameter is on the meta device. transformers' marks of initialised modules and
-    parameters are removed, so that a later ``initialize_weights()`` initialises them.
+    computed from a registered parameter is on the meta device. The marks that transformers gives to initialised
+    modules and parameters are removed. A later ``initialize_weights()`` then initialises them.
 
     The initial weights come later: from ``load_pretrained``, a ``param_init_fn``, ``_init_weights`` of transformers'
     models or ``reset_parameters``. Other initialisation in a constructor (``self.apply(self._init)``) is lost: use

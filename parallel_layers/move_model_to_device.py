@@ -12,8 +12,8 @@ def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> 
     """Move all parameters, their gradients and all buffers of ``model`` to ``device``; not collective.
 
     Between some device types torch must make a new ``Parameter``. It replaces the old one in all modules that
-    share it, and gets its class and its attributes, such as ``parameter.tensor_model_parallel``. A parameter that is
-    already on ``device`` stays the same object.
+    share it. It gets the class and the attributes of the old one, such as ``parameter.tensor_model_parallel``. A
+    parameter that is already on ``device`` stays the same object.
 
     Raises:
         ValueError: for a device that does not exist here, and for parameters or buffers on the meta device.

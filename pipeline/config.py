@@ -36,16 +36,16 @@ class PipelineConfig:
             and the number of stages that returns ``pipeline_cuts``.
         partition_batch: inputs of one microbatch with labels, for the first trace and for costs. Meta tensors are
             allowed.
-        partition_memory_limit: bytes of one rank for its weights, gradients, AdamW's state and the activations that the
-            schedule keeps, for ``"balanced"`` and ``"profiled"``.
+        partition_memory_limit: bytes of one rank for ``"balanced"`` and ``"profiled"``. They hold its weights,
+            gradients, AdamW's state and the activations that the schedule keeps.
         input_names: names of the inputs of every step. By default any.
         output_loss_value_spec: position of the loss in the output.
         leaf_module_cls, autowrap_functions, autowrap_modules, tracer_cls: modules and functions that are not traced
             through, and the tracer.
-        param_init_fn: for a model on the meta device, a function of a module, or of a module and a device, that
-            initialises the parameters and buffers of this module itself. Random numbers of torch's default generator do
-            not depend on the partition; those of another generator may. By default ``_init_weights`` of transformers'
-            models, or ``reset_parameters``.
+        param_init_fn: initialises a model on the meta device: a function of a module, or of a module and a device.
+            It initialises the parameters and buffers of this module itself. Random numbers of torch's default
+            generator do not depend on the partition; those of another generator may. By default ``_init_weights`` of
+            transformers' models, or ``reset_parameters``.
         trace_file_path: file for the timeline of each step, a Chrome trace. Replicas other than the first write beside
             it (``trace.pipeline1.json``). An existing file is replaced. Ranks then end a step together.
         deallocate_pipeline_outputs: free an activation after it is sent. Its place in the autograd graph is kept.

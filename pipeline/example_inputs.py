@@ -33,8 +33,8 @@ def example_specs(
 ) -> Mapping[str, InputSpec]:
     """Return the specs of the inputs of the first trace, which decides the stage of each parameter.
 
-    The inputs are those of ``batch``, or ``input_names``. By default they are a Hugging Face model's main input and its
-    labels, or the inputs without a default of any other module's ``forward``.
+    The inputs are those of ``batch``, or ``input_names``. By default a Hugging Face model has its main input and its
+    labels. Any other module has the inputs of its ``forward`` without a default.
     """
     if batch is not None:
         return {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}

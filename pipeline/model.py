@@ -51,8 +51,8 @@ class NxDPPModel(LocalView):
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``.
         post_partition_hooks: functions of the wrapped model, called in order at the end of construction.
 
-    Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed,
-    ``TracingError`` for a model that cannot be traced, ``RuntimeError`` before ``initialize_model_parallel``.
+    Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
+    ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
     """
 
     original_module: nn.Module
@@ -122,8 +122,8 @@ class NxDPPModel(LocalView):
         Gradients of the mean loss are added to ``.grad`` and averaged over data-parallel replicas. Takes ``inputs`` by
         name, and raises, as ``Pipeline.train_step`` does.
 
-        Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``),
-        ``None`` on others, unless ``return_mb_loss`` or ``broadcast_and_average_loss`` is set.
+        Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``), and
+        ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
         """
         arguments.check_not_positional(positional)
         losses = self._pipeline.train_step(inputs)
@@ -145,7 +145,7 @@ class NxDPPModel(LocalView):
         """Give initial weights to this rank's tensors on the meta device; not collective.
 
         Tensors with values stay as they are. Random numbers follow from torch's seed at the time of wrapping and from
-        the parameter's name, so that any partition gives the same model. Construction calls it for a model of
+        the parameter's name. So any partition gives the same model. Construction calls it for a model of
         ``deferred_init`` or with a ``param_init_fn``. Raises ``RuntimeError`` for tensors that nothing initialises,
         before anything is changed.
         """
@@ -159,8 +159,8 @@ class NxDPPModel(LocalView):
 
         Raises:
             ValueError: for a missing device and for the meta device, before anything is changed.
-            RuntimeError: for an optimizer that holds parameters to be replaced, for copies of a weight with other
-                shapes or dtypes, and for data-parallel replicas with other values (a sample of each parameter).
+            RuntimeError: for an optimizer that holds parameters to be replaced and for copies of a weight with other
+                shapes or dtypes. Also for data-parallel replicas with other values, by a sample of each parameter.
         """
         self._pipeline.move_to(device)
 

@@ -31,8 +31,8 @@ _DRAWN_ONCE = "be drawn once for all steps"
 def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     """Record every new tensor as a node, so that each stage that needs it makes it.
 
-    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once, and for modes,
-    which would apply to the trace only.
+    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once. Raises it for modes
+    too, which would apply to the trace only.
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}

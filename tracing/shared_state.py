@@ -55,8 +55,8 @@ def call_sharing(
 ) -> Any:
     """Record ``module`` by ``call(args, kwargs)`` with the content of shared mappings as input and output.
 
-    A mapping is a ``collections.UserDict``. The mapping in ``forward`` itself then raises for any use, because it
-    lacks the items that the layers put into it.
+    A mapping is a ``collections.UserDict``. The mapping in ``forward`` itself then raises for any use: it lacks the
+    items that the layers put into theirs.
     """
     opened: list[tuple[Any, fx.Proxy]] = []
 

@@ -19,8 +19,8 @@ from nxdpp.pipeline.model import NxDPPModel
 def load_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> None:
     """Load this rank's part of the Hugging Face ``directory`` into a wrapped ``model``; not collective.
 
-    Reads the headers of ``model.safetensors``, or of the files in ``model.safetensors.index.json``, and the values of
-    this rank's parameters and persistent buffers. The values and ties are those of transformers' ``from_pretrained``
+    Reads the headers of ``model.safetensors``, or of the files in ``model.safetensors.index.json``. Reads the values
+    of this rank's parameters and persistent buffers. The values and ties are those of transformers' ``from_pretrained``
     for the unwrapped model, in the dtypes of ``model``. A module that is not from transformers must have the stored
     names. Load before modules are replaced: a replaced module has other names than the checkpoint.
 

@@ -21,7 +21,7 @@ def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
 
     ``from_pretrained(directory)``, and ``load_pretrained`` under any partition, give the same values. Names and layouts
     are those of transformers' ``save_pretrained``: merged experts are split again, and a tied weight is written once.
-    Each rank of the first data-parallel replica writes its tensors, in files of at most 1 GB or one larger tensor. A
+    Each rank of the first data-parallel replica writes its tensors. A file has at most 1 GB, or one larger tensor. A
     single file is ``model.safetensors``. Several are ``model-00001-of-00004.safetensors`` and so on, with an index. A
     transformers model also gets ``config.json`` and, if it generates, ``generation_config.json``. Source files of
     custom code are not copied. ``directory`` is created if necessary, and all ranks must share it.

@@ -1,7 +1,7 @@
 """Fingerprint of a graph: a text that is equal on all ranks with the same graph, and its hash.
 
 The text does not depend on addresses, on Python's randomised ``hash`` or on the number of a rank's device. A function
-appears as its module and name, a constant as its value, or as its type when the value prints differently on ranks.
+appears as its module and name, a constant as its value. Its type appears when the value prints differently on ranks.
 """
 
 import hashlib

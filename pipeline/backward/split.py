@@ -5,8 +5,8 @@ product is computed twice: autograd's operations compute the gradient of each in
 the engine asks for. The first call asks for the gradients on the way to received values. The second call runs the
 split nodes again for their other gradients, and then the nodes behind them. It runs no other node twice.
 
-Between the calls these stay in memory: the gradients at operations with parameters, the tensors that these operations
-saved, and the graph's nodes without their other saved tensors, except small ones.
+Between the calls the gradients at operations with parameters stay in memory, and the tensors that these operations
+saved. The graph's nodes stay too. Of their other saved tensors only small ones do.
 """
 
 from collections import deque

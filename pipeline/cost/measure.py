@@ -1,7 +1,7 @@
-"""Seconds of forward and backward of the nodes of a traced graph, measured on a device one node at a time.
+"""Measured seconds of forward and backward of each node of a traced graph, on a device.
 
-A module is copied to the device only while it is measured. The model may thus be larger than the device. Of equal
-layers only the first is measured.
+Nodes are measured one at a time. A module is copied to the device only while it is measured. The model may thus be
+larger than the device. Of equal layers only the first is measured.
 """
 
 import copy

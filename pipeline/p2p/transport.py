@@ -46,7 +46,7 @@ class Transport:
     a device tensor, without an error.
 
     Args:
-        groups: the process group over the ranks of the pipeline for each direction, to lower (``False``) and to
+        groups: the process groups over the ranks of the pipeline: for each direction, to lower (``False``) and to
             higher ranks (``True``).
         control: a group over the same ranks that takes CPU tensors, for metadata.
         device: device of the tensors.

@@ -95,8 +95,8 @@ def make_partition(
         policy: chooses the cuts. By default ``even``.
 
     Raises:
-        ValueError: for a graph that repeats a layer, for cuts that do not fit the layers and the stages, for a last
-            stage without parameters, and for statistics (batch norm) that two stages would change.
+        ValueError: for a graph that repeats a layer, and for cuts that do not fit the layers and the stages. Also for
+            a last stage without parameters, and for statistics (batch norm) that two stages would change.
     """
     layers = layers_in_order(traced, known_layers)
     policy = policy or even

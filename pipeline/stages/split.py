@@ -185,7 +185,7 @@ def _on_several_stages(plan: StagePlan, root: nn.Module, assigned: Mapping[fx.No
 
 
 def _follows_from_shared(value: fx.Node, plan: StagePlan, assigned: Mapping[fx.Node, int]) -> bool:
-    """Return whether ``value``, or a value that it may be a view of, is computed on this stage and on a later one."""
+    """Return whether this stage and a later one compute ``value``, or a value that it may be a view of."""
     pending, seen = [value], set()
     while pending:
         node = pending.pop()

@@ -6,7 +6,7 @@ small letters are the first chunk::
     group     0           1
     order     f0 f1 F0 F1 f2 f3 F2 F3
 
-If p does not divide the number of microbatches, group sizes differ by at most one and none is below p. Fewer than p
+If p does not divide the number of microbatches, group sizes differ by at most one. Each is at least p. Fewer than p
 microbatches are one group. A smaller group would make ranks wait at each chunk. A larger one costs memory: g instead
 of p microbatches are in flight in all but one chunk. The largest groups come first, since they set the warm-up.
 """

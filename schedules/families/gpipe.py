@@ -7,8 +7,8 @@ p = 4, 4 microbatches, a backward takes two slots::
     rank 2  .  .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .
     rank 3  .  .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .  .  .
 
-All microbatches are in flight at once. Backwards run in the order of the microbatches, as in the other families, so
-that gradients are summed in the same order.
+All microbatches are in flight at once. Backwards run in the order of the microbatches, as in the other families. So
+gradients are summed in the same order.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind

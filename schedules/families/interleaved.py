@@ -6,8 +6,8 @@ backward takes two slots, small letters are the first chunk::
     rank 0  f0 f1 F0 F1 f2 .  B0 B0 f3 B1 B1 F2 b0 b0 F3 b1 b1 .  B2 B2 .  B3 B3 b2 b2 b3 ...
     rank 1  .  f0 f1 F0 B0 B0 F1 B1 B1 f2 b0 b0 f3 b1 b1 F2 B2 B2 F3 B3 B3 b2 b2 b3 b3 .
 
-``chunk_groups`` has the order of the microbatches. Rank r runs 2 (p - r - 1) + (v - 1) g warm-up forwards, where g is
-the size of the largest group, and holds one chunk more. With one chunk a rank this is 1F1B.
+``chunk_groups`` has the order of the microbatches; g is the size of its largest group. Rank r runs
+2 (p - r - 1) + (v - 1) g warm-up forwards and holds one chunk more. With one chunk a rank this is 1F1B.
 """
 
 from nxdpp.schedules.actions import Action, ActionKind

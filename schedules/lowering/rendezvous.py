@@ -1,8 +1,8 @@
 """Deadlock check under rendezvous semantics: a send completes only after its receive is posted.
 
-A rank posts a receive and goes on. It waits for the inputs of a compute action. It starts a send and goes on, unless
-more than a given number of sends are then in flight from one stage to another: it waits for the oldest of those. At
-the end it waits for all its sends.
+A rank posts a receive and goes on. It waits for the inputs of a compute action. It starts a send. If more sends
+than a given number are then in flight from one stage to another, it waits for the oldest. At the end it waits for all
+its sends.
 
 The result does not depend on the speed of the ranks, since a finished transfer stays finished. One run is enough.
 """

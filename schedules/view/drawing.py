@@ -16,8 +16,8 @@ from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.simulate import Span, Timeline
 from nxdpp.schedules.view.labels import NAMES, RankLabels, has_chunks, kinds_in
 
-# The shortest action is as wide as its label, with two limits in labels: the mean width of an action, and the width of
-# a row for each action of all ranks, which bounds long transfers.
+# The shortest action is as wide as its label. Two limits, in labels: the mean width of an action, and the width of a
+# row for each action of all ranks. The second one bounds long transfers.
 _MEAN_WIDTH = 4
 _BUBBLE_WIDTH = 20
 
