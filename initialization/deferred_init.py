@@ -51,7 +51,7 @@ def deferred_init(constructor: Callable[..., M], *args: Any, **kwargs: Any) -> M
     - A matrix product or decomposition is computed with the number of threads at the time of the replay.
     - ``type()`` of a tensor, ``isinstance(x, torch.FloatTensor)`` and the code of ``torch.nn.init`` see meta tensors.
     - Later changes of the module (``.half()``, ``nn.init.zeros_(parameter)``) are not recorded. They are an error when
-      the module is materialised, except writes through ``.data``, which are not noticed: make them in the constructor.
+      the module is materialised. Writes through ``.data`` are not noticed: make them in the constructor.
     - A copy of the module (``copy.deepcopy``) is a plain model on the meta device.
     - Tensors that only a closure or an object of another kind refers to stay on the meta device.
 

@@ -29,7 +29,7 @@ _STATE = slice(24, 24 + 8 * _WORDS)
 
 
 def jump(generator: torch.Generator, draws: int) -> None:
-    """Advance the CPU ``generator`` by ``draws`` draws of 32 bits: in 3 ms, or 35 ms for a new number of draws."""
+    """Advance the CPU ``generator`` by ``draws`` draws of 32 bits: in 3 ms, or 35 ms for a new number."""
     if draws == 0:
         return
     state = generator.get_state()

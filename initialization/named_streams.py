@@ -22,8 +22,8 @@ class NamedStreams(TorchDispatchMode):
 
     Numbers for a tensor without a name (``torch.randn(...)``, copied later) come from a stream of the current module.
     Each module restarts the streams of the tensors that it writes. So a tensor of several modules has the numbers of
-    the last one, also on a rank that skips the others. An explicit ``generator`` and the random numbers of Python and
-    NumPy are not changed. The state of the default generator stays as it is.
+    the last one, whatever modules a rank skips. An explicit ``generator`` and the random numbers of Python and NumPy
+    are not changed. The state of the default generator stays as it is.
 
     Args:
         seed: the model's seed, from ``torch.initial_seed()``.

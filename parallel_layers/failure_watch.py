@@ -7,7 +7,7 @@ others wait for its messages::
     others   find rank 2 there              print a line, answer   wait,             exit 1
 
 Rank 2 keeps its connections until all ranks have answered. Otherwise an error "connection closed" of another rank could
-be printed before its own. Every wait has a limit: at most about seven seconds pass from the first failure to the last
+be printed before its own. Every wait has a limit. At most about seven seconds pass from the first failure to the last
 exit, mostly less than one.
 """
 
@@ -53,9 +53,9 @@ def stop() -> None:
 def report(error: BaseException) -> None:
     """Make all other ranks stop because of ``error``; not collective, and without a watch it does nothing.
 
-    If this rank is the first to fail, the function returns: let ``error`` propagate, so that it is printed and ends
-    the process. A program that catches ``error`` continues alone. If another rank failed first, this process prints
-    one line and exits with status 1.
+    If this rank is the first to fail, the function returns. Let ``error`` propagate: it is then printed and ends the
+    process. A program that catches ``error`` continues alone. If another rank failed first, this process prints one
+    line and exits with status 1.
     """
     watch = _active()
     if watch is not None:

@@ -44,9 +44,9 @@ def average_gradients(
     """Replace each parameter's ``.grad`` by its mean over ``group``; collective over ``group``.
 
     All ranks must give the same parameters in the same order. Parameters without ``requires_grad`` are skipped. A
-    gradient that is ``None`` on some ranks counts as zeros there; one that is ``None`` on all ranks stays ``None``.
-    A bucket holds gradients of one dtype and device, up to ``bucket_bytes``, or a single larger gradient. Sums are in
-    the gradients' dtype.
+    gradient that is ``None`` on some ranks counts as zeros there. One that is ``None`` on all ranks stays ``None``. A
+    bucket holds gradients of one dtype and device, up to ``bucket_bytes``, or a single larger gradient. Sums are in the
+    gradients' dtype.
 
     Raises ``ValueError`` for a ``bucket_bytes`` below 1 and for sparse gradients.
     """

@@ -28,7 +28,7 @@ class Action(NamedTuple):
     """One action on one microbatch of one stage.
 
     A send belongs to the sending stage, a receive to the receiving stage. ``RECEIVE_*`` only posts the receive; the
-    compute action that needs the tensors waits for them. ``peer`` is the stage at the other end; a send or receive
+    compute action that needs the tensors waits for them. ``peer`` is the stage at the other end. A send or receive
     without a peer is for all stages that ``stage`` exchanges tensors with.
     """
 

@@ -15,7 +15,7 @@ class Times(NamedTuple):
     """Times of each stage in any unit; item ``s`` of each is for stage ``s``.
 
     A full backward takes the time of the input- and the weight-gradient. ``transfer`` is between stage ``s`` and the
-    next one, in either direction, if they are on different ranks; the last item is not used.
+    next one, in either direction, if they are on different ranks. The last item is not used.
     """
 
     forward: Sequence[float]

@@ -62,8 +62,8 @@ def simulate(
         forward: time of a forward of one microbatch, in any unit; one number, or one for each stage.
         input_gradient: time of an input-gradient.
         weight_gradient: time of a weight-gradient; a full backward takes both.
-        transfer: time between the end of an action and the arrival of its result on another rank. In a list, item
-            ``s`` is between stage ``s`` and the next one, in either direction; the last item is not used.
+        transfer: time between the end of an action and the arrival of its result on another rank. In a list, item ``s``
+            is between stage ``s`` and the next one, in either direction. The last item is not used.
 
     Raises:
         ScheduleError: for a schedule that cannot run.

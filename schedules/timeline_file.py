@@ -1,6 +1,6 @@
 """Timeline files: the recorded steps of a pipeline in the Chrome trace format, which Perfetto opens.
 
-A file is a JSON array with one event a line, and is complete after each step: the next step is written over the closing
+A file is a JSON array with one event a line. It is complete after each step: the next step is written over the closing
 bracket. ``pid`` is the pipeline among the replicas, ``tid`` the rank; ``ts`` and ``dur`` are microseconds::
 
     [

@@ -60,7 +60,7 @@ def length_of(node: fx.Node, root: nn.Module) -> int | None:
 
 
 def constant_of(value: Any, root: nn.Module) -> Any:
-    """The value of a node for all inputs of these specs: a size in the code or a comparison of sizes, else ``None``."""
+    """The value of a node that is a size in the code or a comparison of sizes, else ``None``."""
     if not isinstance(value, fx.Node):
         return value
     if value.op != "call_function":

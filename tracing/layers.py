@@ -13,7 +13,7 @@ def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> 
 
     ``transformer_layer_cls`` is a class or a class name, or a list of them. Without it, a Hugging Face model gives its
     ``_no_split_modules``, otherwise its ``GradientCheckpointingLayer`` classes. Both count only if their instances are
-    in a list of modules: an embedding that must not be split is not a layer.
+    in a list of modules. An embedding that must not be split is not a layer.
 
     Raises ``ValueError`` if there is no layer.
     """

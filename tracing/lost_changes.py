@@ -1,7 +1,7 @@
 """Changes that tracing would lose: in-place changes of a value with several names, and changes of module attributes.
 
 A traced value that is changed in place is the changed value from then on. Another name of the same memory, a view or
-its base, is not: the graph need not run the change before it reads that name, or runs it on another stage.
+its base, is not. The graph may read that name before the change runs, or on another stage.
 """
 
 import operator

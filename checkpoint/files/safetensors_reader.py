@@ -74,7 +74,7 @@ class StoredTensor:
     def read_into(self, destination: torch.Tensor) -> None:
         """Read all values into ``destination``, which has the same shape, any device and any dtype.
 
-        At most 32 MiB of the file are in memory; a ``destination`` that is not contiguous needs a copy of the tensor.
+        At most 32 MiB of the file are in memory. A ``destination`` that is not contiguous needs a copy of the tensor.
         Raises ``OSError`` if the file was changed.
         """
         assert destination.shape == self.shape

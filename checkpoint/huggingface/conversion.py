@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 
 @dataclass(eq=False)
 class Conversion:
-    """One step that makes new tensors from source tensors.
+    """Conversion that makes new tensors from source tensors.
 
     Attributes:
         first: name of the first new tensor.

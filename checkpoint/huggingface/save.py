@@ -27,7 +27,7 @@ def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
     custom code are not copied. ``directory`` is created if necessary, and all ranks must share it.
 
     Ranks exchange only names, shapes and dtypes. Tensors that are converted, not contiguous or not on the CPU are
-    copied, for one file at a time; others need no memory. The files get their names when all are complete. A save that
+    copied, for one file at a time. Others need no memory. The files get their names when all are complete. A save that
     fails before leaves an earlier checkpoint unchanged. A save that is killed while it renames leaves none. The files
     of an earlier checkpoint are removed.
 

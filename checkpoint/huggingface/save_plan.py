@@ -53,7 +53,7 @@ def layouts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
 def plan_shards(
     module: nn.Module, tied_names: Sequence[Sequence[str]], held: Sequence[Mapping[str, Layout] | None]
 ) -> list[Shard]:
-    """Plan the files in the order of ranks; the first rank that holds the sources of a conversion writes its results.
+    """Plan the files in the order of ranks; the first holder of a conversion's sources writes its results.
 
     ``held`` has for each rank its tensors under all their names, or None if the rank writes nothing. Conversions run
     on the meta device here.

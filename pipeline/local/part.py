@@ -95,8 +95,8 @@ class LocalPart:
         """Give initial weights to all that is on the meta device; return whether there was any. Not collective.
 
         Raises:
-            RuntimeError: for a tensor that nothing initialises, and for an optimizer that holds a parameter on the
-                meta device; nothing is changed then.
+            RuntimeError: for a tensor that nothing initialises, and for an optimizer that holds a parameter on the meta
+                device. Nothing is changed then.
         """
         places = self._places()
         if not places:

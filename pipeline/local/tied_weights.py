@@ -1,7 +1,7 @@
 """Tied weights: parameters of which several ranks hold a copy.
 
 Copies start equal: the first owner sends its values to the others. Gradients are summed once a step. Each owner adds
-to ``.grad`` only the contributions of the step; earlier, already summed gradients are set aside and put back::
+only the contributions of the step to ``.grad``. Earlier, summed gradients are set aside and put back::
 
     before    rank 0: G         rank 3: G            (equal, from an earlier accumulation)
     step      rank 0: a         rank 3: b
@@ -122,7 +122,7 @@ class TiedWeights:
         """Give every owner of each weight the values of its first owner; collective over the pipeline.
 
         Values are sent even where copies are equal: comparing hashes first takes as long. gloo sends 1.5 to 1.8 GB/s
-        between processes of one machine; a shared core reads 0.7 to 0.8 GB/s into SHA-256.
+        between processes of one machine. A shared core reads 0.7 to 0.8 GB/s into SHA-256.
 
         Args:
             transport: for the device of the copies.

@@ -48,8 +48,8 @@ def build_local_module(
 ) -> nn.Module:
     """Build the tree of the modules of ``root`` whose parameters are ``local``, under their original names.
 
-    The tree has the same module and parameter objects as ``root``. Only modules above ``layers``, and modules with
-    parameters of several ranks, are replaced by containers: empty modules with their own local tensors.
+    The tree has the same module and parameter objects as ``root``. Modules above ``layers``, and modules with
+    parameters of several ranks, are replaced by containers. These are empty modules with their own local tensors.
 
     Modules without parameters are in every rank's tree, because every rank computes what depends on the inputs alone.
     Modules whose forward changes a buffer are an exception: where that buffer is ``elsewhere``, they are left out.

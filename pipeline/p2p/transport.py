@@ -1,8 +1,8 @@
 """P2P transfers of tensors between the ranks of a pipeline, over torch.distributed.
 
-On gloo each message has a tag. NCCL has no tags, and runs the operations of a communicator in the order of the calls:
-a receive that is posted early would delay a send after it. There are therefore four communicators: for activations
-and for gradients, each to higher and to lower ranks. Between ranks with several stages both go in both directions.
+On gloo each message has a tag. NCCL has no tags, and runs the operations of a communicator in the order of the calls. A
+receive that is posted early would delay a send after it. There are therefore four communicators: for activations and
+for gradients, each to higher and to lower ranks. Between ranks with several stages both go in both directions.
 
 Two rules exclude a deadlock. For two ranks a communicator carries messages in one direction only, sent and received in
 the same order. A rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
@@ -42,8 +42,8 @@ class Work(Protocol):
 class Transport:
     """Sends and receives of one rank of a pipeline; peers are ranks of ``groups``.
 
-    With gloo and a device other than the CPU, tensors pass through host memory: gloo may return unchanged data for
-    a device tensor, without an error.
+    With gloo and a device other than the CPU, tensors pass through host memory. For a device tensor gloo may return
+    unchanged data without an error.
 
     Args:
         groups: the process groups over the ranks of the pipeline: for each direction, to lower (``False``) and to
@@ -69,7 +69,7 @@ class Transport:
     def post_receive(
         self, layout: TensorLayout, source: int, direction: Direction, tag: int
     ) -> Callable[[], torch.Tensor]:
-        """Start to receive a tensor, such as one of (B, T, H); the returned function waits for it and returns it."""
+        """Start to receive a tensor, such as one of (B, T, H); the returned function waits for and returns it."""
         buffer = layout.allocate(self._wire_device)
         work = self._groups[direction, self._rank > source].recv([_flat(buffer)], source, _wire_tag(direction, tag))
 

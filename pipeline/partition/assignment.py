@@ -96,8 +96,8 @@ def assign_layers(traced: TracedGraph, root: nn.Module, layers: Sequence[str]) -
 def parameter_owners(assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners:
     """Return the stages that use each parameter of ``root``.
 
-    A parameter without a node belongs to the stage of the parameter before it: a pooler that this trace leaves out
-    goes with the last layer.
+    A parameter without a node belongs to the stage of the parameter before it. A pooler that this trace leaves out goes
+    with the last layer.
     """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     owners: Owners = {name: set() for name in parameters}

@@ -13,7 +13,7 @@ Stamp = Any
 class DeviceClock:
     """Times of work on ``device``.
 
-    On CUDA a stamp is an event in the current stream: kernels, and the waits for NCCL's receives, run after the calls
+    On CUDA a stamp is an event in the current stream. Kernels, and the waits for NCCL's receives, run after the calls
     that start them.
     """
 

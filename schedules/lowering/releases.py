@@ -50,8 +50,10 @@ def releases(schedule: Schedule, rank: int, edges: Collection[StagePair]) -> lis
 def _heard(
     schedule: Schedule, rank: int, exchanges: Exchanges, places: list[dict[Action, int]]
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """Return for each rank that sends to ``rank``: places of the actions that receive from it, and the latest place
-    on that rank that each implies."""
+    """Return, for each rank that sends to ``rank``, the places of the actions that receive from it.
+
+    With each is the latest place on that rank that it implies.
+    """
     heard: dict[int, tuple[list[int], list[int]]] = {}
     for place, action in enumerate(schedule[rank]):
         for receive in exchanges.receives(action):
