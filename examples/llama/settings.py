@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a byte-level Llama on text, on one process or as a pipeline under torchrun.",
         epilog="Defaults are in brackets.",
     )
+    # The model and the data.
     parser.add_argument(
         "--config",
         type=Path,
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the text to train on, read as bytes; without it, the source files of the Python standard library. "
         "Held out: every twentieth file, of 2 to 19 files the last, of one file its last twentieth",
     )
+    # The training.
     parser.add_argument("--steps", type=_at_least(1), default=240, help="optimizer steps [%(default)s]")
     parser.add_argument(
         "--batch-size", type=_at_least(1), default=8, help="sequences in a step, over all ranks [%(default)s]"
@@ -145,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="dtype of the forward: bfloat16 is autocast, weights and optimizer stay float32 [%(default)s]",
     )
+    # The output and the processes.
     parser.add_argument(
         "--output",
         type=Path,

@@ -60,6 +60,7 @@ class Structure:
         This compares every node and every edge: nothing less would notice another path to a parameter. It also
         compares the order in which nodes run, and the hooks of saved tensors.
         """
+        # Received values and roots.
         nodes: list[Any] = list(dict.fromkeys(edge.node for edge in received))
         known = len(nodes)
         if known != self.received or len(roots) != len(self.roots):
@@ -72,8 +73,8 @@ class Structure:
                 known += 1
             elif nodes[expected] is not root.node:
                 return None
+        # Walk: each node's type and edges. The list grows meanwhile.
         types, all_edges = self.types, self.edges
-        # The list grows during the walk.
         for number, node in enumerate(nodes):
             if type(node) is not types[number]:
                 return None
@@ -93,7 +94,7 @@ class Structure:
                     known += 1
                 elif (nodes[expected] if expected >= 0 else None) is not child:
                     return None
-        # Another number of nodes, one node in the place of two, or another order.
+        # Order and hooks. Refused: another number of nodes, one node in the place of two, or another order.
         if known != len(types) or len(set(nodes)) != known or not self._in_order(nodes):
             return None
         for number, name in self.unhooked:

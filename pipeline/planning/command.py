@@ -61,6 +61,7 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    # A row for each stage.
     chunked = len(stages) > ranks
     table = Table("stage (rank)" if chunked else "stage", "layers", title=title)
     for name in (
@@ -85,9 +86,10 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
             str(stage.sent_tensors),
             _bytes(stage.sent_bytes),
         )
-    # A script that reads the output needs whole lines.
+    # The table. A script that reads the output needs whole lines.
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
+    # Notes below it.
     slowest = max(sum(stage.work for stage in stages[rank::ranks]) for rank in range(ranks))
     unit = "rank" if chunked else "stage"
     console.print(f"slowest {unit} / mean: {slowest / (mean * len(stages) / ranks):.3f}")

@@ -23,6 +23,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 def batches(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Batches with different inputs, shapes and dtypes, each with a description."""
+    # Masks.
     whole = padded_batch(ROWS, LENGTH)
     mask = whole["attention_mask"]
     tokens = {name: whole[name] for name in ("input_ids", "labels")}
@@ -37,6 +38,7 @@ def batches(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a mask of 4 dimensions", tokens | {"attention_mask": window}
     hidden = torch.zeros(window.shape).masked_fill(~window, torch.finfo(torch.float32).min)
     yield "a mask of 4 dimensions to be added", tokens | {"attention_mask": hidden}
+    # Positions.
     whole_rows = torch.arange(LENGTH).expand(ROWS, LENGTH)
     packed = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand(ROWS, LENGTH)
     yield "positions", tokens | {"position_ids": whole_rows}
@@ -50,9 +52,11 @@ def batches(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
         "two sequences in the row of each microbatch",
         {name: value[:MICROBATCHES] for name, value in (tokens | {"position_ids": packed}).items()},
     )
+    # Shapes.
     yield "longer", padded_batch(ROWS, 2 * LENGTH)
     yield "two tokens", {name: value[:, :2].contiguous() for name, value in tokens.items()}
     yield "more rows", padded_batch(3 * MICROBATCHES, LENGTH)
+    # Embeddings, dtypes and numbers.
     embedded = torch.randn(ROWS, LENGTH, width, generator=torch.Generator().manual_seed(3))
     yield "embeddings", {"inputs_embeds": embedded, "labels": tokens["labels"]}
     yield "embeddings and a mask", {"inputs_embeds": embedded, "labels": tokens["labels"], "attention_mask": mask}

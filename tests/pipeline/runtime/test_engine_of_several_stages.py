@@ -24,6 +24,7 @@ def start(stages: int) -> None:
 def watch(rank: int) -> dict[str, tuple[int, int, list[str]]]:
     """For each family: the most microbatches in flight, the most receives posted and not used, tensors left after."""
     start(4)
+    # Count in wrappers of the runner's forward and the transport's receive.
     runners: set[StageRunner] = set()
     most_in_flight = posted = most_posted = 0
     forward, post = StageRunner.forward, Transport.post_receive
@@ -49,6 +50,7 @@ def watch(rank: int) -> dict[str, tuple[int, int, list[str]]]:
 
     StageRunner.forward = watching_forward  # type: ignore[method-assign]
     Transport.post_receive = watching_post  # type: ignore[method-assign, assignment]
+    # Run two steps of each family. The counts are those of the second one.
     seen = {}
     for name, family in FAMILIES.items():
         wrapped = wrap(make(Chain, 4 * family.default_chunks), MICROBATCHES, schedule=name)
