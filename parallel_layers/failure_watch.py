@@ -14,7 +14,8 @@ exit, mostly less than one.
 import multiprocessing.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from nxdpp.parallel_layers.rank_watch import RankWatch
@@ -60,6 +61,16 @@ def report(error: BaseException) -> None:
     watch = _active()
     if watch is not None:
         watch.report(error)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Report an exception of the block, and let it propagate."""
+    try:
+        yield
+    except Exception as error:
+        report(error)
+        raise
 
 
 def _hook(watch: RankWatch, previous: _Hook) -> _Hook:

@@ -8,8 +8,7 @@ only the contributions of the step to ``.grad``. Earlier, summed gradients are s
     after     rank 0: G+(a+b)   rank 3: G+(a+b)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -133,12 +132,12 @@ class TiedWeights:
         """
         everyones: list[Any] = [None] * dist.get_world_size(group)
         weights = list(zip(self._weights, self._parameters, strict=True))
-        with _failure_reported():
+        with failure_watch.reported():
             own = {w.number: _Copy(w.name, str(p.dtype), tuple(p.shape)) for w, p in weights}
             dist.all_gather_object(everyones, own, group=group)
         # All ranks raise here or none does, so no rank is left waiting.
         _check_alike(everyones)
-        with _failure_reported():
+        with failure_watch.reported():
             for weight, parameter in weights:
                 _send(parameter, weight, transport, self._rank)
 
@@ -149,16 +148,6 @@ class _Copy(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-
-@contextmanager
-def _failure_reported() -> Iterator[None]:
-    """Report an exception to the failure watch, which ends the ranks that wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        failure_watch.report(error)
-        raise
 
 
 def _check_alike(everyones: Sequence[Mapping[int, _Copy]]) -> None:

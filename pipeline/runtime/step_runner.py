@@ -100,11 +100,8 @@ class StepRunner:
         digest = step.digest if known is None else known[1]
         if self._verifier is None:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
-        try:
+        with failure_watch.reported():
             self._verifier.check(step, digest, known is None)
-        except Exception as error:
-            failure_watch.report(error)
-            raise
         # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
         with nullcontext() if self._timeline is None else self._timeline.step(device, train):

@@ -45,7 +45,7 @@ class StepTimeline:
     @contextmanager
     def step(self, device: torch.device, train: bool) -> Iterator[None]:
         """Record the block as a step and write it; collective over the pipeline."""
-        with failure_reported():
+        with failure_watch.reported():
             ahead = offset_to_first(self._group)
         description = f"{'train' if train else 'eval'}, {self._schedule}"
         self.recorder.begin(device)
@@ -57,7 +57,7 @@ class StepTimeline:
             except (OSError, RuntimeError) as problem:
                 error.add_note(f"this step of rank {self._rank} is not in the timeline {self._file.path}: {problem}")
             raise
-        with failure_reported():
+        with failure_watch.reported():
             gathered: list[Any] | None = [None] * self._ranks if self._rank == 0 else None
             dist.gather_object(self.recorder.end(ahead), gathered, group=self._group, group_dst=0)
             if gathered is not None:
@@ -100,13 +100,3 @@ def offset(took: int, theirs: int, ours: int) -> int:
     """
     ahead = theirs - ours
     return 0 if abs(ahead) <= took // 2 else ahead
-
-
-@contextmanager
-def failure_reported() -> Iterator[None]:
-    """Report an exception of the block to the other ranks."""
-    try:
-        yield
-    except Exception as error:
-        failure_watch.report(error)
-        raise

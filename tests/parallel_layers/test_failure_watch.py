@@ -193,6 +193,16 @@ def _report_unwatched(rank: int) -> str:
     return hook.__class__.__name__
 
 
+def test_an_error_of_a_block_is_reported_and_propagates(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = []
+    monkeypatch.setattr(failure_watch, "report", errors.append)
+
+    with pytest.raises(ValueError, match="the first error") as caught, failure_watch.reported():
+        raise ValueError("the first error")
+
+    assert errors == [caught.value]
+
+
 def test_a_report_without_a_watch_does_nothing() -> None:
     assert len(run_ranks(2, _report_unwatched)) == 2
     assert len(run_ranks(1, _report_unwatched)) == 1
