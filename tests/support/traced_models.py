@@ -8,10 +8,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import find_layer_classes, resolve_classes
-from nxdpp.tracing.sizes import shapes_of
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
 from tests.support import models
 
 ARCHITECTURES = ("llama", "gpt2", "qwen3", "mixtral", "bert", "bert_classifier")
@@ -54,10 +52,8 @@ def options_for(
 
 
 def trace_with(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions | None = None) -> TracedGraph:
-    """Trace with tensors as inputs and everything else as constants."""
-    specs = {n: InputSpec(v.ndim, v.dtype) for n, v in inputs.items() if isinstance(v, torch.Tensor)}
-    constants = {n: v for n, v in inputs.items() if n not in specs}
-    return trace(module, specs, constants, options or options_for(module), shapes_of(inputs))
+    """``trace_for`` with the options of ``module`` by default."""
+    return trace_for(module, inputs, options or options_for(module))
 
 
 def run_graph(module: nn.Module, traced: TracedGraph, inputs: Mapping[str, Any]) -> Any:

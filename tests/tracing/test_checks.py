@@ -14,7 +14,6 @@ from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.checks import must_run
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import Asserts, PlainLayer, PlainModel, options_for, run_graph, trace_with
@@ -188,7 +187,7 @@ class ComparesWholeOutput(PlainModel):
 
 
 def _trace(model: nn.Module, x: Tensor) -> TracedGraph:
-    return trace(model, {"x": InputSpec(x.ndim, x.dtype)}, {}, options_for(model, PlainLayer), shapes_of({"x": x}))
+    return trace_with(model, {"x": x}, options_for(model, PlainLayer))
 
 
 def _run(model: nn.Module, traced: TracedGraph, x: Tensor) -> Tensor:

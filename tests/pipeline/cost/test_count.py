@@ -8,15 +8,13 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
-from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.layers import find_layer_classes
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
+from nxdpp.tracing.trace import TracedGraph
 from tests.support.models import llama, make, padded_batch, reference
+from tests.support.traced_models import options_for, trace_with
 
 
 def _trace(model: nn.Module, inputs: dict[str, torch.Tensor], layer_class: Any = None) -> TracedGraph:
-    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in inputs.items()}
-    return trace(model, specs, {}, TracingOptions(find_layer_classes(model, layer_class)))
+    return trace_with(model, inputs, options_for(model, layer_class))
 
 
 def _costs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[fx.Node, NodeCost]:

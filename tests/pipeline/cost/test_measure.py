@@ -9,18 +9,13 @@ from torch import nn
 
 from nxdpp.pipeline.cost.measure import measure_nodes
 from nxdpp.pipeline.partition.assignment import assign_layers
-from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.layers import find_layer_classes, layer_names
-from nxdpp.tracing.trace import TracingOptions, trace
 from tests.support.models import MODELS, make, padded_batch
+from tests.support.traced_models import options_for, trace_with
 
 
 def _measure(model: nn.Module, inputs: dict[str, torch.Tensor], classes: Any = None) -> dict[str, float]:
-    options = TracingOptions(find_layer_classes(model, classes))
-    specs = {name: InputSpec(value.ndim, value.dtype) for name, value in inputs.items()}
-    traced = trace(model, specs, {}, options)
-    layers = layer_names(model, options.layer_classes)
-    assigned = assign_layers(traced, model, layers)
+    traced = trace_with(model, inputs, options_for(model, classes))
+    assigned = assign_layers(traced, model, traced.layers)
     seconds = measure_nodes(traced, model, inputs, assigned, torch.device("cpu"))
     assert seconds.keys() == assigned.keys()
     return {node.name: taken for node, taken in seconds.items()}
