@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +23,9 @@ import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
+from nxdpp.pipeline.cost.balanced_partition import measured_costs  # noqa: E402
 from nxdpp.pipeline.cost.count import count_costs  # noqa: E402
 from nxdpp.pipeline.cost.layer_costs import layer_costs  # noqa: E402
-from nxdpp.pipeline.cost.measure import measure_nodes  # noqa: E402
-from nxdpp.pipeline.partition.assignment import assign_layers  # noqa: E402
 from nxdpp.pipeline.partition.balance import LayerCost, balanced_cuts  # noqa: E402
 from nxdpp.pipeline.partition.partition import GivenCuts, even  # noqa: E402
 from nxdpp.tracing.trace import TracedGraph  # noqa: E402
@@ -107,11 +105,7 @@ def _counted(
 
 
 def _profiled(traced: TracedGraph, model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[LayerCost]:
-    cpu = torch.device("cpu")
-    seconds = measure_nodes(traced, model, batch, assign_layers(traced, model, traced.layers), cpu)
-    costs = count_costs(traced, model, batch, cpu)
-    timed = {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in costs.items()}
-    return layer_costs(traced, model, timed)
+    return layer_costs(traced, model, measured_costs(traced, model, batch, torch.device("cpu")))
 
 
 def _cuts(name: str, traced: TracedGraph, costs: Sequence[LayerCost]) -> list[str]:

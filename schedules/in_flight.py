@@ -3,13 +3,7 @@
 from collections import defaultdict
 
 from nxdpp.schedules.actions import Action, Schedule
-from nxdpp.schedules.families.interleaved import INTERLEAVED
 from nxdpp.schedules.simulate import in_flight_peaks
-
-
-def microbatches_in_flight(ranks: int, microbatches: int, chunks: int = 1) -> list[int]:
-    """Return ``in_flight`` of interleaved 1F1B with ``chunks`` stages a rank; one chunk a rank is 1F1B."""
-    return in_flight(INTERLEAVED.build(ranks, microbatches, chunks))
 
 
 def in_flight(schedule: Schedule) -> list[int]:

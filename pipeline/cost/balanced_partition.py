@@ -15,7 +15,6 @@ from nxdpp.pipeline.partition.assignment import assign_layers
 from nxdpp.pipeline.partition.balance import MemoryLimit, balanced_cuts
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.in_flight import in_flight
-from nxdpp.schedules.placement import ListedPlacement, Placement
 from nxdpp.tracing.trace import TracedGraph
 
 
@@ -58,43 +57,27 @@ class CostPolicy:
                 f"{placement.ranks} ranks. Use partition='even' or pipeline_cuts."
             )
         if self.how == "balanced":
-            return self._cuts(traced, count_costs(traced, self.module, self.batch, parallel_state.local_device()))
+            return self.cuts(traced, count_costs(traced, self.module, self.batch, parallel_state.local_device()))
         parallel_state.refuse_in_debug('partition="profiled"')
-        return from_first_rank(lambda: self._cuts(traced, self._measure(traced)))
+        return from_first_rank(
+            lambda: self.cuts(traced, measured_costs(traced, self.module, self.batch, parallel_state.local_device()))
+        )
 
-    def _cuts(self, traced: TracedGraph, node_costs: Mapping[fx.Node, NodeCost]) -> list[str]:
-        peaks = [] if self.memory_limit is None else in_flight(self.schedule.training)
-        return balance(traced, self.module, node_costs, self.schedule.placement, self.memory_limit, peaks)
-
-    def _measure(self, traced: TracedGraph) -> dict[fx.Node, NodeCost]:
-        """Return counted costs, with measured seconds as their work."""
-        device = parallel_state.local_device()
-        timed = assign_layers(traced, self.module, traced.layers)
-        node_costs = count_costs(traced, self.module, self.batch, device)
-        seconds = measure_nodes(traced, self.module, self.batch, timed, device)
-        return {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in node_costs.items()}
+    def cuts(self, traced: TracedGraph, node_costs: Mapping[fx.Node, NodeCost]) -> list[str]:
+        """Return the cuts for the cost of each node of ``traced``; not collective."""
+        placement, memory = self.schedule.placement, None
+        if self.memory_limit is not None:
+            peaks = in_flight(self.schedule.training)
+            memory = MemoryLimit(self.memory_limit, peaks, shared_bytes(traced, self.module, node_costs))
+        rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
+        costs = layer_costs(traced, self.module, node_costs)
+        return balanced_cuts(costs, placement.ranks, placement.chunks, memory, rank_of)
 
 
-def balance(
-    traced: TracedGraph,
-    module: nn.Module,
-    node_costs: Mapping[fx.Node, NodeCost],
-    placement: Placement | ListedPlacement,
-    memory_limit: int | None,
-    microbatches_in_flight: Sequence[int],
-) -> list[str]:
-    """Return the cuts whose slowest rank has the least work.
-
-    Args:
-        traced: the graph of ``module``.
-        module: the model.
-        node_costs: cost of each node of ``traced``.
-        placement: rank of each stage.
-        memory_limit: bytes of one rank. ``None`` for no limit.
-        microbatches_in_flight: the most on each stage. Only a memory limit needs it.
-    """
-    memory = None
-    if memory_limit is not None:
-        memory = MemoryLimit(memory_limit, microbatches_in_flight, shared_bytes(traced, module, node_costs))
-    rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
-    return balanced_cuts(layer_costs(traced, module, node_costs), placement.ranks, placement.chunks, memory, rank_of)
+def measured_costs(
+    traced: TracedGraph, module: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[fx.Node, NodeCost]:
+    """Return counted costs, with measured seconds as their work."""
+    seconds = measure_nodes(traced, module, batch, assign_layers(traced, module, traced.layers), device)
+    node_costs = count_costs(traced, module, batch, device)
+    return {node: replace(cost, work=seconds.get(node, 0.0)) for node, cost in node_costs.items()}

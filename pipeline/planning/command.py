@@ -50,9 +50,8 @@ def run(options: argparse.Namespace) -> None:
     inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
     limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
     ranks = options.pipeline_parallel_size
-    stages = summarise_stages(
-        model, inputs, ranks, microbatches, options.partition, limit, options.virtual_pipeline_size
-    )
+    balanced = options.partition == "balanced"
+    stages = summarise_stages(model, inputs, ranks, microbatches, balanced, limit, options.virtual_pipeline_size)
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
     _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks)
 

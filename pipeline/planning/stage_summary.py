@@ -6,17 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from nxdpp.pipeline.cost.balanced_partition import balance
+from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.pipeline.cost.layer_costs import StateBytes, activation_bytes, state_bytes
-from nxdpp.pipeline.partition.partition import even, make_partition
+from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, make_partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph
-from nxdpp.schedules.in_flight import microbatches_in_flight
-from nxdpp.schedules.placement import Placement
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.in_flight import in_flight
 from nxdpp.tracing.layers import find_layer_classes, layer_names
-from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
-
-PARTITIONS = ("even", "balanced")
+from nxdpp.tracing.trace import TracingOptions, trace_for
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def summarise_stages(
     inputs: Mapping[str, torch.Tensor],
     ranks: int,
     microbatches: int,
-    partition: str = "even",
+    balanced: bool = False,
     memory_limit: int | None = None,
     chunks: int = 1,
 ) -> list[StageSummary]:
@@ -61,34 +59,28 @@ def summarise_stages(
         inputs: one microbatch with labels. It may be on the meta device.
         ranks: number of ranks of the pipeline.
         microbatches: number of microbatches of a step.
-        partition: ``"even"`` or ``"balanced"``.
-        memory_limit: bytes of a rank, for ``"balanced"`` only.
+        balanced: balance the work of the stages. By default layers are split evenly.
+        memory_limit: bytes of a rank, for balanced cuts only.
         chunks: number of stages of each rank, the virtual pipeline size. Stage ``s`` is on rank ``s % ranks``.
 
     Raises:
-        ValueError: for an unknown partition, too many stages, or if no cut fits into the memory.
+        ValueError: for too many stages, or if no cut fits into the memory.
         TracingError: for a model that cannot be traced.
     """
-    if partition not in PARTITIONS:
-        raise ValueError(f"partition={partition!r} must be one of {', '.join(map(repr, PARTITIONS))}.")
-    if memory_limit is not None and partition != "balanced":
+    if memory_limit is not None and not balanced:
         raise ValueError("a memory limit needs balanced cuts: add --partition balanced, or leave the limit out.")
     options = TracingOptions(find_layer_classes(model, None))
     traced = trace_for(model, inputs, options)
     node_costs = count_costs(traced, model, inputs)
-    placement = Placement(ranks, chunks)
-    in_flight = microbatches_in_flight(ranks, microbatches, chunks)
-
-    def balanced(traced: TracedGraph, stages: int) -> list[str]:
-        return balance(traced, model, node_costs, placement, memory_limit, in_flight)
-
-    policy = balanced if partition == "balanced" else even
+    schedule = ChosenSchedule(None, ranks, microbatches, chunks)
+    by_cost = CostPolicy(model, inputs, "balanced", schedule, memory_limit)
+    policy: PartitionPolicy = GivenCuts(by_cost.cuts(traced, node_costs)) if balanced else even
     layers = layer_names(model, options.layer_classes)
-    cut = CutGraph(traced, make_partition(traced, model, layers, placement.stages, policy))
-    return _summaries(cut, node_costs, in_flight)
+    cut = CutGraph(traced, make_partition(traced, model, layers, schedule.placement.stages, policy))
+    return _summaries(cut, node_costs, in_flight(schedule.training))
 
 
-def _summaries(cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], in_flight: Sequence[int]) -> list[StageSummary]:
+def _summaries(cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], peaks: Sequence[int]) -> list[StageSummary]:
     parameters = dict(cut.partition.module.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in cut.traced.graph.nodes}
     found = []
@@ -103,7 +95,7 @@ def _summaries(cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], in_flight:
                 forward=sum(node_costs[node].forward for node in nodes),
                 backward=sum(node_costs[node].backward for node in nodes),
                 work=sum(node_costs[node].work for node in nodes),
-                peak_activations=in_flight[plan.stage] * activation_bytes(nodes, node_costs, cut.traced),
+                peak_activations=peaks[plan.stage] * activation_bytes(nodes, node_costs, cut.traced),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
                 estimated=any(node_costs[node].estimated for node in nodes),

@@ -1,20 +1,20 @@
 """Microbatches between forward and backward."""
 
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.in_flight import in_flight, microbatches_in_flight
+from nxdpp.schedules.in_flight import in_flight
 from nxdpp.schedules.simulate import in_flight_peaks
 from nxdpp.schedules.written import parse_schedule
 
 
 def test_1f1b_has_one_fewer_on_each_stage() -> None:
-    assert microbatches_in_flight(4, 16) == [4, 3, 2, 1]
-    assert microbatches_in_flight(4, 2) == [2, 2, 2, 1]
+    assert in_flight(FAMILIES["1f1b"].build(4, 16)) == [4, 3, 2, 1]
+    assert in_flight(FAMILIES["1f1b"].build(4, 2)) == [2, 2, 2, 1]
 
 
 def test_several_chunks() -> None:
     # rank 0: f0 f1 F0 F1 f2 B0 f3 B1 F2 b0 ...    rank 1: f0 f1 F0 B0 F1 B1 f2 b0 ...    (F, B: the second chunk)
-    assert microbatches_in_flight(2, 4, 2) == [4, 3, 2, 1]
-    assert microbatches_in_flight(2, 1, 3) == [1] * 6
+    assert in_flight(FAMILIES["interleaved"].build(2, 4, 2)) == [4, 3, 2, 1]
+    assert in_flight(FAMILIES["interleaved"].build(2, 1, 3)) == [1] * 6
 
 
 def test_a_microbatch_is_in_flight_until_its_weight_gradient() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxdpp.pipeline.partition.balance import LayerCost, MemoryLimit, balanced_cuts
-from nxdpp.schedules.in_flight import microbatches_in_flight
+from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.in_flight import in_flight
 
 
 def _layers(work: Sequence[float], state: Sequence[int] = (), activations: Sequence[int] = ()) -> list[LayerCost]:
@@ -77,9 +78,8 @@ SIZES = st.integers(0, 9)
 def test_the_cut_is_optimal(layers: list[tuple[int, int, int]], data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, min(len(layers), 5)))
     limit = data.draw(st.none() | st.integers(0, 120))
-    memory = (
-        None if limit is None else MemoryLimit(limit, microbatches_in_flight(ranks, 4), data.draw(st.integers(0, 3)))
-    )
+    peaks = in_flight(FAMILIES["1f1b"].build(ranks, 4))
+    memory = None if limit is None else MemoryLimit(limit, peaks, data.draw(st.integers(0, 3)))
 
     _check(_layers(*map(list, zip(*layers, strict=True))), ranks, 1, memory)
 

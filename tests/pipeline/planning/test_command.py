@@ -168,6 +168,13 @@ def test_invalid_options(
     assert message in capsys.readouterr().err
 
 
+def test_an_unknown_partition(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _plan("config.json", "--pipeline-parallel-size", "2", "--partition", "best")
+
+    assert "invalid choice: 'best'" in capsys.readouterr().err
+
+
 def test_unsupported_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Speech2TextConfig(encoder_layers=2, decoder_layers=2, d_model=64).save_pretrained(tmp_path)
 
