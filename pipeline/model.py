@@ -97,7 +97,7 @@ class NxDPPModel(LocalView):
         self.pipeline_cuts = list(self._pipeline.partition.cuts)
         self.stage_layers = self._pipeline.partition.layers_of(self.local_stages)
         # Names, in the whole model, of each parameter and each buffer that has several.
-        self.tied_names = self._pipeline.part.aliases
+        self.tied_names = self._pipeline.tied_names
         self.num_microbatches = num_microbatches
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
@@ -106,7 +106,7 @@ class NxDPPModel(LocalView):
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
         # The whole model is no submodule: this rank holds only a part of it.
         self.__dict__["original_module"] = module
-        self.local_module = self._pipeline.part.module
+        self.local_module = self._pipeline.local_module
         self.train(module.training)
         call_hooks(hooks, self, self.rank)
         self._pipeline.follow()
@@ -162,7 +162,7 @@ class NxDPPModel(LocalView):
             RuntimeError: for an optimizer that holds parameters to be replaced and for copies of a weight with other
                 shapes or dtypes. Also for data-parallel replicas with other values, by a sample of each parameter.
         """
-        self._pipeline.move_to(device)
+        self._pipeline.move_model_to_device(device)
 
     def refresh(self) -> None:
         """Exchange metadata anew in the next step; every rank calls it after ``requires_grad`` or modules changed."""
@@ -189,7 +189,7 @@ class NxDPPModel(LocalView):
 
     def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace the first parameter or buffer of each pair by the second; not collective."""
-        self._pipeline.replace_tensors(replaced)
+        self._pipeline.replace_local_tensors(replaced)
 
     def _return_loss(self, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         if self.broadcast_and_average_loss:

@@ -65,6 +65,8 @@ class Pipeline:
         schedule: the schedule with its placement of stages on ranks.
         rank: this rank of the pipeline.
         part: the parameters, buffers and modules that this rank holds.
+        original_module, local_module: the whole model, and this rank's modules under their original names.
+        tied_names: the names, in the whole model, of each parameter and each buffer that has several.
 
     Raises:
         ValueError, TypeError: for a setting that cannot be honoured, before anything is changed.
@@ -75,7 +77,7 @@ class Pipeline:
     def __init__(self, module: nn.Module, config: PipelineConfig, agreed: Mapping[str, Any] | None = None) -> None:
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         config.check(module)
-        self.module = module
+        self.original_module = module
         self.config = config
         self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
         options = config.tracing_options(module)
@@ -104,6 +106,8 @@ class Pipeline:
             torch.initial_seed(),
             config.param_init_fn,
         )
+        self.local_module = self.part.module
+        self.tied_names = self.part.aliases
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
@@ -121,7 +125,7 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """The device of this rank's stages."""
-        parameter = next(self.part.module.parameters(), None)
+        parameter = next(self.local_module.parameters(), None)
         return parallel_state.local_device() if parameter is None else parameter.device
 
     @property
@@ -147,11 +151,11 @@ class Pipeline:
             TracingError: for inputs with which the model cannot be traced.
             RuntimeError: without gradients (``torch.no_grad()``), and for a step that fails. A failure ends all ranks.
         """
-        parallel_state.refuse_in_debug("run_train")
+        parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():
-            raise RuntimeError("run_train needs gradients, and they are off (torch.no_grad()): use run_eval there.")
+            raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
         microbatches = self._microbatches(inputs)
-        cut = self._programs.cut_graph(microbatches[0], self.module.training)
+        cut = self._programs.cut_graph(microbatches[0], self.original_module.training)
         program = self._programs.program(cut, "loss")
         self.part.tied.set_aside()
         results = self._steps.run(program, microbatches, self.device, train=True, origin=self.part.origin)
@@ -163,9 +167,9 @@ class Pipeline:
 
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
-        parallel_state.refuse_in_debug("run_eval")
+        parallel_state.refuse_in_debug("an evaluation")
         microbatches = self._microbatches(inputs)
-        cut = self._programs.cut_graph(microbatches[0], self.module.training)
+        cut = self._programs.cut_graph(microbatches[0], self.original_module.training)
         ends_with = self._programs.evaluation_ends_with(cut)
         program = self._programs.program(cut, ends_with)
         with torch.no_grad():
@@ -193,9 +197,9 @@ class Pipeline:
         group = parallel_state.get_data_parallel_group()
         if not self._replicas_verified:
             origin = [] if self.part.origin is None else [self.part.origin]
-            check_replicas([*origin, *parameter_lines(self.part.module.named_parameters())], group)
+            check_replicas([*origin, *parameter_lines(self.local_module.named_parameters())], group)
             self._replicas_verified = True
-        average_gradients(self.part.module.parameters(), group)
+        average_gradients(self.local_module.parameters(), group)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.
@@ -205,14 +209,14 @@ class Pipeline:
         if self.part.materialise():
             self.follow()
 
-    def move_to(self, device: torch.device | str | int | None) -> None:
+    def move_model_to_device(self, device: torch.device | str | int | None = None) -> None:
         """Materialise this rank's part and move it to ``device``, by default the rank's own; collective over all ranks.
 
         Copies of a tied weight get the values of its first owner. Raises as ``NxDPPModel.move_model_to_device`` does.
         """
         target = self._upkeep.check_device(device)
         self.materialise()
-        move_model_to_device(self.part.module, target)
+        move_model_to_device(self.local_module, target)
         self.follow()
         self._upkeep.make_equal(self._steps.transport, self.device)
 
@@ -222,7 +226,7 @@ class Pipeline:
         self.follow()
         return result
 
-    def replace_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace the first parameter or buffer of each pair by the second; not collective."""
         if replaced:
             self._upkeep.replace(replaced)
@@ -254,9 +258,9 @@ class Pipeline:
         if self._input_names is not None:
             arguments.check_exact_names(list(inputs), self._input_names)
         else:
-            arguments.check_names(self.module, list(inputs), "inputs")
+            arguments.check_names(self.original_module, list(inputs), "inputs")
         self.check_materialised()
-        refuse_packed_positions(self.module, inputs)
+        refuse_packed_positions(self.original_module, inputs)
         check_inputs(inputs, self.config.num_microbatches, self.device)
         return split_inputs(inputs, self.config.num_microbatches)
 

@@ -10,13 +10,12 @@ from transformers import PreTrainedModel
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
-from nxdpp.checkpoint.huggingface.model_tensors import check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
 from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
 from nxdpp.initialization.allocation import with_type_of
-from nxdpp.pipeline.model import NxDPPModel
 
 
-def load_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> None:
+def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
     """Load this rank's part of the Hugging Face ``directory`` into a wrapped ``model``; not collective.
 
     Reads the headers of ``model.safetensors``, or of the files in ``model.safetensors.index.json``. Reads the values
@@ -66,7 +65,7 @@ class _Source:
     """Tensors of a checkpoint, converted to those of a model by the conversions ``provided``."""
 
     def __init__(
-        self, model: NxDPPModel, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]
+        self, model: PipelinedModel, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]
     ) -> None:
         self._model = model
         self._stored = stored

@@ -1,9 +1,24 @@
 """Tensors of a model under the names of its state dict."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import nn
 
-from nxdpp.pipeline.model import NxDPPModel
+
+class PipelinedModel(Protocol):
+    """The attributes of an ``NxDPPModel`` or a ``Pipeline`` that loading and saving need."""
+
+    original_module: nn.Module
+    local_module: nn.Module
+    tied_names: list[list[str]]
+
+    def materialise(self) -> None:
+        """Give initial weights to this rank's tensors on the meta device."""
+
+    def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Replace the first tensor of each pair by the second."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,10 +40,10 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def check_wrapped(model: NxDPPModel, function: str) -> None:
+def check_wrapped(model: PipelinedModel, function: str) -> None:
     """Raise ``TypeError`` if ``model`` is not wrapped."""
-    if not isinstance(model, NxDPPModel):
+    if not hasattr(model, "replace_local_tensors"):
         raise TypeError(
-            f"{function} is for an NxDPPModel, not for a {type(model).__name__}: wrap the model first, or use the "
-            f"method of the model."
+            f"{function} is for an NxDPPModel or a Pipeline, not for a {type(model).__name__}: wrap the model "
+            f"first, or use the method of the model."
         )

@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.checkpoint.files.safetensors_writer import check_dtypes
-from nxdpp.checkpoint.huggingface.model_tensors import check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
 from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
-from nxdpp.pipeline.model import NxDPPModel
 
 
-def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> None:
+def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
     """Write a wrapped ``model`` to ``directory`` in the format of transformers; collective over all ranks.
 
     ``from_pretrained(directory)``, and ``load_pretrained`` under any partition, give the same values. Names and layouts
@@ -53,7 +52,7 @@ def save_pretrained(model: NxDPPModel, directory: str | os.PathLike[str]) -> Non
         raise
 
 
-def _layouts(model: NxDPPModel) -> dict[str, Layout] | None:
+def _layouts(model: PipelinedModel) -> dict[str, Layout] | None:
     """Layouts of the tensors that this rank can write; None on ranks of the other replicas."""
     _check_can_be_saved(model)
     if parallel_state.get_data_parallel_rank() > 0:
@@ -63,7 +62,7 @@ def _layouts(model: NxDPPModel) -> dict[str, Layout] | None:
     return layouts_of(local)
 
 
-def _check_can_be_saved(model: NxDPPModel) -> None:
+def _check_can_be_saved(model: PipelinedModel) -> None:
     if parallel_state.get_tensor_model_parallel_size() > 1:
         raise NotImplementedError(
             f"saving over {parallel_state.get_tensor_model_parallel_size()} tensor-parallel ranks is not implemented: "
@@ -81,7 +80,7 @@ def _check_can_be_saved(model: NxDPPModel) -> None:
         )
 
 
-def _local_tensors(model: NxDPPModel) -> dict[str, torch.Tensor]:
+def _local_tensors(model: PipelinedModel) -> dict[str, torch.Tensor]:
     """The tensors of this rank by name, a tied one under all its names."""
     local = tensors_of(model.local_module)
     for names in model.tied_names:
@@ -91,7 +90,7 @@ def _local_tensors(model: NxDPPModel) -> dict[str, torch.Tensor]:
     return local
 
 
-def _tensors(model: NxDPPModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
+def _tensors(model: PipelinedModel, local: Mapping[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
     """Convert the ``local`` tensors to those of ``shard``."""
     made: dict[str, torch.Tensor] = {}
     for conversion in shard.conversions:

@@ -24,13 +24,15 @@ def train(rank: int) -> tuple[list[torch.Tensor], bool, list[str]]:
     whole = reference(model)
     pipeline = Pipeline(model, PipelineConfig(num_microbatches=2, partition=two_layers_on_the_last))
     batch = padded_batch(4)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^training needs gradients, and they are off"):
+        pipeline.train_step(batch)
     losses = pipeline.train_step(batch)
     evaluation = pipeline.eval_step(batch)
     assert evaluation.losses is not None
     assert len(evaluation.losses) == len(losses)
     train_in_one_process(whole, batch, 2)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    exact = all(_equal(p.grad, expected[name]) for name, p in pipeline.part.module.named_parameters())
+    exact = all(_equal(p.grad, expected[name]) for name, p in pipeline.local_module.named_parameters())
     return losses, exact, pipeline.partition.cuts
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp import load_pretrained, save_pretrained
+from nxdpp import Pipeline, PipelineConfig, load_pretrained, parallel_state, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import (
     NAMES,
     differing,
@@ -108,6 +108,24 @@ def test_only_the_first_replica_saves(tmp_path: Path) -> None:
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
+
+
+def save_and_load_without_a_wrapper(rank: int, folder: Path) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    save_pretrained(Pipeline(make("tied_llama"), PipelineConfig()), folder)
+    loaded = Pipeline(on_meta("tied_llama"), PipelineConfig())
+    with pytest.raises(RuntimeError, match=r"nxdpp\.load_pretrained\(model, directory\)"):
+        loaded.check_materialised()
+    load_pretrained(loaded, folder)
+    loaded.check_materialised()
+    return differing(loaded.local_module.state_dict(), make("tied_llama").state_dict())
+
+
+def test_a_pipeline_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert run_ranks(2, save_and_load_without_a_wrapper, tmp_path) == [[], []]
+
+    whole = make("tied_llama")
+    assert differing(type(whole).from_pretrained(tmp_path).state_dict(), whole.state_dict()) == []
 
 
 def trained_on(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
