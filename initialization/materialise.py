@@ -206,7 +206,7 @@ class _Initialisation:
             "buffers), or load them with nxdpp.load_pretrained"
         )
         if self._function is None:
-            remedy = f"Give the modules a reset_parameters() that writes them, or NxDPPModel a param_init_fn; {build}."
+            remedy = f"Give the modules a reset_parameters() that writes them, or give a param_init_fn; {build}."
         else:
             remedy = (
                 f"It is called with each of these modules, and must write all tensors of the module itself, in place. "

@@ -109,7 +109,7 @@ def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
     extra = sorted(set(given) - set(expected))
     if missing or extra:
         raise ValueError(
-            f"the model was wrapped with input_names={list(expected)}; missing: {missing or 'none'}, "
+            f"the pipeline was made with input_names={list(expected)}; missing: {missing or 'none'}, "
             f"extra: {extra or 'none'}. Give exactly those, or leave input_names out to allow any."
         )
 

@@ -81,7 +81,7 @@ class ChosenSchedule:
         if given != needed:
             raise ValueError(f"the schedule is for {given}; this pipeline has {needed}.")
         if not sizes.trains:
-            raise ValueError("the schedule has no backward: run_train needs one that trains.")
+            raise ValueError("the schedule has no backward: training needs it.")
         rank_of = {action.stage: rank for rank, actions in enumerate(self._written) for action in actions}
         placement = ListedPlacement(tuple(rank_of[stage] for stage in range(sizes.stages)), self.ranks)
         if chunks not in (1, placement.chunks):

@@ -66,7 +66,7 @@ def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
         if name in local and parameter in _freed:
             raise ValueError(
                 f"{name} had values, which were freed when this {type(root).__name__} was wrapped before, for another "
-                f"rank or with other cuts. Build the model again for each NxDPPModel."
+                f"rank or with other cuts. Build the model again for each pipeline."
             )
 
 

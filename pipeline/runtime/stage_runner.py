@@ -295,6 +295,6 @@ def _checked_loss(loss: Any) -> torch.Tensor:
     if not loss.requires_grad:
         raise ValueError(
             "the loss does not depend on any parameter that requires a gradient: nothing is left to train. "
-            "Set requires_grad of the parameters to train, or use run_eval."
+            "Set requires_grad of the parameters to train, or evaluate."
         )
     return loss

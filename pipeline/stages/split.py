@@ -204,7 +204,7 @@ def _request(plan: StagePlan, source: StagePlan, name: str, taken: dict[str, int
     if source.stage > plan.stage:
         raise ValueError(
             f"stage {plan.stage} needs the value {name} of the later stage {source.stage}. Cut elsewhere "
-            f"(pipeline_cuts), or wrap the model with input_names=[...] of all inputs."
+            f"(pipeline_cuts), or give input_names=[...] of all inputs."
         )
     taken[name] = source.stage
     given.setdefault(name, []).append(plan.stage)

@@ -144,10 +144,10 @@ def test_a_checkpoint_is_read_but_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "written").exists()
 
 
-@pytest.mark.parametrize("method", ["run_train", "run_eval"])
-def test_steps_are_refused(method: str) -> None:
+@pytest.mark.parametrize(("method", "step"), [("run_train", "a training step"), ("run_eval", "an evaluation")])
+def test_steps_are_refused(method: str, step: str) -> None:
     wrapped = wrap()
-    with pytest.raises(RuntimeError, match=rf"^{method} needs the processes.*debug mode.*rank 1 of 2.*torchrun"):
+    with pytest.raises(RuntimeError, match=rf"^{step} needs the processes.*debug mode.*rank 1 of 2.*torchrun"):
         getattr(wrapped, method)(**padded_batch(4))
 
 

@@ -67,7 +67,7 @@ def test_evaluation_of_a_written_schedule_has_all_forwards() -> None:
     [
         (UNEVEN, 3, "virtual_pipeline_size=3, but the schedule has up to 2 stages a rank"),
         ([["0F0", "0B0"], ["1F0", "1B0"]], 1, "'microbatches': 1.* this pipeline has .*'microbatches': 2"),
-        ([["0F0", "0F1"], ["1F0", "1F1"]], 1, "the schedule has no backward: run_train needs one that trains"),
+        ([["0F0", "0F1"], ["1F0", "1F1"]], 1, "the schedule has no backward: training needs it"),
         ([["0F0", "0B0", "0F1", "0B1"], []], 1, "rank 1 has no action; every rank of a pipeline has a stage"),
         (["0F0 0B0", "1F0 1B0"], 1, "rank 0 is the text '0F0 0B0'"),
         ("mine.csv", 1, "mine.csv: cannot be read as a CSV file"),
