@@ -36,8 +36,8 @@ class ConstructorRecord:
         number = self._tape.number_of(tensor)
         return number is not None and self._tape.is_written(number)
 
-    def materialise(self, tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return a new plain tensor with the dtype, shape, strides and values of the eager constructor's tensor.
+    def materialise(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a new plain CPU tensor with the dtype, shape, strides and values of the eager constructor's tensor.
 
         The tensors from which it is computed are in memory meanwhile. Elements that the constructor left undefined are
         zero. The states of torch's generators do not change. Not collective.
@@ -49,7 +49,7 @@ class ConstructorRecord:
                 f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} was not made by the constructor that "
                 f"deferred_init recorded"
             )
-        return replay.compute(self._tape, self._tape.view(tensor)).to(device)
+        return replay.compute(self._tape, self._tape.view(tensor))
 
 
 @dataclass(frozen=True)

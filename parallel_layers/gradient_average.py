@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = 25 * 2**20
 
 # One bucket is sent while the next one is packed; more would only take memory.
 _BUCKETS_IN_FLIGHT = 2
@@ -38,20 +38,16 @@ class _Reduction:
             gradient.copy_(part.view_as(gradient))
 
 
-def average_gradients(
-    parameters: Iterable[nn.Parameter], group: ProcessGroup, bucket_bytes: int = BUCKET_BYTES
-) -> None:
+def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
     """Replace each parameter's ``.grad`` by its mean over ``group``; collective over ``group``.
 
     All ranks must give the same parameters in the same order. Parameters without ``requires_grad`` are skipped. A
     gradient that is ``None`` on some ranks counts as zeros there. One that is ``None`` on all ranks stays ``None``. A
-    bucket holds gradients of one dtype and device, up to ``bucket_bytes``, or a single larger gradient. Sums are in the
+    bucket holds gradients of one dtype and device, up to 25 MiB, or a single larger gradient. Sums are in the
     gradients' dtype.
 
-    Raises ``ValueError`` for a ``bucket_bytes`` below 1 and for sparse gradients.
+    Raises ``ValueError`` for sparse gradients.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     size = dist.get_world_size(group)
     if size == 1 or not trained:
@@ -59,7 +55,7 @@ def average_gradients(
     gradients = _gradients_of_any_rank(trained, group)
     in_flight: deque[_Reduction] = deque()
     with torch.no_grad():
-        for bucket in _buckets(gradients, bucket_bytes):
+        for bucket in _buckets(gradients):
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 in_flight.popleft().finish(size)
             in_flight.append(_start(bucket, group))
@@ -87,8 +83,8 @@ def _gradients_of_any_rank(trained: list[nn.Parameter], group: ProcessGroup) -> 
     return gradients
 
 
-def _buckets(gradients: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Buckets of one dtype and device with at most ``bucket_bytes``, the same on all ranks."""
+def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Buckets of one dtype and device with at most ``_BUCKET_BYTES``, the same on all ranks."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for gradient in gradients:
         groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
@@ -96,7 +92,7 @@ def _buckets(gradients: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[
         bucket: list[torch.Tensor] = []
         filled = 0
         for gradient in alike:
-            if bucket and filled + gradient.nbytes > bucket_bytes:
+            if bucket and filled + gradient.nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0
             bucket.append(gradient)
