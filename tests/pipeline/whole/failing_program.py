@@ -3,7 +3,7 @@
 import sys
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.pipeline.breaking import Breaking, say_that_it_fails
+from tests.pipeline.whole.breaking import Breaking, say_that_it_fails
 from tests.support.models import make, padded_batch
 
 # In the second step of four microbatches.

@@ -3,8 +3,8 @@
 import sys
 
 from nxdpp import parallel_state
-from tests.pipeline.breaking import Breaking
 from tests.pipeline.runtime.scheduled_models import Chain, make, rows, wrap
+from tests.pipeline.whole.breaking import Breaking
 
 MICROBATCHES = 4
 FAILING_CALL = MICROBATCHES + 2
