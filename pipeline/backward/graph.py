@@ -52,11 +52,10 @@ _BYTES_AT_ONCE = 1 << 26
 class BackwardAnalysis:
     """Analysis of the last graph, kept for the next graph of the same shape: one for a stage and a signature.
 
-    It holds no node and no tensor. ``analyses`` counts the analysed graphs.
+    It holds no node and no tensor.
     """
 
     def __init__(self) -> None:
-        self.analyses = 0
         self._last: Structure | None = None
 
     def of(self, received: Sequence[GradientEdge], roots: Sequence[GradientEdge]) -> tuple[Structure, list[Any]]:
@@ -65,7 +64,6 @@ class BackwardAnalysis:
             nodes = self._last.match(received, roots)
             if nodes is not None:
                 return self._last, nodes
-        self.analyses += 1
         self._last, nodes = analyse(received, roots)
         return self._last, nodes
 
@@ -207,13 +205,12 @@ class _Graph:
         weight_groups: list[WeightGroup] = []
         size = _BYTES_AT_ONCE
         for part in sorted(_parts(exits), key=self._order):
-            leaves = sorted(set[int]().union(*(exit_.leaves for exit_ in part)))
+            leaves = set[int]().union(*(exit_.leaves for exit_ in part))
             added = sum(self.nodes[leaf].variable.nbytes for leaf in leaves)
             if size + added > _BYTES_AT_ONCE:
                 weight_groups.append(WeightGroup())
                 size = 0
             size += added
-            weight_groups[-1].leaves += leaves
             weight_groups[-1].split_nodes += self._split_nodes(part)
             outside = {exit_.child for exit_ in part if exit_.split_node == _NOWHERE}
             weight_groups[-1].roots += [position for position, (root, _) in enumerate(self.roots) if root in outside]

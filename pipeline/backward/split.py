@@ -41,7 +41,7 @@ class SplitBackward:
 
     The gradients equal those of one plain backward bit for bit, when each kind of call is made in the order of the
     microbatches. They are added to ``.grad``, and the hooks of the parameters run. Some parameters' gradients cannot
-    wait, and :meth:`input_gradients` computes them (``immediate_parameters``):
+    wait, and :meth:`input_gradients` computes them:
 
     - those of an operation that computes all its gradients at once: a Python ``autograd.Function``, a fused attention;
     - those in a region under saved-tensor hooks (``torch.utils.checkpoint``): it would be recomputed a second time.
@@ -70,16 +70,6 @@ class SplitBackward:
         self._structure, self._nodes = analysis.of(self._received, self._roots)
         self._work: deque[_Work] | None = None
 
-    @property
-    def deferred_parameters(self) -> list[torch.Tensor]:
-        """The leaves whose gradients :meth:`weight_gradients` computes; to be read before :meth:`input_gradients`."""
-        return [self._nodes[leaf].variable for group in self._before().weight_groups for leaf in group.leaves]
-
-    @property
-    def immediate_parameters(self) -> list[torch.Tensor]:
-        """The leaves whose gradients :meth:`input_gradients` computes; to be read before it."""
-        return [self._nodes[leaf].variable for leaf in self._before().immediate]
-
     def input_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Compute the gradients of received values; ``None`` for a value that the roots do not depend on.
 
@@ -91,7 +81,9 @@ class SplitBackward:
             ValueError: when the number of gradients is not that of the roots, or a root of several elements has none.
             RuntimeError: when called a second time.
         """
-        structure = self._before()
+        structure = self._structure
+        if structure is None:
+            raise RuntimeError("the input-gradients of this microbatch have been computed already")
         if len(gradients) != len(self._roots):
             raise ValueError(f"{len(self._roots)} roots need as many gradients, not {len(gradients)}")
         starts = [_start(root, gradient) for root, gradient in zip(self._roots, gradients, strict=True)]
@@ -131,11 +123,6 @@ class SplitBackward:
                 _run_split_nodes(group.split_nodes, roots, gradients)
             if roots:
                 run_backward(roots, gradients)
-
-    def _before(self) -> Structure:
-        if self._structure is None:
-            raise RuntimeError("the input-gradients of this microbatch have been computed already")
-        return self._structure
 
     def _run_first(
         self, starts: list[torch.Tensor], inputs: list[GradientEdge], retain: bool

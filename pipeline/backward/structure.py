@@ -25,7 +25,6 @@ class SplitNode:
 class WeightGroup:
     """Gradients of parameters that are computed together: by ``split_nodes``, and from ``roots`` outside of ``R``."""
 
-    leaves: list[int] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
     split_nodes: list[SplitNode] = field(default_factory=list)
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxdpp.pipeline.backward import graph
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import ReceivedTensor
 from nxdpp.pipeline.backward.split import SplitBackward
@@ -39,12 +41,13 @@ class CountProducts(TorchDispatchMode):
 
 @dataclass
 class Run:
-    """Results of a backward: gradients of the received tensors of each microbatch, of parameters; counted products."""
+    """Results of a backward: gradients of the received tensors of each microbatch, of parameters; counts."""
 
     received: list[list[torch.Tensor | None]] = field(default_factory=list)
     parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
     products: Counter[str] = field(default_factory=Counter)
     weight_products: int = 0
+    analyses: int = 0
 
 
 @dataclass
@@ -95,11 +98,10 @@ def split(
     module: nn.Module,
     batches: Sequence[Sequence[torch.Tensor]],
     run: Forward,
-    analysis: BackwardAnalysis,
     delay: int = 2,
 ) -> Run:
     """Backward as in a zero-bubble schedule, with ``delay`` microbatches between the two calls."""
-    result = Run()
+    result, analysis = Run(), BackwardAnalysis()
     counter, later = CountProducts(), CountProducts()
     waiting: list[SplitBackward] = []
     for number, values in enumerate(batches):
@@ -125,22 +127,21 @@ def call(module: Any, values: Sequence[torch.Tensor]) -> Any:
     return module(*values)
 
 
-def compare(
-    module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Forward = call, **options: Any
-) -> tuple[Run, BackwardAnalysis]:
+def compare(module: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Forward = call, **options: Any) -> Run:
     """Check that both backwards give the same bits with the same work; return the split run."""
     # A copy has no gradients yet.
     module, twin = copy.deepcopy(module), copy.deepcopy(module)
-    analysis = BackwardAnalysis()
     expected = plain(twin, batches, run)
-    found = split(module, batches, run, analysis, **options)
+    with mock.patch.object(graph, "analyse", wraps=graph.analyse) as analyse:
+        found = split(module, batches, run, **options)
+    found.analyses = analyse.call_count
     for number, (ours, theirs) in enumerate(zip(found.received, expected.received, strict=True)):
         for position, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             assert same(our, their), f"received tensor {position} of microbatch {number}"
     for name, gradient in expected.parameters.items():
         assert same(found.parameters[name], gradient), name
     assert found.products == expected.products
-    return found, analysis
+    return found
 
 
 def same(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
