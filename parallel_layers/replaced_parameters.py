@@ -64,7 +64,7 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
         raise RuntimeError(
             f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
             f"({names[0]} is the first): they were replaced, or belong to other stages. Make the optimizer from "
-            f"this rank's parameters, after wrapping, loading and move_model_to_device()."
+            f"local_parameters() or local_module.parameters(), after wrapping, loading and move_model_to_device()."
         )
 
 
