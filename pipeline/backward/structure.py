@@ -1,10 +1,18 @@
 """Shape of a stage's autograd graph, and its comparison with the graphs of later microbatches."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
 from torch.autograd.graph import GradientEdge
+
+_logger = logging.getLogger(__name__)
+
+HOOKS_ARE_SHOWN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+"""``True`` where a saved tensor shows its hook; torch 2.9 does not."""
 
 # (node, input of the node)
 Edge = tuple[int, int]
@@ -115,8 +123,19 @@ def is_hooked(node: Any, name: str) -> bool:
 
 
 def unpack_hook(saved: Any) -> Any:
-    """The hook that returns a ``SavedTensor``; torch 2.9 does not show it, and each tensor then counts as hooked."""
-    return getattr(saved, "unpack_hook", saved)
+    """The hook that returns a ``SavedTensor``; where torch does not show it, each tensor counts as hooked."""
+    return saved.unpack_hook if HOOKS_ARE_SHOWN else saved
+
+
+@cache
+def warn_of_hidden_hooks() -> None:
+    """Log a warning, once, where torch does not show the hooks of saved tensors."""
+    if not HOOKS_ARE_SHOWN:
+        _logger.warning(
+            "torch %s does not show the hooks of saved tensors: nearly all weight-gradients are computed with the "
+            "input-gradients, and zero-bubble schedules gain nothing; the numbers are the same; torch 2.13 splits them",
+            torch.__version__,
+        )
 
 
 def saved_tensors(node: Any, name: str) -> Sequence[Any]:

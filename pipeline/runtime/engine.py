@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nxdpp.parallel_layers import failure_watch
+from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
 from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
@@ -90,6 +91,8 @@ class Engine:
         self._runners: dict[int, StageRunner] = {}
         local: dict[tuple[int, int], LocalChannel] = {}
         splits = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
+        if splits:
+            warn_of_hidden_hooks()
         for stage, program in sorted(programs.items()):
             self._channels_in[stage] = {b.source: self._channel(b, b.source, local) for b in _incoming(program.plan)}
             self._channels_out[stage] = {
