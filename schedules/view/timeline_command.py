@@ -46,7 +46,8 @@ def run(options: argparse.Namespace) -> None:
     if options.svg is not None:
         write_svg(options.svg, {f"{step.name}, measured (ms)": real, "simulated with the measured times (ms)": ideal})
     out = console()
-    out.print(f"{options.file} has {recorded.describe()}. Times are milliseconds.")
+    # A path is not broken at the width of the terminal.
+    out.print(f"{options.file} has {recorded.describe()}. Times are milliseconds.", soft_wrap=True)
     out.print(f"\n{step.name}, measured: {_figures(real)}")
     out.print(draw(real, out.width))
     out.print(f"simulated: {_figures(ideal)}")

@@ -117,7 +117,7 @@ def misuse(rank: int) -> None:
     start(2)
     batch = padded_batch(4)
     wrapped = NxDPPModel(make("llama"), num_microbatches=2, output_loss_value_spec=(True, False))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"run_eval"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"evaluate there"):
         wrapped.run_train(**batch)
     with pytest.raises(TypeError, match=r"by name"):
         wrapped.run_train(batch["input_ids"])

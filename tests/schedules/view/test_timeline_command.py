@@ -28,8 +28,7 @@ def timeline_file(tmp_path: Path) -> Path:
 def test_a_step_without_a_loss(timeline_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(timeline_file), "--step", "0"]) == 0
     printed = capsys.readouterr().out
-    # Lines break at the width of the terminal.
-    assert f"{timeline_file} has steps 0 to 1. Times are milliseconds." in " ".join(printed.split())
+    assert f"{timeline_file} has steps 0 to 1. Times are milliseconds." in printed
     assert "step 0, train, made up, measured: makespan 15, bubble 20.0 % on average" in printed
     assert "simulated: makespan 15, bubble 20.0 % on average" in printed
     drawn = [line for line in printed.splitlines() if line.startswith("rank 1")]

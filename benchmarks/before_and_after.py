@@ -1,0 +1,124 @@
+"""Microseconds a microbatch of this tree and of another one, with stages that compute next to nothing.
+
+    git worktree add ../before COMMIT
+    python benchmarks/before_and_after.py ../before
+
+Both trees run at the same time, one step each in turn, in processes of their own. The processes are started several
+times, because the ratio of one start differs by up to 7 % from that of the next. The last column is the median over
+the starts of the ratio of the medians.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import markdown_table  # noqa: E402
+from nxdpp.schedules.families.registry import FAMILIES, find_family  # noqa: E402
+
+RANKS, MICROBATCHES = (2, 4), 32
+UNITS = ("wall", "CPU")
+PROGRAM = Path(__file__).with_name("steps_on_demand.py")
+
+
+class Seconds(NamedTuple):
+    """Seconds of a step: until the last rank is done, and processor time of all ranks together."""
+
+    wall: float
+    cpu: float
+
+
+class Tree:
+    """Processes that run steps with the nxdpp of one tree."""
+
+    def __init__(self, root: Path, ranks: int, families: dict[str, int]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        given = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        text = {name: str(value) for name, value in given.items()}
+        environment = {**os.environ, **text, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        job = json.dumps([ranks, MICROBATCHES, families])
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, str(PROGRAM), job],
+                cwd=root,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        for line in self._lines():
+            assert line == "ready\n", f"{root}: {line}"
+
+    def step(self, family: str) -> Seconds:
+        """Run one step."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{family}\n")
+            process.stdin.flush()
+        wall, cpu = zip(*(map(float, line.split()) for line in self._lines()), strict=True)
+        return Seconds(max(wall), sum(cpu))
+
+    def end(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
+
+    def _lines(self) -> list[str]:
+        return [process.stdout.readline() for process in self._processes if process.stdout is not None]
+
+
+def main() -> None:
+    """Print a table in Markdown: a row for each number of ranks, family and unit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("before", type=Path, help="root of the other tree")
+    parser.add_argument("--only", choices=FAMILIES, action="append", help="family, may be repeated; all by default")
+    parser.add_argument("--starts", type=int, default=4, help="starts of the processes")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each family and start, after 5")
+    options = parser.parse_args()
+    families = {name: find_family(name).default_chunks for name in options.only or FAMILIES}
+    cells = []
+    for ranks in RANKS:
+        starts = [_start(options.before.resolve(), ranks, families, options.steps) for _ in range(options.starts)]
+        for family in families:
+            for unit, name in enumerate(UNITS):
+                pairs = [tuple(statistics.median(s[unit] for s in side) for side in start[family]) for start in starts]
+                micro = [1e6 * statistics.median(side) / MICROBATCHES for side in zip(*pairs, strict=True)]
+                ratios = sorted(now / before for before, now in pairs)
+                row = [f"p={ranks}", family, name, *(f"{value:,.0f}" for value in micro)]
+                cells.append([*row, f"{ratios[0]:.3f} to {ratios[-1]:.3f}", f"{statistics.median(ratios):.3f}"])
+    columns = ("ranks", "family", "time", "before, µs", "now, µs", "ratios", "now / before")
+    print(markdown_table(columns, cells, left=columns[:3]))
+
+
+def _start(before: Path, ranks: int, families: dict[str, int], steps: int) -> dict[str, tuple[list[Seconds], ...]]:
+    """Return the times of each family's steps, before and now, of one start of the processes."""
+    trees = [Tree(root, ranks, families) for root in (before, ROOT)]
+    times: dict[str, tuple[list[Seconds], ...]] = {family: ([], []) for family in families}
+    try:
+        for step in range(-5, steps):
+            for family, taken in times.items():
+                for tree, seconds in list(zip(trees, taken, strict=True))[:: 1 if step % 2 else -1]:
+                    seconds.append(tree.step(family))
+        return {family: tuple(seconds[5:] for seconds in taken) for family, taken in times.items()}
+    finally:
+        for tree in trees:
+            tree.end()
+
+
+if __name__ == "__main__":
+    main()

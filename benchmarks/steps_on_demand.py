@@ -1,0 +1,65 @@
+"""One rank that runs a step for each schedule family on its standard input, and prints wall and processor seconds.
+
+``before_and_after.py`` starts it with the nxdpp of either tree. It uses only names that both trees have.
+"""
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+
+_HIDDEN = (4, 128, 256)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_HIDDEN[-1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class _Stack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - target).square().mean()
+
+
+def main(ranks: int, microbatches: int, families: dict[str, int]) -> None:
+    """Wrap a model for each of ``families`` (name: stages of a rank), then run steps until the input ends."""
+    torch.set_num_threads(1)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    batch = (microbatches * _HIDDEN[0], *_HIDDEN[1:])
+    x, target = torch.randn(2, *batch, generator=torch.Generator().manual_seed(0))
+    models = {
+        family: NxDPPModel(_Stack(ranks * chunks), _Layer, microbatches, virtual_pipeline_size=chunks, schedule=family)
+        for family, chunks in families.items()
+    }
+    print("ready", flush=True)
+    for line in sys.stdin:
+        model = models[line.strip()]
+        for parameter in model.parameters():
+            parameter.grad = None
+        # All ranks begin at one moment.
+        dist.barrier()
+        start = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
+        dist.broadcast(start, src=0)
+        time.sleep(max(0.0, start.item() - time.perf_counter()))
+        cpu = time.process_time()
+        model.run_train(x=x, target=target)
+        print(time.perf_counter() - start.item(), time.process_time() - cpu, flush=True)
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))
