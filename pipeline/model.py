@@ -165,7 +165,7 @@ class NxDPPModel(LocalView):
         self._pipeline.move_model_to_device(device)
 
     def refresh(self) -> None:
-        """Exchange metadata anew in the next step; every rank calls it after ``requires_grad`` or modules changed."""
+        """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
         self._pipeline.refresh()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -233,9 +233,8 @@ class Pipeline:
             self.follow()
 
     def refresh(self) -> None:
-        """Exchange metadata anew in the next step; every rank calls it after ``requires_grad`` or modules changed."""
-        self._upkeep.follow()
-        self._steps.forget_engines()
+        """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
+        self.follow()
         self._replicas_verified = False
 
     def follow(self) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -20,6 +20,8 @@ from nxdpp.tracing.swap import swapped
 
 # Fake tensors log the errors that end here as UnknownSizeError.
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# Guesses in one run of the nodes that lead to an answer.
+_MOST_GUESSES = 100
 # Names of inputs with their shapes and dtypes.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -77,11 +79,21 @@ class _Guessing(FakeTensorMode):
     def __init__(self, guess: bool) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._guess = guess
+        self._guesses = 0
+
+    def __enter__(self) -> Self:
+        self._guesses = 0
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._guess
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        # A loop that data end would not end with a guess.
+        self._guesses += 1
+        if self._guesses > _MOST_GUESSES:
+            raise UnknownSizeError(f"more than {_MOST_GUESSES} answers depend on data")
+        return self._guess
 
 
 class Sizes:

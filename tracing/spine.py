@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy
@@ -161,10 +161,14 @@ class SpineTracer(fx.Tracer):
             self.facts.append(Fact(node, is_none, answer))
         return answer, True
 
+    @cached_property
+    def _guesses(self) -> list[Sizes]:
+        return [Sizes(self.root, self._shapes, guess) for guess in (True, False)]
+
     def _guess_none(self, node: fx.Node) -> bool:
-        for guess in (True, False):
+        for sizes in self._guesses:
             with suppress(UnknownSizeError):
-                return bool(Sizes(self.root, self._shapes, guess).read(node, is_none))
+                return bool(sizes.read(node, is_none))
         return False
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:

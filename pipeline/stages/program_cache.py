@@ -68,8 +68,9 @@ class ProgramCache:
         self._local_stages = stages
         self._common = [f"{name}: {value}" for name, value in settings.items()]
         self._common += parameter_lines([*module.named_parameters(), *module.named_buffers()])
-        # A graph that depends on sizes is kept for each of its shapes, another one for the shapes ``None``.
+        # The key has the shapes of the inputs for variants with a graph that depends on sizes, and ``None`` for others.
         self._graphs: LastUsed[tuple[_Variant, Any], CutGraph] = LastUsed()
+        self._with_facts: set[_Variant] = set()
         self._fixed: set[_Variant] = set()
         self._as_cut: dict[str, nn.Module] = {}
 
@@ -120,6 +121,7 @@ class ProgramCache:
     def forget(self) -> None:
         """Drop all graphs: modules, buffers or dtypes have changed."""
         self._graphs.clear()
+        self._with_facts.clear()
 
     @contextmanager
     def _model_as_cut(self) -> Iterator[None]:
@@ -132,18 +134,23 @@ class ProgramCache:
             yield
 
     def _kept(self, variant: _Variant, shapes: Shapes) -> CutGraph:
-        key = variant, tuple(sorted(shapes.items()))
-        for known in ((variant, None), key):
-            if known in self._graphs:
-                return self._graphs[known]
+        by_shapes = variant, tuple(sorted(shapes.items()))
+        key = by_shapes if variant in self._with_facts else (variant, None)
+        if key in self._graphs:
+            return self._graphs[key]
         sizes = Sizes(self._module, shapes)
         graphs = dict.fromkeys(graph for (other, _), graph in self._graphs.items() if other == variant)
-        graph = next((graph for graph in graphs if sizes.hold(graph.traced.facts)), None)
+        # A graph without facts holds for all shapes, but one whose facts hold was made for such shapes.
+        graphs_with_facts_first = sorted(graphs, key=lambda graph: not graph.traced.facts)
+        graph = next((graph for graph in graphs_with_facts_first if sizes.hold(graph.traced.facts)), None)
         if graph is None:
             constants = {name: value for name, _, value in variant.constants}
             traced = trace(self._module, dict(variant.traced), constants, self._options, shapes)
             graph = CutGraph(traced, self._partition, variant.training)
-        self._graphs[key if graph.traced.facts else (variant, None)] = graph
+        if graph.traced.facts:
+            self._with_facts.add(variant)
+            key = by_shapes
+        self._graphs[key] = graph
         return graph
 
     def _build(self, cut: CutGraph, ends_with: EndsWith, results: list[fx.Node]) -> RankProgram:

@@ -233,6 +233,44 @@ def test_a_none_that_data_decide_is_guessed_and_checked(first: type[Embedding]) 
             _run(model, traced, -x)
 
 
+class Halting(Embedding):
+    """Repeats itself until the data end the loop; counts its runs."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        Halting.runs += 1
+        steps, done = 0, torch.zeros(len(x))
+        while bool((done < 1).any()):
+            x, done, steps = torch.tanh(x), done + 0.4, steps + 1
+        return self.linear(x), steps
+
+
+class HaltingLayers(PlainModel):
+    """Asks each of many modules for an item that data decide."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.halting = nn.ModuleList(Halting() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.halting:
+            x, steps = module(x)
+            x = x + steps
+        return super().forward(x)
+
+
+def test_a_loop_that_data_end_does_not_hold_up_the_trace() -> None:
+    model, x = HaltingLayers(1), torch.rand(3, 4)
+    assert torch.equal(_run(model, _trace(model, x), x), model(x))
+
+
+def test_guesses_for_many_modules_run_each_a_few_times() -> None:
+    Halting.runs = 0
+    _trace(HaltingLayers(12), torch.rand(3, 4))
+    assert Halting.runs <= 12 * 5
+
+
 @pytest.mark.parametrize("make", [lambda: ComparesWithNone(Embedding()), ComparesWholeOutput])
 def test_a_value_that_is_none_for_other_sizes_is_an_error(make: Callable[[], nn.Module]) -> None:
     model = make()

@@ -232,6 +232,33 @@ def test_another_branch_on_a_size_makes_another_graph() -> None:
         assert traces.call_count == 2
 
 
+class _Gate(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+        return x.sum() if len(x) > 3 else None
+
+
+class _Gated(PlainModel):
+    """Its graph for few rows has a fact (no gate), that for many rows has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = _Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x)
+        return super().forward(x if gate is None else x * gate)
+
+
+def test_a_graph_without_facts_does_not_replace_one_whose_facts_hold() -> None:
+    model = _Gated()
+    cache = _cache(model, PlainLayer, batch={"x": torch.ones(3, 4)})
+    with patch.object(programs, "trace", wraps=trace) as traces:
+        for rows in (3, 5, 3, 2, 6, 5):
+            batch = {"x": torch.randn(rows, 4)}
+            assert torch.equal(_run(cache, batch), model(**batch))
+        assert traces.call_count == 2
+
+
 def test_the_least_recently_used_graphs_are_forgotten() -> None:
     class Counting(PlainModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
