@@ -19,6 +19,7 @@ from tests.support.models import (
     train_in_one_process,
 )
 from tests.support.run_ranks import run_ranks
+from tests.support.traced_models import PlainLayer, PlainModel
 
 STAGES = 3
 
@@ -414,3 +415,44 @@ def reach_far(rank: int) -> None:
 
 def test_values_that_skip_four_stages_cause_no_deadlock() -> None:
     run_ranks(5, reach_far, timeout=60)
+
+
+class Gate(nn.Module):
+    """Returns nothing until it is switched on."""
+
+    on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+        return x.mean() if self.on else None
+
+
+class Gated(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x)
+        return super().forward(x if gate is None else 2 * x)
+
+
+def switch_a_module(rank: int) -> list[float | None]:
+    """Losses before and after a change of a module that another branch follows from."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    wrapped = NxDPPModel(Gated(), transformer_layer_cls=PlainLayer, num_microbatches=2)
+    losses: list[Any] = [wrapped.run_train(x=torch.ones(4, 4))]
+    wrapped.original_module.get_submodule("gate").on = True  # type: ignore[assignment]
+    wrapped.refresh()
+    losses.append(wrapped.run_train(x=torch.ones(4, 4)))
+    return [None if loss is None else loss.item() for loss in losses]
+
+
+def test_refresh_follows_a_module_that_was_changed() -> None:
+    torch.manual_seed(0)
+    model = Gated()
+    expected = []
+    for model.gate.on in (False, True):
+        expected.append(torch.stack([model(part) for part in torch.ones(4, 4).split(2)]).mean().item())
+    assert expected[0] != expected[1]
+    assert run_ranks(2, switch_a_module) == [[None, None], expected]
