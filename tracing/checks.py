@@ -142,8 +142,8 @@ def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
     if is_none:
         return None
     checked = _checked(value)
-    # An answer that depends on data is checked where the value is used: an unused value may well be None.
-    checked.node.meta[_MUST_RUN] = is_sure
+    # A value of which nothing is known is checked where it is used: an unused one may well be None.
+    checked.node.meta[_MUST_RUN] = is_none is not None
     return checked
 
 

@@ -148,10 +148,11 @@ class SpineTracer(fx.Tracer):
         self.facts.append(Fact(node, read, answer))
         return answer
 
-    def is_none(self, node: fx.Node) -> tuple[bool, bool]:
+    def is_none(self, node: fx.Node) -> tuple[bool | None, bool]:
         """Return whether a value is ``None`` for inputs of the sizes at hand, and whether that is sure.
 
-        It is a guess where it depends on data. A sure ``None`` becomes a fact of the graph.
+        It is a guess where it depends on data, and ``None`` where no guess is possible. A sure ``None`` becomes a fact
+        of the graph.
         """
         try:
             answer = bool(self._read(node, is_none))
@@ -165,11 +166,11 @@ class SpineTracer(fx.Tracer):
     def _guesses(self) -> list[Sizes]:
         return [Sizes(self.root, self._shapes, guess) for guess in (True, False)]
 
-    def _guess_none(self, node: fx.Node) -> bool:
+    def _guess_none(self, node: fx.Node) -> bool | None:
         for sizes in self._guesses:
             with suppress(UnknownSizeError):
                 return bool(sizes.read(node, is_none))
-        return False
+        return None
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         if self._sizes is None:

@@ -233,6 +233,24 @@ def test_a_none_that_data_decide_is_guessed_and_checked(first: type[Embedding]) 
             _run(model, traced, -x)
 
 
+class GateByData(nn.Module):
+    """Returns a value for data above 0."""
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        return x.sum() if bool(x.sum() > 0) else None
+
+
+def test_a_guessed_value_that_is_only_compared_is_checked() -> None:
+    model, x = ComparesWholeOutput(), torch.ones(3, 4)
+    model.gate = GateByData()  # type: ignore[assignment]
+
+    traced = _trace(model, x)
+
+    assert torch.equal(_run(model, traced, x), model(x))
+    with pytest.raises(RuntimeError, match=r"a value between layers is None"):
+        InProcessPipeline(model, 2, {"x": x}, options_for(model, PlainLayer)).forward({"x": -x})
+
+
 class Halting(Embedding):
     """Repeats itself until the data end the loop; counts its runs."""
 
