@@ -32,7 +32,7 @@ A graph cannot ask `x is None` of a value that exists only at run time. The trac
 
 - An item of a module's output after the first is `None` in the graph if it is `None` on fake tensors of these sizes
   (`hiera` and `xlnet` need this). So is a whole output whose annotation names `None`. Other inputs get another graph.
-- Where that depends on data, the trace guesses it. A guessed `None` is checked at run time (`ibert` needs this).
+- Where that depends on data, the trace guesses it, and the guess is checked at run time (`ibert` needs this).
 - Any other such value is checked at run time. If it is `None` there, the step ends with an error that names the file
   and line.
 - transformers leaves out a mask that no kernel needs, which depends on the padding. The graph hands such a mask on as
