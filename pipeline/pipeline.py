@@ -76,6 +76,8 @@ class Pipeline:
 
     def __init__(self, module: nn.Module, config: PipelineConfig, agreed: Mapping[str, Any] | None = None) -> None:
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
+        if not isinstance(config, PipelineConfig):
+            raise TypeError(f"the configuration must be a PipelineConfig, not {config!r:.80}: PipelineConfig(...).")
         config.check(module)
         self.original_module = module
         self.config = config
@@ -254,6 +256,8 @@ class Pipeline:
             )
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if not isinstance(inputs, Mapping):
+            raise TypeError(f"inputs must be a dict by name, not a {type(inputs).__name__}: {{'input_ids': ...}}.")
         if self._input_names is not None:
             arguments.check_exact_names(list(inputs), self._input_names)
         else:

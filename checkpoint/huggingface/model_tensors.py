@@ -42,7 +42,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_wrapped(model: PipelinedModel, function: str) -> None:
     """Raise ``TypeError`` if ``model`` is not wrapped."""
-    if not hasattr(model, "replace_local_tensors"):
+    if isinstance(model, type) or not hasattr(model, "replace_local_tensors"):
         raise TypeError(
             f"{function} is for an NxDPPModel or a Pipeline, not for a {type(model).__name__}: wrap the model "
             f"first, or use the method of the model."

@@ -1,6 +1,7 @@
 """Pipeline: construction from a configuration, and steps without NxD's names."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,26 @@ def test_a_function_and_cuts_exclude_each_other() -> None:
 
     with pytest.raises(ValueError, match=r"partition=.* and pipeline_cuts exclude each other"):
         config.check(make("llama"))
+
+
+@pytest.mark.parametrize("config", [None, {}, PipelineConfig])
+def test_another_configuration_is_refused(config: Any) -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_size=2)
+    try:
+        with pytest.raises(TypeError, match=r"must be a PipelineConfig, not .*: PipelineConfig\(\.\.\.\)"):
+            Pipeline(make("llama"), config)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def step_with_a_list(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    pipeline = Pipeline(make("llama"), PipelineConfig())
+    inputs: Any = [torch.ones(2, 4)]
+    with pytest.raises(TypeError, match=r"inputs must be a dict by name, not a list"):
+        pipeline.train_step(inputs)
+    pipeline.train_step(padded_batch(2))
+
+
+def test_inputs_without_names_are_refused() -> None:
+    run_ranks(1, step_with_a_list)

@@ -175,8 +175,8 @@ def test_sources_of_a_conversion_on_two_ranks_are_refused() -> None:
     assert all(name in str(caught.value) for name in (first, *others))
 
 
-def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
-    unwrapped: Any = make("llama")
+@pytest.mark.parametrize("unwrapped", [make("llama"), NxDPPModel], ids=["module", "class"])
+def test_an_unwrapped_model_is_refused(unwrapped: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="save_pretrained is for an NxDPPModel or a Pipeline"):
         save_pretrained(unwrapped, tmp_path)
 
