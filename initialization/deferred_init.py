@@ -94,7 +94,7 @@ def _materialise_plain_attributes(root: nn.Module, recorder: ConstructorRecorder
     Excepted are tensors in the storage of a parameter or buffer. So are tensors that require a gradient: each forward
     computes them.
     """
-    registered = [*root.parameters(), *root.buffers()]
+    registered = [*nn.Module.parameters(root), *nn.Module.buffers(root)]
     shared = {recorder.tape.number_of(tensor) for tensor in registered if recorder.knows(tensor)}
     made: dict[int, torch.Tensor] = {}
 

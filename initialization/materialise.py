@@ -102,7 +102,7 @@ class _Initialisation:
         self._huggingface = HuggingFaceInitialiser(root)
         allocated = {meta.name: tensor for meta, tensor in self._current()}
         own = set(map(id, allocated.values()))
-        everything = [*root.parameters(), *root.buffers()]
+        everything = [*nn.Module.parameters(root), *nn.Module.buffers(root)]
         # Tensors that were loaded before, or built in memory.
         self._done = [tensor for tensor in everything if id(tensor) not in own and not tensor.is_meta]
         self._streams = NamedStreams(seed, allocated, self._done)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
 
 _logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ def _checkpoint_all(model: PipelinedModel) -> None:
 
 
 def _checkpoint(module: nn.Module) -> None:
-    if isinstance(module.forward, functools.partial) and module.forward.func is checkpoint:
+    is_recomputed = isinstance(module.forward, functools.partial) and module.forward.func is checkpoint
+    if is_recomputed or isinstance(module, CheckpointWrapper):
         return
     # The instance's own forward is replaced, not the module: a wrapper would rename its parameters.
     module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)

@@ -85,6 +85,7 @@ class Pipeline:
         options = config.tracing_options(module)
         self.partition = _partition(module, config, options, self.schedule)
         arguments.warn_of_lost_hooks(module, self.partition.layers)
+        arguments.warn_of_own_listings(module)
         timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
         settings = {
             "schedule": self.schedule.name,

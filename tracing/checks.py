@@ -26,6 +26,7 @@ from torch import fx, nn
 from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.errors import calling_line, line_of, model_line
 from nxdpp.tracing.input_specs import UNKNOWN
+from nxdpp.tracing.listings import unwrapped
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE")
@@ -189,6 +190,6 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably",
 def _return_annotation(module: nn.Module) -> Any:
     """Return the annotation of the result of ``module.forward``, ``Any`` for a missing or an unusual one."""
     try:
-        return inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)
+        return inspect.get_annotations(type(unwrapped(module)).forward, eval_str=True).get("return", Any)
     except Exception:  # such as a name for type checkers alone
         return Any

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.calls import has_proxy
 from nxdpp.tracing.checks import traced_is_tensor
 from nxdpp.tracing.swap import sources, swapped
@@ -115,7 +116,7 @@ def refused_random_numbers(model: nn.Module) -> Iterator[None]:
     """
     thread = threading.get_ident()
     with ExitStack() as stack:
-        for module in (random, numpy.random, *sources(list(model.modules()), _NOTHING)):
+        for module in (random, numpy.random, *sources(list(listings.modules(model)), _NOTHING)):
             found = {name: f for name, f in vars(module).items() if getattr(f, "__self__", None) and f in _FUNCTIONS}
             stack.enter_context(swapped(vars(module), {name: _refuse_function(f, thread) for name, f in found.items()}))
         yield

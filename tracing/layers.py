@@ -7,6 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from nxdpp.tracing import listings
+
 
 def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
     """The classes of ``module``'s transformer layers.
@@ -21,7 +23,7 @@ def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> 
         return _declared_layer_classes(module)
     wanted = transformer_layer_cls if isinstance(transformer_layer_cls, list | tuple) else [transformer_layer_cls]
     classes = resolve_classes(module, wanted, "transformer_layer_cls")
-    if not any(isinstance(child, classes) for child in module.modules()):
+    if not any(is_instance(child, classes) for child in listings.modules(module)):
         raise ValueError(
             f"transformer_layer_cls={_names(classes)}: {type(module).__name__} has no module of that class. "
             f"Lists of modules in it hold: {_names(_listed_classes(module)) or 'nothing'}."
@@ -39,9 +41,9 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
         if isinstance(item, type) and issubclass(item, nn.Module):
             classes[item] = None
         elif isinstance(item, str):
-            found = {type(child) for child in module.modules() if type(child).__name__ == item}
+            found = {type(child) for child in listings.modules(module) if type(child).__name__ == item}
             if not found:
-                existing = sorted({type(child).__name__ for child in module.modules()})
+                existing = sorted({type(child).__name__ for child in listings.modules(module)})
                 raise ValueError(
                     f"{argument}: no module of {type(module).__name__} is of a class named {item!r}. "
                     f"It has: {', '.join(existing)}."
@@ -53,13 +55,18 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
 
 
 def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -> list[str]:
-    """Qualified names of the outermost layers, in the order of ``named_modules``."""
+    """Qualified names of the outermost layers, in the order of ``named_modules``; a wrapped layer has its wrapper's."""
     names: list[str] = []
-    for name, child in module.named_modules():
+    for name, child in listings.named_modules(module):
         # Modules inside a layer directly follow it.
-        if isinstance(child, layer_classes) and not (names and name.startswith(f"{names[-1]}.")):
+        if is_instance(child, layer_classes) and not (names and name.startswith(f"{names[-1]}.")):
             names.append(name)
     return names
+
+
+def is_instance(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether ``module``, or the module inside its wrapper, is of one of ``classes``."""
+    return isinstance(module, classes) or isinstance(listings.unwrapped(module), classes)
 
 
 def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -78,8 +85,8 @@ def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def _listed_classes(module: nn.Module) -> list[type[nn.Module]]:
-    lists = (child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential))
-    members = dict.fromkeys(type(member) for modules in lists for member in modules)
+    lists = (child for child in listings.modules(module) if isinstance(child, nn.ModuleList | nn.Sequential))
+    members = dict.fromkeys(type(listings.unwrapped(member)) for modules in lists for member in modules)
     return [cls for cls in members if not issubclass(cls, nn.ModuleList)]
 
 

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxdpp.tracing import listings
+
 
 class SharedState:
     """Make a mapping like ``original`` of given content."""
@@ -105,7 +107,7 @@ def _like(original: UserDict[Any, Any], data: Any) -> UserDict[Any, Any]:
 
 def _takes_part(module: nn.Module) -> bool:
     """Return whether the layer may use the mapping. ``SealedState`` checks the answer of its attention layers."""
-    attentions = [child for child in module.modules() if hasattr(child, "is_kv_shared_layer")]
+    attentions = [child for child in listings.modules(module) if hasattr(child, "is_kv_shared_layer")]
     return not attentions or any(child.is_kv_shared_layer or child.store_full_length_kv for child in attentions)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.input_specs import COMPARISONS
 from nxdpp.tracing.swap import swapped
 
@@ -53,7 +54,7 @@ class FakeCopies:
     def module(self, module: nn.Module) -> nn.Module:
         """A copy of ``module`` with fake parameters, buffers and tensor attributes."""
         if module not in self._modules:
-            for part in module.modules():
+            for part in listings.modules(module):
                 for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
                     if isinstance(value, torch.Tensor):
                         self.tensor(value)

@@ -12,6 +12,7 @@ import numpy
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.calls import record_opaque_call, recorded, recorded_direct_calls
 from nxdpp.tracing.checks import record_assertion, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
@@ -29,7 +30,8 @@ _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
 def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[nn.Module], ...]) -> set[str]:
     """Names of the ancestors of ``layers`` (the root is ``""``).
 
-    Raises ``ValueError`` for an ancestor of one of ``leaf_classes``: a cut could not separate the layers inside it.
+    Raises ``ValueError`` for an ancestor of one of ``leaf_classes``, and for a compiled one: a cut could not separate
+    the layers inside it.
     """
     spine = {""}
     for layer in layers:
@@ -41,6 +43,11 @@ def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[n
             raise ValueError(
                 f"leaf_module_cls names {type(ancestor).__name__}, but {name or 'the model'} of that class holds "
                 f"transformer layers; a leaf cannot be cut. Leave it out of leaf_module_cls."
+            )
+        if hasattr(ancestor, "_orig_mod"):
+            raise ValueError(
+                f"torch.compile was given {name or 'the model'}, which holds transformer layers; it cannot be cut. "
+                f"Wrap the module that it was given, and compile its layers: layers[i] = torch.compile(layers[i])."
             )
     return spine
 
@@ -69,7 +76,7 @@ class SpineTracer(fx.Tracer):
             stack.enter_context(unchanged_modules(self.spine_modules(model)))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
-            leaves = (module for name, module in model.named_modules() if name not in self._spine)
+            leaves = (module for name, module in listings.named_modules(model) if name not in self._spine)
             stack.enter_context(recorded_direct_calls(self, leaves))
             # fx looks for wrapped functions in the globals of forward, and a decorator hides these.
             for source in sources(self.spine_modules(model), _TORCH):
@@ -90,7 +97,7 @@ class SpineTracer(fx.Tracer):
         """Record a module. A module that ``forward`` makes (a loss) becomes a function of its arguments."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        if m not in (self.submodule_paths or {}) and not any(m.parameters()):
+        if m not in (self.submodule_paths or {}) and next(listings.parameters(m), None) is None:
             return record_opaque_call(m, args, kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):

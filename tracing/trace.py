@@ -11,7 +11,7 @@ Every module that does not contain a transformer layer is one node.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,12 +23,13 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.calls import recorded_autograd_functions
 from nxdpp.tracing.constructors import refused_modes, refused_random_numbers, refused_random_tensors
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.layers import is_instance, layer_names
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
 from nxdpp.tracing.nested import flatten
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
@@ -136,12 +137,18 @@ class _Entry(nn.Module):
             else:
                 stack.enter_context(refused_modes())
                 stack.enter_context(refused_random_tensors())
-                stack.enter_context(unchanged_modules(list(module.modules())))
+                stack.enter_context(unchanged_modules(list(listings.modules(module))))
             output = module(**proxies, **self._constants)
         if isinstance(output, ModelOutput) and not getattr(module.config, "return_dict", True):
             output = output.to_tuple()
         values, self.output_spec = flatten(output)
         return values
+
+    def named_modules(
+        self, *args: Any, remove_duplicate: bool = True, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """All modules, also those of classes that override this method; fx calls it."""
+        yield from listings.named_modules(self, remove_duplicate)
 
     def _placeholder(self, name: str, spec: InputSpec) -> fx.Proxy:
         proxy = self._tracer.create_proxy("placeholder", name, (), {})
@@ -179,7 +186,7 @@ def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Trac
         proxy_buffer_attributes = True
 
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            return isinstance(m, leaves) or super().is_leaf_module(m, module_qualified_name)
+            return is_instance(m, leaves) or super().is_leaf_module(m, module_qualified_name)
 
         def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
             node = super().create_node(*args, **kwargs)

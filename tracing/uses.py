@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.calls import OpaqueCall
 
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda"})
@@ -52,7 +53,7 @@ def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
     """
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return any(_may_draw(child) for child in module.modules())
+        return any(_may_draw(child) for child in listings.modules(module))
     if node.op == "call_method":
         return node.target in _RANDOM_METHODS
     if isinstance(node.target, OpaqueCall):
@@ -66,8 +67,8 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 def is_from_torch(module: nn.Module) -> bool:
-    """Return whether torch defines the class of ``module``."""
-    return type(module).__module__.partition(".")[0] == "torch"
+    """Return whether torch defines the class of ``module``, or of the module that it wraps."""
+    return type(listings.unwrapped(module)).__module__.partition(".")[0] == "torch"
 
 
 def makes_mask(node: fx.Node) -> bool:
@@ -91,7 +92,7 @@ def changed_buffers(module: nn.Module) -> list[str]:
     """Names of the buffers of ``module`` and its descendants that its forward may change."""
     return [
         f"{path}.{name}" if path else name
-        for path, child in module.named_modules(remove_duplicate=False)
+        for path, child in listings.named_modules(module, remove_duplicate=False)
         if may_change_buffers(child)
         for name, buffer in child._buffers.items()
         if buffer is not None

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
-from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
 from nxdpp.initialization.allocation import with_type_of
 
@@ -42,10 +42,10 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     expected = tensors_of(module)
     stored = stored_tensors(directory)
     plan = loading_plan(module, expected, stored)
-    found = fit(module, expected, model.tied_names, stored, plan)
+    found = fit(module, expected, tied_names_of(model), stored, plan)
     check_fits(found, module, directory)
     source = _Source(model, stored, found.provided)
-    for names in model.tied_names:
+    for names in tied_names_of(model):
         source.check_copies_are_equal([name for name in names if name in found.provided], expected)
 
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -73,7 +73,7 @@ class _Source:
 
     def local_conversions(self) -> list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]:
         """Conversions that this rank needs, in the order of the files, each with the local tensors that it fills."""
-        names = {name: names for names in self._model.tied_names for name in names}
+        names = {name: names for names in tied_names_of(self._model) for name in names}
         wanted: dict[Conversion, list[tuple[str, torch.Tensor]]] = {}
         seen: set[torch.Tensor] = set()
         for name, tensor in tensors_of(self._model.local_module).items():

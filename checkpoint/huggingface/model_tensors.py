@@ -1,10 +1,13 @@
 """Tensors of a model under the names of its state dict."""
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
+
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 class PipelinedModel(Protocol):
@@ -24,6 +27,8 @@ class PipelinedModel(Protocol):
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of ``module`` by name, a tied one under each of its names.
 
+    A module that ``torch.compile`` or ``checkpoint_wrapper`` wraps has the names of the module itself.
+
     Raises ``ValueError`` if a state dict has anything else.
     """
     state = module.state_dict(keep_vars=True)
@@ -37,7 +42,17 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
             f"{others[0]} is extra state of a module, which a Hugging Face directory cannot hold. Use "
             f"local_state_dict() and torch.save for this model."
         )
-    return state
+    return {unwrapped_name(name): tensor for name, tensor in state.items()}
+
+
+def tied_names_of(model: PipelinedModel) -> list[list[str]]:
+    """Return ``model.tied_names``, with the names of ``tensors_of``."""
+    return [[unwrapped_name(name) for name in names] for names in model.tied_names]
+
+
+def unwrapped_name(name: str) -> str:
+    """Return ``name`` without the attributes in which torch's wrappers hold a module."""
+    return _WRAPPERS.sub("", name)
 
 
 def check_wrapped(model: PipelinedModel, function: str) -> None:

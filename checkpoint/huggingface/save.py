@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.checkpoint.files.safetensors_writer import check_dtypes
-from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory
 from nxdpp.parallel_layers import parallel_state
@@ -41,7 +41,7 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     module, rank = model.original_module, dist.get_rank()
     consequence = f"{directory} was not written"
     held = from_all_ranks(together(lambda: _layouts(model), consequence))
-    shards = together(lambda: plan_shards(module, model.tied_names, held), consequence)
+    shards = together(lambda: plan_shards(module, tied_names_of(model), held), consequence)
     saved = SavedDirectory(Path(directory), shards)
     try:
         local = _local_tensors(model)
@@ -83,7 +83,7 @@ def _check_can_be_saved(model: PipelinedModel) -> None:
 def _local_tensors(model: PipelinedModel) -> dict[str, torch.Tensor]:
     """The tensors of this rank by name, a tied one under all its names."""
     local = tensors_of(model.local_module)
-    for names in model.tied_names:
+    for names in tied_names_of(model):
         held = next((local[name] for name in names if name in local), None)
         if held is not None:
             local |= dict.fromkeys(names, held)

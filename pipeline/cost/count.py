@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.cost.roofline import FLOP_FORMULAS, WorkCounter, accumulation_work, machine_balance
 from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, initial_value, map_tensors, run_of, tensors_in
+from nxdpp.tracing import listings
 from nxdpp.tracing.sizes import FakeCopies
 from nxdpp.tracing.trace import TracedGraph
 
@@ -63,7 +64,7 @@ def count_costs(
         inputs: values of the graph's inputs. Only shapes and dtypes of tensors are read.
         device: the type of device whose ratio of FLOPs to bytes ``work`` assumes.
     """
-    dtype = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
+    dtype = next((p.dtype for p in listings.parameters(root) if p.is_floating_point()), torch.float32)
     return _Counter(root, machine_balance(device, dtype)).run(traced, inputs)
 
 
@@ -126,7 +127,7 @@ class _Counter:
     def _count(self, run: NodeRun) -> _Counted:
         with suppress(Exception):
             return _count(run, self._balance)
-        if run.module is not None and next(run.module.parameters(), None) is not None:
+        if run.module is not None and next(listings.parameters(run.module), None) is not None:
             return _estimate(run, self._balance)
         # Autograd refuses a change in place of a leaf.
         with suppress(Exception), torch.no_grad():
@@ -139,7 +140,7 @@ class _Counter:
             module = None
             if run.node.op == "call_module":
                 original = self._root.get_submodule(str(run.node.target))
-                module = copy.deepcopy(original, {id(t): _zeros(t) for t in original.buffers()})
+                module = copy.deepcopy(original, {id(t): _zeros(t) for t in listings.buffers(original)})
             args, kwargs = map_tensors(_zeros, (run.args, run.kwargs))
             value = NodeRun(run.node, module, args, kwargs).forward()
         return map_tensors(self._copies.tensor, value)
@@ -174,7 +175,7 @@ def _count(run: NodeRun, balance: float) -> _Counted:
     work, not_counted = counter.work, set()
     if run.module is not None:
         work += accumulation_work(run.module, balance)
-        not_counted = {_memory(tensor) for tensor in (*run.module.parameters(), *run.module.buffers())}
+        not_counted = {_memory(tensor) for tensor in (*listings.parameters(run.module), *listings.buffers(run.module))}
     arguments = [_memory(tensor) for tensor in run.tensors]
     storages = {_memory(tensor): tensor.untyped_storage() for tensor in saved if _memory(tensor) not in not_counted}
     saved_bytes = sum(storage.nbytes() for memory, storage in storages.items() if memory not in arguments)
@@ -194,8 +195,8 @@ def _estimate(run: NodeRun, balance: float) -> _Counted:
         )
     states = tensors[position]
     tokens = states.numel() // states.size(-1)
-    parameters = sum(parameter.numel() for parameter in run.module.parameters())
-    widths = sum(parameter.size(-1) for parameter in run.module.parameters() if parameter.ndim > 1)
+    parameters = sum(parameter.numel() for parameter in listings.parameters(run.module))
+    widths = sum(parameter.size(-1) for parameter in listings.parameters(run.module) if parameter.ndim > 1)
     value: Any = _another(states)
     if all(user.op == "call_function" and user.target.__name__ == "getitem" for user in run.node.users):  # type: ignore[union-attr]
         value = (value,) * (1 + max((int(str(user.args[1])) for user in run.node.users), default=0))

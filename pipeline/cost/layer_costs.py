@@ -16,6 +16,7 @@ from torch import fx, nn
 from nxdpp.pipeline.cost.count import NodeCost
 from nxdpp.pipeline.partition.assignment import assign_layers, assign_nodes, parameter_owners
 from nxdpp.pipeline.partition.balance import LayerCost
+from nxdpp.tracing import listings
 from nxdpp.tracing.trace import TracedGraph
 
 # AdamW keeps two moments, of the dtype of the parameter.
@@ -58,7 +59,7 @@ def layer_costs(traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.Nod
         names.pop()
         assigned = assign_layers(traced, root, traced.layers)
         owners = parameter_owners(assigned, root)
-    parameters = dict(root.named_parameters(remove_duplicate=False))
+    parameters = dict(listings.named_parameters(root, remove_duplicate=False))
     shared = _shared(traced, assigned)
     found = []
     for index, name in enumerate(names):

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, detached, initial_value, map_tensors, run_of
+from nxdpp.tracing import listings
 from nxdpp.tracing.trace import TracedGraph
 
 _WARM_UPS = 2
@@ -123,7 +124,7 @@ class _Measurement:
     def _copied(self, module: nn.Module | None) -> nn.Module | None:
         if module is None:
             return None
-        state = (*module.parameters(), *module.buffers())
+        state = (*listings.parameters(module), *listings.buffers(module))
         return copy.deepcopy(module, {id(tensor): self._on_device(tensor, copied=True) for tensor in state})
 
     def _on_device(self, tensor: torch.Tensor, copied: bool = False) -> torch.Tensor:

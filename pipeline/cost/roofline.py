@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.pipeline.cost.run_node import tensors_in
+from nxdpp.tracing import listings
 
 _aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ class WorkCounter(TorchDispatchMode):
 
 def accumulation_work(module: nn.Module, balance: float) -> float:
     """Return the work of adding the gradients of a microbatch to those of earlier ones: two reads and a write."""
-    return 3 * balance * sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return 3 * balance * sum(p.numel() * p.element_size() for p in listings.parameters(module) if p.requires_grad)
 
 
 def _bytes_moved(func: Any, arguments: Any, result: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.nested import flatten, leaves_of, map_leaves
 
 
@@ -62,12 +63,12 @@ def cost_key(run: NodeRun) -> Any:
 
     Return ``None`` without parameters. The node is then cheap, and its cost may depend on values.
     """
-    if run.module is None or next(run.module.parameters(), None) is None:
+    if run.module is None or next(listings.parameters(run.module), None) is None:
         return None
     leaves, structure = flatten((run.args, run.kwargs))
     arguments = tuple(_spec(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-    modules = tuple((name, type(module), module.training) for name, module in run.module.named_modules())
-    parameters = tuple((name, _spec(parameter)) for name, parameter in run.module.named_parameters())
+    modules = tuple((name, type(module), module.training) for name, module in listings.named_modules(run.module))
+    parameters = tuple((name, _spec(parameter)) for name, parameter in listings.named_parameters(run.module))
     return modules, parameters, arguments, str(structure)
 
 

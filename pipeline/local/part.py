@@ -23,6 +23,7 @@ from nxdpp.pipeline.local.tree import (
     tied_names,
 )
 from nxdpp.pipeline.partition.assignment import Owners
+from nxdpp.tracing import listings
 
 
 class LocalPart:
@@ -66,10 +67,10 @@ class LocalPart:
         first_names = _first_names(root)
         self.aliases = shared_names(root)
         tied = tied_names(root, owners)
-        whole = dict(root.named_parameters())
+        whole = dict(listings.named_parameters(root))
         free_others(root, local, elsewhere)
         self.module = build_local_module(root, local, layers, elsewhere)
-        kept = set(map(id, self.module.parameters()))
+        kept = set(map(id, listings.parameters(self.module)))
         watch_replaced({name: parameter for name, parameter in whole.items() if id(parameter) not in kept})
         # Numbers count the ties of the whole model, so that a number is the same weight on all ranks.
         weights = [
@@ -117,7 +118,7 @@ class LocalPart:
     def replace_tensors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
         """Put each tensor of ``new`` wherever the tensor of ``old`` at the same index is, in tree and whole model."""
         replacements = {id(before): after for before, after in zip(old, new, strict=True)}
-        for module in {*self.module.modules(), *self.root.modules()}:
+        for module in {*listings.modules(self.module), *listings.modules(self.root)}:
             for registry in _registries(module):
                 for key, tensor in registry.items():
                     if id(tensor) in replacements:
@@ -157,7 +158,7 @@ def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 def _named_tensors(tree: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of all modules, under all their names."""
-    for prefix, module in tree.named_modules(remove_duplicate=False):
+    for prefix, module in listings.named_modules(tree, remove_duplicate=False):
         for registry in _registries(module):
             for key, tensor in registry.items():
                 if isinstance(tensor, torch.Tensor):
@@ -178,7 +179,7 @@ def _names_tied_to_others(root: nn.Module) -> set[str]:
     """Names that transformers models declare as copies: ``lm_head.weight``, a copy of the embedding's weight."""
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in root.named_modules()
+        for prefix, module in listings.named_modules(root)
         if isinstance(module, PreTrainedModel)
         for name in module.all_tied_weights_keys
     }

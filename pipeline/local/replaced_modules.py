@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from nxdpp.tracing import listings
+
 _STORES = ("_modules", "_parameters", "_buffers")
 
 
@@ -40,7 +42,7 @@ class ReplacementSync:
         self._containers: list[tuple[_Slot, tuple[Any, Any]]] = []
         self._held: list[tuple[_Slot, Any]] = []
         self._elsewhere: list[tuple[dict[str, Any], str, Any]] = []
-        for name, container in tree.named_modules():
+        for name, container in listings.named_modules(tree):
             module = root.get_submodule(name)
             if container is not module:
                 for store in _STORES:

@@ -19,6 +19,7 @@ from torch import nn
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
+from nxdpp.tracing import listings
 
 # Copies are sent in pieces of this size, so that no rank needs memory for a second copy.
 _PIECE_BYTES = 32 * 2**20
@@ -62,7 +63,7 @@ class TiedWeights:
         Raises:
             RuntimeError: for a parameter that was removed, or replaced by one of another shape.
         """
-        now = dict(self._module.named_parameters(remove_duplicate=False))
+        now = dict(listings.named_parameters(self._module, remove_duplicate=False))
         names: dict[int, list[str]] = {}
         for name, parameter in now.items():
             names.setdefault(id(parameter), []).append(name)

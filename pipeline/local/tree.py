@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.pipeline.partition.assignment import Owners
+from nxdpp.tracing import listings
 
 _freed = WeakIdKeyDictionary()
 """Parameters on the meta device that replaced parameters with values."""
@@ -28,7 +29,7 @@ def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[in
     Ties are found by identity: one parameter under several names, or one module that several ranks use.
     """
     names: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
+    for name, parameter in listings.named_parameters(root, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     tied = [(group, sorted(set().union(*(owners[name] for name in group)))) for group in names.values()]
     return [(group, ranks) for group, ranks in tied if len(ranks) > 1]
@@ -37,8 +38,8 @@ def tied_names(root: nn.Module, owners: Owners) -> list[tuple[list[str], list[in
 def shared_names(root: nn.Module) -> list[list[str]]:
     """The names of each parameter, and of each buffer, that has several."""
     names: dict[torch.Tensor, list[str]] = {}
-    for named in (root.named_parameters, root.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
+    for named in (listings.named_parameters, listings.named_buffers):
+        for name, tensor in named(root, remove_duplicate=False):
             names.setdefault(tensor, []).append(name)
     return [group for group in names.values() if len(group) > 1]
 
@@ -62,7 +63,7 @@ def build_local_module(
 
 def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
     """Raise ``ValueError`` where an earlier ``free_others`` freed a parameter that is now ``local``."""
-    for name, parameter in root.named_parameters(remove_duplicate=False):
+    for name, parameter in listings.named_parameters(root, remove_duplicate=False):
         if name in local and parameter in _freed:
             raise ValueError(
                 f"{name} had values, which were freed when this {type(root).__name__} was wrapped before, for another "
@@ -79,7 +80,7 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
     replaced: dict[int, nn.Parameter] = {}
     # A module that occurs in several places of the model stays here if one of them is local.
     prefixes: dict[nn.Module, list[str]] = {}
-    for prefix, module in root.named_modules(remove_duplicate=False):
+    for prefix, module in listings.named_modules(root, remove_duplicate=False):
         prefixes.setdefault(module, []).append(prefix)
     for module, places in prefixes.items():
         for key, parameter in module._parameters.items():
@@ -102,9 +103,9 @@ def _fill(
     for key, buffer in module._buffers.items():
         if buffer is not None and not ownership.is_elsewhere(module, prefix):
             container.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
-    for key, child in module.named_children():
+    for key, child in module._modules.items():
         name = _join(prefix, key)
-        if ownership.is_elsewhere(child, name):
+        if child is None or ownership.is_elsewhere(child, name):
             continue
         if any(layer.startswith(f"{name}.") for layer in layers) or not ownership.is_whole(child, name):
             below = nn.Module()
@@ -133,8 +134,8 @@ class _Ownership:
 
     def _names(self, module: nn.Module, prefix: str) -> list[str]:
         """Names of the tensors of ``module`` that have owners: parameters, and buffers that change."""
-        parameters = [_join(prefix, key) for key, _ in module.named_parameters(remove_duplicate=False)]
-        buffers = [_join(prefix, key) for key, _ in module.named_buffers(remove_duplicate=False)]
+        parameters = [_join(prefix, key) for key, _ in listings.named_parameters(module, remove_duplicate=False)]
+        buffers = [_join(prefix, key) for key, _ in listings.named_buffers(module, remove_duplicate=False)]
         return parameters + [name for name in buffers if name in self.local or name in self._elsewhere]
 
 

@@ -1,5 +1,6 @@
 """Upkeep of a rank's part of the model: follows replaced modules, loads state, moves between devices."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from nxdpp.pipeline.agreement.replicas import check_replica_values
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
 from nxdpp.pipeline.p2p.transport import Transport
+from nxdpp.tracing import listings
 
 
 class LocalUpkeep:
@@ -64,8 +66,9 @@ class LocalUpkeep:
             raise
 
     def _load_assigning(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
-        before = dict(self._tree.named_parameters(remove_duplicate=False))
-        replaced = {name: old for name, old in before.items() if state_dict.get(name, old) is not old}
+        stored = _stored_names(self._tree)
+        before = dict(listings.named_parameters(self._tree, remove_duplicate=False))
+        replaced = {name: old for name, old in before.items() if state_dict.get(stored[name], old) is not old}
         check_no_optimizer_holds(replaced, "Make the optimizer after load_state_dict(assign=True).")
         result = self._tree.load_state_dict(state_dict, strict=strict, assign=True)
         first: dict[int, nn.Parameter] = {}
@@ -73,7 +76,7 @@ class LocalUpkeep:
             owner, _, key = name.rpartition(".")
             new = first.setdefault(id(old), self._tree.get_parameter(name))
             self._tree.get_submodule(owner)._parameters[key] = new
-            if not isinstance(state_dict[name], nn.Parameter):
+            if not isinstance(state_dict[stored[name]], nn.Parameter):
                 keep_attributes(old, new)
         watch_replaced(replaced)
         return result
@@ -99,7 +102,9 @@ class LocalUpkeep:
         """
         old, new = zip(*tensors, strict=True)
         ids = set(map(id, old))
-        replaced = {name: parameter for name, parameter in self._tree.named_parameters() if id(parameter) in ids}
+        replaced = {
+            name: parameter for name, parameter in listings.named_parameters(self._tree) if id(parameter) in ids
+        }
         check_no_optimizer_holds(replaced, "Make the optimizer after loading and after move_model_to_device().")
         self._part.replace_tensors(old, new)
         watch_replaced(replaced)
@@ -122,7 +127,7 @@ class LocalUpkeep:
         if self._part.any_ties:
             self._part.tied.make_equal(transport(device), parallel_state.get_pipeline_control_group())
         replicas = parallel_state.get_data_parallel_group()
-        check_replica_values(self._tree.named_parameters(), self._part.origin, replicas)
+        check_replica_values(listings.named_parameters(self._tree), self._part.origin, replicas)
 
 
 def works_on_meta(function: Callable[[torch.Tensor], Any]) -> bool:
@@ -132,6 +137,17 @@ def works_on_meta(function: Callable[[torch.Tensor], Any]) -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+def _stored_names(tree: nn.Module) -> dict[str, str]:
+    """The name in ``tree``'s state dict of each parameter; a wrapper such as ``CheckpointWrapper`` gives another."""
+    stored: dict[int, deque[str]] = {}
+    for name, value in tree.state_dict(keep_vars=True).items():
+        stored.setdefault(id(value), deque()).append(name)
+    parameters = listings.named_parameters(tree, remove_duplicate=False)
+    return {
+        name: stored[id(parameter)].popleft() if id(parameter) in stored else name for name, parameter in parameters
+    }
 
 
 def _is_on_meta(value: Any) -> bool:

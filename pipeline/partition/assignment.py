@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx, nn
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.checks import asks_for_none
 from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.shared_state import contents
@@ -99,7 +100,7 @@ def parameter_owners(assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners
     A parameter without a node belongs to the stage of the parameter before it. A pooler that this trace leaves out goes
     with the last layer.
     """
-    parameters = dict(root.named_parameters(remove_duplicate=False))
+    parameters = dict(listings.named_parameters(root, remove_duplicate=False))
     owners: Owners = {name: set() for name in parameters}
     by_identity: dict[int, set[int]] = {id(parameter): set() for parameter in parameters.values()}
     users = dict(assigned)
@@ -128,10 +129,10 @@ def buffer_owners(traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn
     stages: dict[int, set[int]] = {}
     for node, stage in assigned.items():
         if node.op == "call_module":
-            for child in root.get_submodule(str(node.target)).modules():
+            for child in listings.modules(root.get_submodule(str(node.target))):
                 stages.setdefault(id(child), set()).add(stage)
     owners: Owners = {}
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in listings.named_modules(root, remove_duplicate=False):
         if id(module) not in stages or not may_change_buffers(module):
             continue
         held = stages[id(module)]
@@ -164,7 +165,7 @@ def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        names += [f"{node.target}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+        names += [f"{node.target}.{name}" for name, _ in listings.named_parameters(module, remove_duplicate=False)]
     return names
 
 
@@ -179,7 +180,7 @@ def is_parameter(node: fx.Node, root: nn.Module) -> bool:
 def _belongs_to_a_stage(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int]) -> bool:
     if is_parameter(node, root) or draws_random_numbers(node, root):
         return True
-    if node.op == "call_module" and any(True for _ in root.get_submodule(str(node.target)).parameters()):
+    if node.op == "call_module" and any(True for _ in listings.parameters(root.get_submodule(str(node.target)))):
         return True
     only_metadata = metadata_arguments(node, root)
     return any(argument in stages and argument not in only_metadata for argument in node.all_input_nodes)

@@ -13,6 +13,7 @@ from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even,
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.in_flight import in_flight
+from nxdpp.tracing import listings
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.trace import TracingOptions, trace_for
 
@@ -81,7 +82,7 @@ def summarise_stages(
 
 
 def _summaries(cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], peaks: Sequence[int]) -> list[StageSummary]:
-    parameters = dict(cut.partition.module.named_parameters(remove_duplicate=False))
+    parameters = dict(listings.named_parameters(cut.partition.module, remove_duplicate=False))
     by_name = {node.name: node for node in cut.traced.graph.nodes}
     found = []
     for plan in cut.plans([cut.loss()]):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.nested import leaves_of
 
@@ -43,7 +44,7 @@ class _Buffers:
         self._module = module
 
     def __call__(self) -> list[tuple[str, torch.Tensor, tuple[int, ...]]]:
-        return [(name, buffer, versions(buffer)) for name, buffer in self._module.named_buffers()]
+        return [(name, buffer, versions(buffer)) for name, buffer in listings.named_buffers(self._module)]
 
 
 def expect_same_buffers(
@@ -91,7 +92,7 @@ class Guard:
 def may_change_arguments(node: fx.Node, root: nn.Module) -> bool:
     """Return whether ``node`` may change its arguments in place. Modules other than torch's may."""
     if node.op == "call_module":
-        modules = list(root.get_submodule(str(node.target)).modules())
+        modules = list(listings.modules(root.get_submodule(str(node.target))))
         plain = all(type(module).__module__.startswith("torch.nn.modules.") for module in modules)
         return not plain or any(getattr(module, "inplace", False) for module in modules)
     if node.op == "call_method":

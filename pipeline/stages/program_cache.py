@@ -15,6 +15,7 @@ from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.pipeline.stages.meta_copy import meta_copy
 from nxdpp.pipeline.stages.program import RankProgram, StageProgram
+from nxdpp.tracing import listings
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
@@ -67,7 +68,7 @@ class ProgramCache:
         self._loss_spec = loss_spec
         self._local_stages = stages
         self._common = [f"{name}: {value}" for name, value in settings.items()]
-        self._common += parameter_lines([*module.named_parameters(), *module.named_buffers()])
+        self._common += parameter_lines([*listings.named_parameters(module), *listings.named_buffers(module)])
         # The key has the shapes of the inputs for variants with a graph that depends on sizes, and ``None`` for others.
         self._graphs: LastUsed[tuple[_Variant, Any], CutGraph] = LastUsed()
         self._with_facts: set[_Variant] = set()

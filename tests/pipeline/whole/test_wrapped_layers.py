@@ -1,0 +1,235 @@
+"""Layers inside a wrapper of torch: ``checkpoint_wrapper``, ``torch.compile``; and classes that override listings."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.nn.utils import parametrizations
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
+from nxdpp.tracing import listings
+from tests.support.in_process import InProcessPipeline
+from tests.support.models import gradient_differences, make, microbatches, padded_batch, train_in_one_process
+from tests.support.plain_models import Base, Block
+from tests.support.run_ranks import run_ranks
+
+Wrap = Callable[[nn.Module], Any]
+compiled: Wrap = functools.partial(torch.compile, backend="eager")
+checkpointed: Wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+WRAPS: dict[str, Wrap] = {"checkpoint": checkpointed, "reentrant": checkpoint_wrapper, "compile": compiled}
+
+
+class Model(Base):
+    """Three blocks, each inside a wrapper."""
+
+    def __init__(self, wrap: Wrap, block: Callable[[], nn.Module] = Block) -> None:
+        torch.manual_seed(0)
+        super().__init__(lambda: wrap(block()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+class Counting(Block):
+    """Counts its forwards."""
+
+    forwards = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        type(self).forwards += 1
+        return super().forward(hidden)
+
+
+class Hidden(Block):
+    """Lists no parameter and no module."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return iter(())
+
+    named_modules = named_parameters
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter that lists what it trains."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base(hidden) + self.up(self.down(hidden))  # type: ignore[no-any-return]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if p.requires_grad)
+
+
+def with_weight_norm() -> Block:
+    block = Block()
+    parametrizations.weight_norm(block.linear)
+    return block
+
+
+def with_adapter() -> Block:
+    block = Block()
+    block.linear = Adapter(block.linear)  # type: ignore[assignment]
+    return block
+
+
+def check_training(model: nn.Module, layer_class: Any, layers: list[str]) -> None:
+    whole = copy.deepcopy(model)
+    batch = {"x": torch.randn(4, 4)}
+    pipeline = InProcessPipeline(model, 2, batch, transformer_layer_cls=layer_class)
+    assert pipeline.partition.layers == layers
+    losses = pipeline.train(batch, 2)
+    for part, loss in zip(microbatches(batch, 2), losses, strict=True):
+        expected = whole(**part)
+        (expected / 2).backward()
+        assert torch.equal(expected, loss)
+    names = {name for name, _ in nn.Module.named_parameters(whole)}
+    assert pipeline.partition.owners.keys() >= names
+    for ours, theirs in zip(listings.parameters(model), listings.parameters(whole), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+LAYERS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize("layer_class", [Block, "Block", "CheckpointWrapper"])
+@pytest.mark.parametrize("wrap", ["checkpoint", "reentrant"])
+def test_checkpoint_wrapper(wrap: str, layer_class: Any) -> None:
+    check_training(Model(WRAPS[wrap]), layer_class, LAYERS)
+
+
+@pytest.mark.parametrize("layer_class", [Block, "OptimizedModule"])
+def test_compiled_layers(layer_class: Any) -> None:
+    check_training(Model(compiled), layer_class, LAYERS)
+
+
+def test_a_compiled_layer_in_a_checkpoint_wrapper() -> None:
+    check_training(Model(lambda block: checkpointed(compiled(block))), Block, LAYERS)
+
+
+@pytest.mark.parametrize("block", [with_weight_norm, with_adapter, Hidden])
+def test_layers_with_other_listings(block: Callable[[], nn.Module]) -> None:
+    check_training(Model(lambda layer: layer, block), Block, LAYERS)
+
+
+def test_a_wrapped_layer_is_still_recomputed() -> None:
+    model = Model(checkpointed, Counting)
+    batch = {"x": torch.randn(4, 4)}
+    pipeline = InProcessPipeline(model, 2, batch, transformer_layer_cls=Counting)
+    Counting.forwards = 0
+    pipeline.train(batch, 2)
+    # Three layers, two microbatches, and each forward again in the backward.
+    assert Counting.forwards == 12
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model = compiled(Model(lambda block: block))
+    with pytest.raises(ValueError, match=r"layers\[i\] = torch.compile"):
+        InProcessPipeline(model, 2, {"x": torch.randn(4, 4)}, transformer_layer_cls=Block)
+    # The remedy of the message.
+    inner = model._orig_mod
+    for i in range(3):
+        inner.blocks[i] = compiled(inner.blocks[i])
+    check_training(inner, Block, LAYERS)
+
+
+def wrapped_llama(name: str) -> Any:
+    model = make("tied_llama")
+    model.config.use_cache = False
+    if name == "checkpoint":
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=checkpointed, check_fn=lambda child: isinstance(child, LlamaDecoderLayer)
+        )
+    else:
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = compiled(layer)
+    return model
+
+
+def train_and_save(rank: int, name: str, folder: Path) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = wrapped_llama(name)
+    whole = copy.deepcopy(model)
+    pipelined = NxDPPModel(model, num_microbatches=2)
+    pipelined.move_model_to_device()
+    batch = padded_batch(4)
+    pipelined.run_train(**batch)
+    train_in_one_process(whole, batch, 2)
+    differences = gradient_differences(pipelined, whole)
+    names = [name for name, _ in pipelined.named_parameters()]
+    state = list(pipelined.local_state_dict())
+
+    # A state dict of one process.
+    own = {name: torch.full_like(value, 0.5) for name, value in whole.state_dict().items() if name in state}
+    pipelined.load_state_dict(own)
+    assert all(bool((parameter == 0.5).all()) for parameter in pipelined.parameters())
+    first = next(pipelined.parameters())
+    first.mark = "kept"  # type: ignore[attr-defined]
+    other = {name: torch.full_like(value, 0.25) for name, value in own.items()}
+    pipelined.load_state_dict(other, assign=True)
+    assert all(bool((parameter == 0.25).all()) for parameter in pipelined.parameters())
+    assert next(pipelined.parameters()).mark == "kept"  # type: ignore[attr-defined]
+
+    load_pretrained(pipelined, folder / "one process")
+    expected = torch.load(folder / "values.pt")
+    plain = {name.replace("_orig_mod.", ""): value for name, value in pipelined.local_state_dict().items()}
+    assert all(torch.equal(value, expected[name]) for name, value in plain.items())
+    save_pretrained(pipelined, folder / "pipeline")
+    return {"names": names, "state": state, "differences": differences}
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "compile"])
+def test_a_llama_with_wrapped_layers(name: str, tmp_path: Path) -> None:
+    plain = make("tied_llama")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1)
+    plain.save_pretrained(tmp_path / "one process")
+    torch.save(plain.state_dict(), tmp_path / "values.pt")
+
+    ranks = run_ranks(2, train_and_save, name, tmp_path)
+
+    model = wrapped_llama(name)
+    tied = {"model.embed_tokens.weight", "lm_head.weight"}
+    names = {each for rank in ranks for each in rank["names"]} - tied
+    assert names == {each for each, _ in model.named_parameters()} - tied
+    assert {each for rank in ranks for each in rank["state"]} == set(model.state_dict())
+    for rank in ranks:
+        assert len(rank["names"]) > 9
+        assert rank["differences"].keys() <= tied
+    loaded = type(plain).from_pretrained(tmp_path / "pipeline")
+    for each, value in loaded.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[each])
+
+
+class Filtered(Model):
+    """Lists the parameters of its blocks alone."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return (item for item in super().named_parameters(*args, **kwargs) if "blocks" in item[0])
+
+
+def wrap_filtered(rank: int) -> list[str]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(Filtered(lambda block: block), transformer_layer_cls=Block, input_names=["x"])
+    return [name for name, _ in wrapped.named_parameters()]
+
+
+def test_a_model_that_filters_its_parameters() -> None:
+    names = [name for rank in run_ranks(2, wrap_filtered) for name in rank]
+    assert sorted(names) == sorted(name for name, _ in Model(lambda block: block).named_parameters())

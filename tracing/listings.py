@@ -1,0 +1,78 @@
+"""Modules, parameters and buffers of a module, from the registries of ``nn.Module``.
+
+A class may override ``named_parameters``: ``CheckpointWrapper`` gives names that no module has. Its registries have
+the true ones.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+# The attribute at which a class of torch holds the module that it runs.
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """All modules in ``module`` with their qualified names, itself first, as ``nn.Module.named_modules`` gives them."""
+    seen: set[nn.Module] = set()
+    pending = [("", module)]
+    while pending:
+        name, child = pending.pop()
+        if remove_duplicate:
+            if child in seen:
+                continue
+            seen.add(child)
+        yield name, child
+        below = [(key, part) for key, part in child._modules.items() if part is not None]
+        pending += [(f"{name}.{key}" if name else key, part) for key, part in reversed(below)]
+
+
+def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters in ``module`` with their qualified names."""
+    seen: set[nn.Parameter] = set()
+    for name, child in named_modules(module, remove_duplicate):
+        for key, parameter in child._parameters.items():
+            if parameter is not None and parameter not in seen:
+                if remove_duplicate:
+                    seen.add(parameter)
+                yield f"{name}.{key}" if name else key, parameter
+
+
+def named_buffers(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """All buffers in ``module`` with their qualified names."""
+    seen: set[torch.Tensor] = set()
+    for name, child in named_modules(module, remove_duplicate):
+        for key, buffer in child._buffers.items():
+            if buffer is not None and buffer not in seen:
+                if remove_duplicate:
+                    seen.add(buffer)
+                yield f"{name}.{key}" if name else key, buffer
+
+
+def modules(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules in ``module``, itself first."""
+    return (child for _, child in named_modules(module))
+
+
+def parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters in ``module``."""
+    return (parameter for _, parameter in named_parameters(module))
+
+
+def buffers(module: nn.Module) -> Iterator[torch.Tensor]:
+    """All buffers in ``module``."""
+    return (buffer for _, buffer in named_buffers(module))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that ``module`` runs if it is one of torch's wrappers; otherwise ``module``.
+
+    The wrappers are those of ``checkpoint_wrapper`` and of ``torch.compile``.
+    """
+    while type(module).__module__.startswith("torch."):
+        inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
+        if inner is None:
+            break
+        module = inner
+    return module
