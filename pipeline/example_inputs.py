@@ -1,6 +1,7 @@
 """Example inputs for the trace at construction, before a step gives real ones."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -9,8 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, shapes_of
+from nxdpp.tracing.transformers_models import transformers_models
 
-# Inputs of these names have a known spec; other inputs of a transformer are tokens.
+# Inputs of these names have a known spec. Other inputs of a transformers model are tokens.
 _SPECS = {
     "inputs_embeds": InputSpec(3, torch.float32),
     "input_features": InputSpec(3, torch.float32),
@@ -19,6 +21,8 @@ _SPECS = {
 }
 _TOKENS = InputSpec(2, torch.int64)
 _UNKNOWN = InputSpec(None, None)
+# The names of tokens among the inputs of a module around a transformers model.
+_TOKEN_NAMES = re.compile(r"(.*_)?(ids|input_ids|labels|mask)")
 
 _ROWS = 2
 # Divisible by the block and chunk sizes of most models.
@@ -34,25 +38,41 @@ def example_specs(
     """Return the specs of the inputs of the first trace, which decides the stage of each parameter.
 
     The inputs are those of ``batch``, or ``input_names``. By default a Hugging Face model has its main input and its
-    labels. Any other module has the inputs of its ``forward`` without a default.
+    labels. Any other module has the inputs of its ``forward`` without a default. A module around Hugging Face models
+    has these, and those of the first model that its ``forward`` names or passes on.
     """
     if batch is not None:
         return {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
-    hugging_face = isinstance(module, PreTrainedModel)
+    models = transformers_models(module)
+    names = _input_names(module, models) if input_names is None else list(input_names)
+    if isinstance(module, PreTrainedModel):
+        return {name: _SPECS.get(name, _TOKENS) for name in names}
+    return {name: _spec_of_known(name) if models else _UNKNOWN for name in names}
+
+
+def _input_names(module: nn.Module, models: Mapping[str, PreTrainedModel]) -> list[str]:
     parameters = inspect.signature(module.forward).parameters
-    if input_names is not None:
-        names = list(input_names)
-    elif hugging_face:
-        names = [name for name in (str(module.main_input_name), "labels") if name in parameters]
-    else:
-        names = [
-            parameter.name
-            for parameter in parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        ]
-    unnamed = _TOKENS if hugging_face else _UNKNOWN
-    return {name: _SPECS.get(name, unnamed) if hugging_face else unnamed for name in names}
+    if isinstance(module, PreTrainedModel):
+        return [name for name in _main_inputs(module) if name in parameters]
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variable]
+    if not models:
+        return required
+    model = next(iter(models.values()))
+    main = _main_inputs(model)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        passed_on = inspect.signature(model.forward).parameters
+        # A required input, such as a batch of another form, takes the place of the main input.
+        return [*required, *(name for name in main if name not in required and name in {*parameters, *passed_on})]
+    return [*required, *(name for name in main if name in parameters and name not in required)]
+
+
+def _main_inputs(model: PreTrainedModel) -> tuple[str, str]:
+    return str(model.main_input_name), "labels"
+
+
+def _spec_of_known(name: str) -> InputSpec:
+    return _SPECS.get(name) or (_TOKENS if _TOKEN_NAMES.fullmatch(name) else _UNKNOWN)
 
 
 def example_shapes(
@@ -72,7 +92,8 @@ def example_shapes(
 
 
 def _sizes(module: nn.Module, name: str, dimensions: int) -> list[int]:
-    configs = list(_configurations(getattr(module, "config", None)))
+    models = [module, *transformers_models(module).values()]
+    configs = [config for model in models for config in _configurations(getattr(model, "config", None))]
     if name == "pixel_values" and dimensions == 4:
         side = _first(configs, ("image_size",), _IMAGE)
         return [_ROWS, _first(configs, ("num_channels", "in_channels"), _CHANNELS), side, side]

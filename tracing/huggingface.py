@@ -1,10 +1,13 @@
-"""Changes to a Hugging Face model while its spine is traced, undone afterwards.
+"""Changes to Hugging Face models while the spine above their layers is traced, undone afterwards.
+
+The model is the root, or is inside it: under an adapter, a head, a loss.
 
 =====================================  ===============================================================
 in the model                           while it is traced
 =====================================  ===============================================================
 the configuration of a spine module    a copy with ``use_cache=False`` and ``return_dict=True``
-functions beside the spine's classes   one node each for calls with a traced value (masks, balancing losses)
+functions beside the models' classes   one node each for calls with a traced value (masks, balancing losses)
+functions of transformers elsewhere    the same, where the code above a model calls them
 ``create_masks_for_generate``          traced through: one node for each mask of its dictionary
 ``loss_function``                      one node
 ``device``                             the device of the first input (a freed module would give "meta")
@@ -16,21 +19,24 @@ functions beside the spine's classes   one node each for calls with a traced val
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.checks import traced_isinstance
 from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.swap import StableSet, sources, swapped
+from nxdpp.tracing.transformers_models import transformers_models
 
 _CAPTURES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -42,26 +48,61 @@ _FRAMEWORKS = re.compile(r"(torch|builtins|abc|typing|transformers(?!\.models\.)
 
 
 class HuggingFaceTracer(SpineTracer):
-    """The spine tracer for ``transformers.PreTrainedModel``, on transformers 5."""
+    """The spine tracer for a ``transformers.PreTrainedModel``, or a module with some inside, on transformers 5."""
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
         """Record constructors and functions, and change the model's spine for tracing."""
-        assert isinstance(model, PreTrainedModel)
-        device = model.device if first_input is None else first_input.device
-        with super().surroundings(model, first_input), _traceable(self.spine_modules(model), device):
+        models = transformers_models(model, self._spine)
+        device = next(iter(models.values())).device if first_input is None else first_input.device
+        self._inner = {inner: _returns_tuples(inner) for inner in models.values() if inner is not model}
+        with super().surroundings(model, first_input), _traceable(self.spine_modules(model), models, device):
             yield
 
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a module. The code around a transformers model gets no cache from it, and no captured outputs.
 
-def refuse_untraceable(model: PreTrainedModel, constants: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for options with which a trace would give wrong numbers."""
-    for flag in (*_CAPTURES, "use_cache"):
-        if constants.get(flag):
-            raise ValueError(
-                f"{flag}={constants[flag]!r}: values that layers collect beside their output do not cross pipeline "
-                f"stages. Leave {flag} out."
-            )
-    for name, config in _configurations(model).items():
+        Raises ``ValueError`` where that code asks for outputs that layers collect.
+        """
+        returns_tuples = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
+        if returns_tuples is None:
+            return super().call_module(m, forward, args, kwargs)
+        _refuse_captures(kwargs, f" for {type(m).__name__}")
+        if kwargs.get("use_cache"):
+            kwargs = {**kwargs, "use_cache": False}
+        output = super().call_module(m, forward, args, kwargs)
+        if returns_tuples and kwargs.get("return_dict") is None and isinstance(output, ModelOutput):
+            return output.to_tuple()
+        return output
+
+
+def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for options with which a trace would give wrong numbers.
+
+    Reads the configurations of the transformers models among the modules named ``spine``.
+    """
+    _refuse_captures(constants)
+    if constants.get("use_cache"):
+        raise ValueError(_refusal("use_cache", constants["use_cache"]))
+    for name, inner in transformers_models(model, spine).items():
+        _refuse_configured(inner, f"{name}." if name else "")
+
+
+def _refuse_captures(arguments: Mapping[str, Any], where: str = "") -> None:
+    for flag in _CAPTURES:
+        if arguments.get(flag):
+            raise ValueError(_refusal(flag, arguments[flag], where))
+
+
+def _refusal(flag: str, value: Any, where: str = "") -> str:
+    return (
+        f"{flag}={value!r}{where}: values that layers collect beside their output do not cross pipeline stages. Leave "
+        f"{flag} out."
+    )
+
+
+def _refuse_configured(model: PreTrainedModel, prefix: str) -> None:
+    for name, config in _configurations(model, prefix).items():
         for flag in _CAPTURES:
             if getattr(config, flag, False):
                 raise ValueError(
@@ -83,22 +124,22 @@ def refuse_packed_positions(model: nn.Module, inputs: Mapping[str, Any]) -> None
     ``use_cache=True`` has one.
     """
     positions = inputs.get("position_ids")
-    if not isinstance(model, PreTrainedModel) or inputs.get("attention_mask") is not None:
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or inputs.get("attention_mask") is not None:
         return
-    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
-        return
-    caching = [name for name, config in _configurations(model).items() if _makes_cache(config)]
+    configurations = [_configurations(inner, f"{n}." if n else "") for n, inner in transformers_models(model).items()]
+    caching = [name for parts in configurations for name, config in parts.items() if _makes_cache(config)]
     # transformers reads these values too, for each microbatch.
     if caching and bool((positions.diff(dim=-1) != 1).any()):
         raise ValueError(
             f"position_ids have several sequences in a row, and {caching[0]}.use_cache is on: without a pipeline the "
             f"model would make a cache, and let these sequences attend to each other; a pipeline has no cache, and "
-            f"keeps them apart. Set model.config.use_cache=False, with which both keep them apart, or give a mask."
+            f"keeps them apart. Set use_cache=False in {caching[0]} of the model, with which both keep them apart, or "
+            f"give a mask."
         )
 
 
 @contextmanager
-def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
+def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], device: Any) -> Iterator[None]:
     copies: dict[int, PreTrainedConfig] = {}
     with ExitStack() as stack:
         for module in spine:
@@ -109,15 +150,29 @@ def _traceable(spine: list[nn.Module], device: Any) -> Iterator[None]:
                 stack.enter_context(swapped(vars(module), {"gradient_checkpointing": False}))
             if hasattr(module, _SLICE):
                 stack.enter_context(swapped(vars(module), {_SLICE: _unless_whole(getattr(module, _SLICE))}))
+        inside = {part for model in models.values() for part in model.modules()}
+        own = sources([module for module in spine if module in inside], _FRAMEWORKS)
         for source in sources(spine, _FRAMEWORKS):
-            functions = {n: recorded(f) for n, f in vars(source).items() if _is_own(f)}
+            functions = {
+                n: recorded(f) for n, f in vars(source).items() if _is_function(f) and (source in own or _is_theirs(f))
+            }
             stack.enter_context(swapped(vars(source), functions))
-        pick_loss = vars(PreTrainedModel)["loss_function"].fget
         stack.enter_context(recorded_masks())
-        loss_function = property(lambda model: recorded(pick_loss(model)))
-        stack.enter_context(patch.object(PreTrainedModel, "loss_function", loss_function))
-        stack.enter_context(patch.object(PreTrainedModel, "device", PropertyMock(return_value=device)))
+        for name, read in (("loss_function", _recorded_loss), ("device", lambda pick, model: device)):
+            stack.enter_context(patch.object(PreTrainedModel, name, _while_traced(name, read)))
         yield
+
+
+def _while_traced(name: str, read: Callable[[Callable[[Any], Any], Any], Any]) -> property:
+    """The property ``name`` of ``PreTrainedModel``, read by ``read(getter, model)`` in this thread."""
+    pick = getattr(PreTrainedModel, name).fget
+    thread = threading.get_ident()
+    # A model that runs on fake tensors, in another thread, needs its own device.
+    return property(lambda model: read(pick, model) if threading.get_ident() == thread else pick(model))
+
+
+def _recorded_loss(pick: Callable[[Any], Any], model: Any) -> Any:
+    return recorded(pick(model))
 
 
 def _training_copy(config: PreTrainedConfig, copies: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
@@ -170,9 +225,14 @@ def _recorded(functions: Any) -> Any:
     return recorded(functions)
 
 
-def _configurations(model: PreTrainedModel) -> dict[str, PreTrainedConfig]:
-    parts = {f"config.{n}": part for n, part in vars(model.config).items() if isinstance(part, PreTrainedConfig)}
-    return {"config": model.config, **parts}
+def _configurations(model: PreTrainedModel, prefix: str) -> dict[str, PreTrainedConfig]:
+    own = f"{prefix}config"
+    parts = {f"{own}.{n}": part for n, part in vars(model.config).items() if isinstance(part, PreTrainedConfig)}
+    return {own: model.config, **parts}
+
+
+def _returns_tuples(model: PreTrainedModel) -> bool:
+    return not getattr(model.config, "return_dict", True)
 
 
 def _makes_cache(config: PreTrainedConfig) -> bool:
@@ -181,6 +241,10 @@ def _makes_cache(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "use_cache", False) and decodes)
 
 
-def _is_own(value: Any) -> bool:
+def _is_function(value: Any) -> bool:
     traced_through = (traced_isinstance, masking_utils.create_masks_for_generate)
     return isinstance(value, FunctionType) and value not in traced_through
+
+
+def _is_theirs(function: Any) -> bool:
+    return str(function.__module__).startswith("transformers.")

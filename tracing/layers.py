@@ -1,4 +1,4 @@
-"""The transformer layers of a model."""
+"""The transformer layers of a model: given, declared, or the longest run of equal modules."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,19 +8,22 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.layer_runs import longest_run
+from nxdpp.tracing.transformers_models import transformers_models
 
 
 def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
     """The classes of ``module``'s transformer layers.
 
-    ``transformer_layer_cls`` is a class or a class name, or a list of them. Without it, a Hugging Face model gives its
-    ``_no_split_modules``, otherwise its ``GradientCheckpointingLayer`` classes. Both count only if their instances are
-    in a list of modules. An embedding that must not be split is not a layer.
+    ``transformer_layer_cls`` is a class or a class name, or a list of them. Without it, ``module`` and the Hugging Face
+    models in it give their ``_no_split_modules``, otherwise their ``GradientCheckpointingLayer`` classes. Both count
+    only if their instances are in a list of modules. An embedding that must not be split is not a layer. Where nothing
+    is declared, the longest run of equal modules in a list is taken, and a warning names it.
 
-    Raises ``ValueError`` if there is no layer.
+    Raises ``ValueError`` if there is no layer, and for two runs of one length.
     """
     if transformer_layer_cls is None:
-        return _declared_layer_classes(module)
+        return _declared_layer_classes(module) or (longest_run(module, _names(_listed_classes(module))),)
     wanted = transformer_layer_cls if isinstance(transformer_layer_cls, list | tuple) else [transformer_layer_cls]
     classes = resolve_classes(module, wanted, "transformer_layer_cls")
     if not any(is_instance(child, classes) for child in listings.modules(module)):
@@ -70,18 +73,19 @@ def is_instance(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool
 
 
 def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    classes = dict.fromkeys(_declared_by(module))
+    for model in transformers_models(module).values():
+        classes |= dict.fromkeys(_declared_by(model))
+    return tuple(classes)
+
+
+def _declared_by(module: nn.Module) -> list[type[nn.Module]]:
     listed = _listed_classes(module)
     declared = set(getattr(module, "_no_split_modules", None) or ())
     classes = [cls for cls in listed if cls.__name__ in declared]
     if not classes and isinstance(module, PreTrainedModel):
         classes = [cls for cls in listed if issubclass(cls, GradientCheckpointingLayer)]
-    if not classes:
-        raise ValueError(
-            f"{type(module).__name__} does not declare its transformer layers (_no_split_modules="
-            f"{sorted(declared) or None}, and no GradientCheckpointingLayer in a list of modules). Pass "
-            f"transformer_layer_cls; lists of modules in it hold: {_names(listed) or 'nothing'}."
-        )
-    return tuple(classes)
+    return classes
 
 
 def _listed_classes(module: nn.Module) -> list[type[nn.Module]]:

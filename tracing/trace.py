@@ -34,6 +34,7 @@ from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modu
 from nxdpp.tracing.nested import flatten
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import SpineTracer, spine_names
+from nxdpp.tracing.transformers_models import transformers_models
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,11 @@ class _Entry(nn.Module):
                 stack.enter_context(refused_random_tensors())
                 stack.enter_context(unchanged_modules(list(listings.modules(module))))
             output = module(**proxies, **self._constants)
-        if isinstance(output, ModelOutput) and not getattr(module.config, "return_dict", True):
+        if (
+            isinstance(output, ModelOutput)
+            and isinstance(module, PreTrainedModel)
+            and not getattr(module.config, "return_dict", True)
+        ):
             output = output.to_tuple()
         values, self.output_spec = flatten(output)
         return values
@@ -164,8 +169,8 @@ def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: Traci
     chosen = options.tracer_cls
     if chosen is None or chosen == "hf":
         spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
-        if isinstance(module, PreTrainedModel):
-            refuse_untraceable(module, constants)
+        if transformers_models(module, spine):
+            refuse_untraceable(module, spine, constants)
             return HuggingFaceTracer(spine, shapes, **wraps)
         return SpineTracer(spine, shapes, **wraps)
     base = fx.Tracer if chosen == "torch" else chosen

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageCl
 
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.tracing.input_specs import InputSpec
+from tests.support import wrapped_models as models
 from tests.support.traced_models import PlainModel, make_model
 
 TOKENS = InputSpec(2, torch.int64)
@@ -31,6 +32,14 @@ def test_images_have_the_size_of_the_configuration() -> None:
     )  # fmt: skip
     model = ViTForImageClassification(config)
     assert example_shapes(model, example_specs(model, None))["pixel_values"] == ((2, 1, 32, 32), torch.float32)
+
+
+def test_inputs_of_a_module_around_models_have_the_sizes_of_their_configurations() -> None:
+    model = models.TwoTowers()
+    shapes = example_shapes(model, example_specs(model, None))
+    assert shapes["pixel_values"] == ((2, 3, models.IMAGE, models.IMAGE), torch.float32)
+    around = models.PassesOn(models.LightningLike(models.llama(max_position_embeddings=32)))
+    assert example_shapes(around, example_specs(around, None))["labels"] == ((2, 16), torch.int64)
 
 
 def test_sounds_have_the_length_of_the_encoder() -> None:
@@ -67,6 +76,15 @@ class TakesMore(PlainModel):
             lambda: make_model("llama", layers=2),
             ["inputs_embeds", "attention_mask"],
             {"inputs_embeds": InputSpec(3, torch.float32), "attention_mask": TOKENS},
+        ),
+        (models.RewardHead, None, {"input_ids": TOKENS, "attention_mask": TOKENS}),
+        (models.ValueHead, None, {"input_ids": TOKENS, "labels": TOKENS}),
+        (models.TwoTowers, None, {"input_ids": TOKENS, "pixel_values": InputSpec(4, torch.float32)}),
+        (models.PassesOn, None, {"input_ids": TOKENS, "labels": TOKENS}),
+        (
+            models.PassesOn,
+            ["rejected_input_ids", "rejected_mask", "weights"],
+            {"rejected_input_ids": TOKENS, "rejected_mask": TOKENS, "weights": InputSpec(None, None)},
         ),
         (PlainModel, None, {"x": InputSpec(None, None)}),
         (TakesMore, None, {"x": InputSpec(None, None)}),

@@ -16,6 +16,7 @@ from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.huggingface import recorded_masks, refuse_packed_positions
 from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
 from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
+from tests.support.wrapped_models import PassesOn
 
 LAYER_PREFIX = {
     "llama": "model.layers",
@@ -209,6 +210,46 @@ def test_collected_outputs_are_refused_as_inputs(flag: str) -> None:
         trace_with(make_model("mixtral", layers=2), {**make_inputs("mixtral"), flag: True})
 
 
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions", "output_router_logits"])
+def test_collected_outputs_are_refused_for_a_model_inside_a_module(flag: str) -> None:
+    model = PassesOn(make_model("llama", layers=2))
+    model.module.set_attn_implementation("eager")
+    inputs = make_inputs("llama")
+
+    class Asks(PassesOn):
+        def forward(self, **inputs: Any) -> Any:
+            return self.module(**inputs, **{flag: True})
+
+    with pytest.raises(TracingError, match=rf"{flag}=True for LlamaForCausalLM.*Leave {flag} out"):
+        trace_with(Asks(model.module), inputs)
+    with pytest.raises(ValueError, match=rf"^{flag}=True: values that layers collect"):
+        trace_with(model, {**inputs, flag: True})
+    setattr(model.module.config, flag, True)
+    with pytest.raises(ValueError, match=rf"module\.config\.{flag} is on"):
+        trace_with(model, inputs)
+
+
+def test_layers_dropped_at_random_are_refused_for_a_model_inside_a_module() -> None:
+    model = PassesOn(make_model("llama", layers=2))
+    model.module.config.layerdrop = 0.1
+
+    with pytest.raises(ValueError, match=r"module\.config\.layerdrop=0\.1"):
+        trace_with(model, make_inputs("llama"))
+
+
+def test_nothing_of_a_model_inside_a_module_is_changed_by_a_trace() -> None:
+    inner = make_model("mixtral", layers=2)
+    inner.config.use_cache = True
+    model = PassesOn(PassesOn(inner))
+    inputs = make_inputs("mixtral")
+
+    with _unchanged(inner):
+        traced = trace_with(model, inputs)
+
+    assert traced.layers == ("module.module.model.layers.0", "module.module.model.layers.1")
+    assert torch.equal(run_graph(model, traced, inputs).logits, inner(**inputs).logits)
+
+
 @pytest.mark.parametrize("rate", ["layerdrop", "encoder_layerdrop"])
 def test_layers_dropped_at_random_are_refused(rate: str) -> None:
     model = make_model("llama", layers=2)
@@ -245,6 +286,17 @@ def test_packed_positions_need_a_model_without_a_cache(
         refuse_packed_positions(model, inputs)
     model.config.use_cache = False
     refuse_packed_positions(model, inputs)
+
+
+def test_packed_positions_of_a_model_inside_a_module() -> None:
+    model = PassesOn(make_model("llama"))
+    model.module.config.use_cache = True
+
+    with pytest.raises(ValueError, match=r"module\.config\.use_cache is on.*Set use_cache=False in module\.config"):
+        refuse_packed_positions(model, {"position_ids": PACKED})
+
+    model.module.config.use_cache = False
+    refuse_packed_positions(model, {"position_ids": PACKED})
 
 
 def masks_of(config: PreTrainedConfig, embeds: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import transformers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -76,9 +77,82 @@ def test_only_the_outermost_layers_count() -> None:
     assert layer_names(model, (PlainLayer,))[:3] == ["blocks.0.0", "blocks.0.1.0", "blocks.1.0"]
 
 
-def test_a_plain_model_needs_transformer_layer_cls() -> None:
-    with pytest.raises(ValueError, match=r"PlainModel does not declare.*Pass transformer_layer_cls.*PlainLayer"):
-        find_layer_classes(PlainModel(), None)
+def test_a_model_inside_a_module_declares_its_layers() -> None:
+    module = nn.ModuleDict({"heads": nn.ModuleList(PlainLayer() for _ in range(9))})
+    module["inner"] = nn.ModuleDict({"llama": make_model("llama", layers=2), "bert": make_model("bert", layers=2)})
+
+    assert [cls.__name__ for cls in find_layer_classes(module, None)] == ["LlamaDecoderLayer", "BertLayer"]
+
+
+class Expert(PlainLayer):
+    """One of several in a layer."""
+
+
+class Mixture(nn.Module):
+    """A layer with more experts than the model has layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(8))
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (PlainModel(), PlainLayer),
+        (nn.ModuleDict({"h": nn.ModuleList(Mixture() for _ in range(3))}), Mixture),
+        (nn.Sequential(nn.Linear(4, 4), *(PlainLayer() for _ in range(3)), nn.Linear(4, 4)), PlainLayer),
+        (nn.ModuleList([*(nn.Linear(4, 4) for _ in range(6)), PlainLayer(), PlainLayer()]), PlainLayer),
+        (nn.ModuleList(nn.ModuleList(PlainLayer() for _ in range(2)) for _ in range(2)), PlainLayer),
+        (nn.ModuleList(checkpoint_wrapper(PlainLayer()) for _ in range(2)), PlainLayer),
+        # Four lists of two, as in a residual network, are longer than one of three.
+        (
+            nn.ModuleDict(
+                {
+                    **{str(i): nn.Sequential(PlainLayer(), PlainLayer()) for i in range(4)},
+                    "other": nn.ModuleList(Expert() for _ in range(3)),
+                }
+            ),
+            PlainLayer,
+        ),
+    ],
+)
+def test_the_longest_run_of_equal_modules_is_taken_and_said(
+    module: nn.Module, expected: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_layer_classes(module, None) == (expected,)
+
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{expected.__name__} in " in record.message
+    assert "pass transformer_layer_cls for other layers" in record.message
+
+
+def test_the_warning_names_the_lists(caplog: pytest.LogCaptureFixture) -> None:
+    find_layer_classes(PlainModel(), None)
+    assert (
+        "PlainModel declares no transformer layers: its longest run of equal modules is taken, 4 PlainLayer in layers;"
+        in caplog.text
+    )
+
+
+def test_runs_of_equal_length_are_refused_with_their_names() -> None:
+    module = nn.ModuleDict({name: nn.ModuleList(cls() for _ in range(3)) for name, cls in RUNS.items()})
+
+    with pytest.raises(ValueError, match=r"several.*longest: 3 PlainLayer in a; 3 Expert in b\. Pass"):
+        find_layer_classes(module, None)
+
+    assert find_layer_classes(module, [Expert, PlainLayer]) == (Expert, PlainLayer)
+
+
+RUNS = {"a": PlainLayer, "b": Expert}
+
+
+@pytest.mark.parametrize("module", [PlainLayer(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential()])
+def test_a_module_without_a_run_needs_transformer_layer_cls(module: nn.Module) -> None:
+    listed = "Linear" if len(list(module.children())) == 2 else "nothing"
+    with pytest.raises(ValueError, match=rf"no list of equal modules.*Pass transformer_layer_cls.*hold: {listed}\."):
+        find_layer_classes(module, None)
 
 
 def test_checkpointing_layers_if_no_listed_class_is_declared() -> None:
@@ -89,22 +163,14 @@ def test_checkpointing_layers_if_no_listed_class_is_declared() -> None:
         assert [cls.__name__ for cls in find_layer_classes(model, None)] == ["LlamaDecoderLayer"]
 
 
-def test_declared_layers_that_stand_in_no_list() -> None:
+def test_declared_layers_that_are_in_no_list_do_not_count() -> None:
     config = transformers.MPNetConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
     model = transformers.MPNetForMaskedLM(config)
     model._no_split_modules = ["MPNetEmbeddings"]
 
-    with pytest.raises(ValueError, match=r"_no_split_modules=\['MPNetEmbeddings'\].*hold: MPNetLayer\."):
-        find_layer_classes(model, None)
-
-
-def test_the_message_for_a_list_of_lists_names_the_inner_classes() -> None:
-    module = nn.ModuleList(nn.ModuleList(PlainLayer() for _ in range(2)) for _ in range(2))
-
-    with pytest.raises(ValueError, match=r"hold: PlainLayer\."):
-        find_layer_classes(module, None)
+    assert [cls.__name__ for cls in find_layer_classes(model, None)] == ["MPNetLayer"]
 
 
 def test_a_declared_embedding_is_no_layer() -> None:
