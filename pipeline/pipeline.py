@@ -172,10 +172,10 @@ class Pipeline:
         """
         parallel_state.refuse_in_debug("an evaluation")
         microbatches = self._microbatches(inputs)
-        cut = self._programs.cut_graph(microbatches[0], self.original_module.training)
-        ends_with = self._programs.evaluation_ends_with(cut)
-        program = self._programs.program(cut, ends_with)
         with torch.no_grad():
+            cut = self._programs.cut_graph(microbatches[0], self.original_module.training)
+            ends_with = self._programs.evaluation_ends_with(cut)
+            program = self._programs.program(cut, ends_with)
             results = self._steps.run(program, microbatches, self.device, train=False, origin=self.part.origin)
         if ends_with == "loss":
             return Evaluation([result[0] for result in results if result])

@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -16,14 +16,13 @@ from torch import fx, nn
 from nxdpp.tracing import listings
 from nxdpp.tracing.calls import has_proxy
 from nxdpp.tracing.checks import traced_is_tensor
-from nxdpp.tracing.swap import sources, swapped
+from nxdpp.tracing.swap import sources, swapped, swapped_in_this_thread
 
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",
     "triu_indices", "zeros",
 )  # fmt: skip
 _RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
-_MODES = ("autocast", "enable_grad", "inference_mode", "no_grad", "set_grad_enabled")
 _TYPE_LIMITS = ("finfo", "iinfo")
 _DRAWN_ONCE = "be drawn once for all steps"
 
@@ -32,44 +31,22 @@ _DRAWN_ONCE = "be drawn once for all steps"
 def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     """Record every new tensor as a node, so that each stage that needs it makes it.
 
-    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once. Raises it for modes
-    too, which would apply to the trace only.
+    Raises ``RuntimeError`` for random tensors outside the layers, which the trace would draw once.
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
     replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _TYPE_LIMITS}
     replacements["is_tensor"] = traced_is_tensor
-    with _in_torch(replacements), refused_modes():
-        yield
-
-
-@contextmanager
-def refused_modes() -> Iterator[None]:
-    """Refuse ``no_grad``, autocast and similar modes, which would apply to the trace only."""
-    with _in_torch({name: _refusal(name, "have no effect") for name in _MODES}):
+    with swapped_in_this_thread(vars(torch), replacements):
         yield
 
 
 @contextmanager
 def refused_random_tensors() -> Iterator[None]:
     """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
-    with _in_torch({name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}):
+    replacements = {name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}
+    with swapped_in_this_thread(vars(torch), replacements):
         yield
-
-
-def _in_torch(replacements: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
-    return swapped(vars(torch), {n: _in_this_thread(new, getattr(torch, n)) for n, new in replacements.items()})
-
-
-def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    # The thread of a data loader makes tensors at the same time.
-    tracing_thread = threading.get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        here = threading.get_ident() == tracing_thread
-        return (replacement if here else original)(*args, **kwargs)
-
-    return call
 
 
 def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:

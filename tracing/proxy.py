@@ -11,6 +11,7 @@ from torch import fx
 
 from nxdpp.tracing.checks import mask_with_items, value_or_none
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
+from nxdpp.tracing.modes import applied, current_modes
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
 
 
@@ -68,7 +69,26 @@ class RecordingProxy(_SizedProxy):
 
 
 class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
-    """An attribute or a method of a traced value. A known shape can be unpacked."""
+    """An attribute or a method of a traced value. A known shape can be unpacked.
+
+    Its node is made at its first use, in the modes of torch in which the code asked for the attribute.
+    """
+
+    def __init__(self, root: fx.Proxy, attr: str) -> None:
+        super().__init__(root, attr)
+        self._modes = current_modes()
+
+    @property
+    def node(self) -> fx.Node:
+        """The node of the attribute."""
+        if self._node is None:
+            with applied(self._modes):
+                self._node = super().node
+        return self._node
+
+    @node.setter
+    def node(self, node: fx.Node) -> None:
+        self._node = node
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record a method call, unless the spec has its answer."""

@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.input_specs import COMPARISONS
+from nxdpp.tracing.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.swap import swapped
 
 # Fake tensors log the errors that end here as UnknownSizeError.
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # Guesses in one run of the nodes that lead to an answer.
 _MOST_GUESSES = 100
+_OF_FAKES = frozenset({"autocast cpu", "autocast cache"})
 # Names of inputs with their shapes and dtypes.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -104,18 +106,20 @@ class Sizes:
         root: the module that the nodes' targets are names in; its parameters may be on the meta device.
         shapes: shapes and dtypes of the graph's inputs; other inputs have unknown shapes.
         guess: the elements of tensors, where an answer depends on them. By default such an answer is unknown.
+        modes: the modes of torch around the model. By default those of this thread.
     """
 
-    def __init__(self, root: nn.Module, shapes: Shapes, guess: bool | None = None) -> None:
+    def __init__(self, root: nn.Module, shapes: Shapes, guess: bool | None = None, modes: Modes | None = None) -> None:
         self._root = root
         self._shapes = shapes
         self._mode = FakeTensorMode(allow_non_fake_inputs=True) if guess is None else _Guessing(guess)
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
+        self._modes = modes or current_modes()
 
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value of node)``. Raises ``UnknownSizeError`` if that depends on more than sizes."""
-        # The tracer does not record in another thread, and modes of the caller do not apply there.
+        # The tracer does not record in another thread.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._read, node, read).result()
 
@@ -128,10 +132,11 @@ class Sizes:
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         try:
-            with swapped(vars(_LOG), {"disabled": True}), self._mode, torch.no_grad():
+            with swapped(vars(_LOG), {"disabled": True}), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
                     if needed not in self._values:
-                        self._values[needed] = self._value(needed)
+                        with applied(modes_of(needed)):
+                            self._values[needed] = self._value(needed)
                 return read(self._values[node])
         except Exception as error:
             told = str(error) if isinstance(error, UnknownSizeError) else f"{type(error).__name__}: {error}"
@@ -151,9 +156,17 @@ class Sizes:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if any(isinstance(argument, torch.dtype) for argument in args) and node.target in COMPARISONS:
-            raise UnknownSizeError(f"{node.args[0]} is compared, which is another dtype under autocast")
+            self._refuse_other_autocast(node)
         assert callable(node.target)
         return node.target(*args, **kwargs)
+
+    def _refuse_other_autocast(self, node: fx.Node) -> None:
+        # The fake tensors are on the CPU.
+        for modes in (self._modes, *(modes_of(needed) for needed in _in_order(node))):
+            if any(
+                name.startswith("autocast ") and name not in _OF_FAKES and value[0] for name, value in modes.changes
+            ):
+                raise UnknownSizeError(f"{node.args[0]} is compared, which is another dtype under autocast")
 
     def _attribute(self, target: str) -> Any:
         owner, _, name = target.rpartition(".")

@@ -19,6 +19,7 @@ from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.errors import calling_line
 from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
+from nxdpp.tracing.modes import current_modes
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError, is_none
@@ -67,6 +68,7 @@ class SpineTracer(fx.Tracer):
         self._shapes = shapes
         self._sizes: Sizes | None = None
         self._thread = threading.get_ident()
+        self._modes = current_modes()
         self.facts: list[Fact] = []
 
     @contextmanager
@@ -171,7 +173,7 @@ class SpineTracer(fx.Tracer):
 
     @cached_property
     def _guesses(self) -> list[Sizes]:
-        return [Sizes(self.root, self._shapes, guess) for guess in (True, False)]
+        return [Sizes(self.root, self._shapes, guess, self._modes) for guess in (True, False)]
 
     def _guess_none(self, node: fx.Node) -> bool | None:
         for sizes in self._guesses:
@@ -181,7 +183,7 @@ class SpineTracer(fx.Tracer):
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         if self._sizes is None:
-            self._sizes = Sizes(self.root, self._shapes)
+            self._sizes = Sizes(self.root, self._shapes, modes=self._modes)
         return self._sizes.read(node, read)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:

@@ -7,8 +7,9 @@ each of ``set(config.layer_types)`` would have another graph on every rank.
 import builtins
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,23 @@ def swapped(dictionary: dict[str, Any], changes: Mapping[str, Any]) -> Iterator[
         for name in changes.keys() - originals.keys():
             del dictionary[name]
         dictionary.update(originals)
+
+
+def swapped_in_this_thread(
+    dictionary: dict[str, Any], changes: Mapping[str, Callable[..., Any]]
+) -> AbstractContextManager[None]:
+    """Put functions into ``dictionary`` as ``swapped`` does. Other threads still call those that are there now."""
+    return swapped(dictionary, {n: _in_this_thread(new, dictionary[n]) for n, new in changes.items()})
+
+
+def _in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    # The thread of a data loader makes tensors at the same time.
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return call
 
 
 class _AnySet(type):

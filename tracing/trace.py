@@ -25,12 +25,13 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.calls import recorded_autograd_functions
-from nxdpp.tracing.constructors import refused_modes, refused_random_numbers, refused_random_tensors
+from nxdpp.tracing.constructors import refused_random_numbers, refused_random_tensors
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import is_instance, layer_names
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
+from nxdpp.tracing.modes import recorded_modes
 from nxdpp.tracing.nested import flatten
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import SpineTracer, spine_names
@@ -130,13 +131,13 @@ class _Entry(nn.Module):
         module = self.get_submodule(ROOT)
         proxies = {name: self._placeholder(name, spec) for name, spec in self._inputs.items()}
         with ExitStack() as stack:
+            stack.enter_context(recorded_modes(self._tracer.graph))
             stack.enter_context(recorded_autograd_functions())
             stack.enter_context(refused_random_numbers(module))
             if isinstance(self._tracer, SpineTracer):
                 first_input = next(iter(proxies.values()), None)
                 stack.enter_context(self._tracer.surroundings(module, first_input))
             else:
-                stack.enter_context(refused_modes())
                 stack.enter_context(refused_random_tensors())
                 stack.enter_context(unchanged_modules(list(listings.modules(module))))
             output = module(**proxies, **self._constants)

@@ -18,6 +18,7 @@ from torch import fx, nn
 from transformers import PreTrainedConfig
 
 from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.modes import modes_of
 from nxdpp.tracing.trace import TracedGraph
 
 _DIGEST_BYTES = 8
@@ -127,7 +128,12 @@ def _call(node: fx.Node, root: nn.Module) -> str:
     if node.op == "call_module":
         target += f" ({_name(type(root.get_submodule(str(node.target))))})"
     named = [f"{name}={canonical(value)}" for name, value in node.kwargs.items()]
-    return f"{node.op} {target}({', '.join([*map(canonical, node.args), *named])})"
+    return f"{node.op} {target}({', '.join([*map(canonical, node.args), *named])}){_modes(node)}"
+
+
+def _modes(node: fx.Node) -> str:
+    modes = modes_of(node)
+    return f" under {canonical(modes.changes)} in block {modes.block}" if modes.changes or modes.block else ""
 
 
 def differing_lines(theirs: Sequence[str], ours: Sequence[str], most: int) -> list[tuple[str | None, str | None]]:

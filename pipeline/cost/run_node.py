@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.modes import applied, modes_of
 from nxdpp.tracing.nested import flatten, leaves_of, map_leaves
 
 
@@ -26,7 +27,11 @@ class NodeRun:
         return tensors_in((self.args, self.kwargs))
 
     def forward(self) -> Any:
-        """Run the node and return its value."""
+        """Run the node in its modes of torch and return its value."""
+        with applied(modes_of(self.node)):
+            return self._forward()
+
+    def _forward(self) -> Any:
         if self.node.op == "call_module":
             assert self.module is not None
             return self.module(*self.args, **self.kwargs)
@@ -69,7 +74,7 @@ def cost_key(run: NodeRun) -> Any:
     arguments = tuple(_spec(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     modules = tuple((name, type(module), module.training) for name, module in listings.named_modules(run.module))
     parameters = tuple((name, _spec(parameter)) for name, parameter in listings.named_parameters(run.module))
-    return modules, parameters, arguments, str(structure)
+    return modules, parameters, arguments, str(structure), modes_of(run.node)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

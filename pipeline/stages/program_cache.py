@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from nxdpp.pipeline.stages.program import RankProgram, StageProgram
 from nxdpp.tracing import listings
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
+from nxdpp.tracing.modes import Modes, current_modes
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.swap import swapped
 from nxdpp.tracing.trace import TracingOptions, trace
@@ -27,17 +28,19 @@ from nxdpp.tracing.trace import TracingOptions, trace
 class _Variant:
     """Inputs that one graph is traced for.
 
-    ``traced`` inputs have a spec. ``constants`` have a type and a value, because 1 is not ``True``.
+    ``traced`` inputs have a spec. ``constants`` have a type and a value, because 1 is not ``True``. ``modes`` are those
+    of torch around the model, for which code may ask.
     """
 
     traced: tuple[tuple[str, InputSpec], ...]
     constants: tuple[tuple[str, type, Any], ...]
     training: bool
+    modes: Modes
 
     def with_numbers_fixed(self, numbers: Mapping[str, float]) -> "_Variant":
         """Return the variant in which numbers are part of the graph."""
         traced = tuple(item for item in self.traced if item[0] not in numbers)
-        return _Variant(traced, (*self.constants, *_constants(numbers)), self.training)
+        return replace(self, traced=traced, constants=(*self.constants, *_constants(numbers)))
 
 
 class ProgramCache:
@@ -76,7 +79,7 @@ class ProgramCache:
         self._as_cut: dict[str, nn.Module] = {}
 
     def cut_graph(self, inputs: Mapping[str, Any], training: bool) -> CutGraph:
-        """Return the graph for a microbatch like ``inputs``, in training or evaluation mode.
+        """Return the graph for a microbatch like ``inputs``, in training or evaluation mode, in this thread's modes.
 
         Numbers are traced, unless the model's control flow needs them. Raises ``TracingError`` for inputs with which
         the model cannot be traced.
@@ -86,7 +89,7 @@ class ProgramCache:
         numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
         traced = tensors | {n: InputSpec(None, None, type(v)) for n, v in numbers.items()}
-        variant = _Variant(tuple(sorted(traced.items())), _constants(constants), training)
+        variant = _Variant(tuple(sorted(traced.items())), _constants(constants), training, current_modes())
         with self._model_as_cut():
             if numbers and variant not in self._fixed:
                 try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from nxdpp.pipeline.stages.in_place_guard import Guard, may_change_arguments
+from nxdpp.pipeline.stages.stage_modes import StageModes
 from nxdpp.tracing.checks import must_run
 from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import changed_buffers, metadata_arguments
@@ -117,6 +118,7 @@ def build_stage(
         placeholders[by_name[name]] = graph.placeholder(f"metadata_{name}")
     # Guards of values with copies on other stages, and the nodes themselves.
     over_all, over_one = Guard(graph), Guard(graph)
+    modes = StageModes(graph)
     for name in _on_several_stages(plan, root, assigned):
         over_all.begin_buffers(root.get_submodule(name), name)
     for name in plan.received:
@@ -128,11 +130,14 @@ def build_stage(
                 for argument in node.all_input_nodes:
                     if argument in copies and _follows_from_shared(argument, plan, assigned):
                         over_one.begin(copies[argument], argument, node)
+            modes.begin(node)
             copies[node] = _copy(graph, node, copies, placeholders)
             over_one.end()
     over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))
-    return fx.GraphModule(root, graph, class_name=f"Stage{plan.stage}")
+    module = fx.GraphModule(root, graph, class_name=f"Stage{plan.stage}")
+    modes.restore_after(module)
+    return module
 
 
 def _first_stages(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -86,18 +86,6 @@ def test_constructors_are_torchs_own_afterwards() -> None:
     assert {name for name in before if vars(torch)[name] is not before[name]} == set()
 
 
-@pytest.mark.parametrize("tracer", ["hf", "torch"])
-def test_modes_that_tracing_would_lose_are_refused_with_every_tracer(tracer: str) -> None:
-    class Frozen(PlainModel):
-        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                return hidden * 2
-
-    model = Frozen()
-    with pytest.raises(TracingError, match=r"torch.no_grad is used outside .*\n  at .*test_constructors.py:\d+"):
-        trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
-
-
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), lambda: torch.randn(4)], ids=["number", "tensor"])
 def test_random_tensors_that_plain_fx_would_draw_once_are_refused(draw: Callable[[], Any]) -> None:
     model = Prepared(lambda hidden: hidden * draw())

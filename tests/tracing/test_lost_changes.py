@@ -105,16 +105,6 @@ def test_a_change_of_the_value_itself_is_kept(change: Callable[[Tensor], Tensor]
     assert torch.equal(output, module(x))
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "enable_grad", "inference_mode"])
-def test_a_mode_that_would_be_lost_is_refused(mode: str) -> None:
-    def change(h: Tensor) -> Tensor:
-        with getattr(torch, mode)():
-            return h * 2
-
-    with pytest.raises(TracingError, match=rf"torch\.{mode} is used outside the transformer layers"):
-        traced(change)
-
-
 SPECS = {"x": InputSpec(2, torch.float32)}
 OPTIONS = TracingOptions((nn.Linear,))
 

@@ -1,0 +1,296 @@
+"""Modes of torch in the spine: losses and gradients of one process, on any number of stages."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import autocast, nn, no_grad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.support.in_process import InProcessPipeline
+from tests.support.traced_models import options_for
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """Attention over (B, T, H), and a linear module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.linear(x).unsqueeze(1)
+        result: torch.Tensor = x + nn.functional.scaled_dot_product_attention(q, q, q).squeeze(1) + self.linear(x)
+        return result
+
+
+class Model(nn.Module):
+    """Four layers of input (B, T, H); a subclass chooses modes for parts of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def loss(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.norm(hidden)).float().square().mean()
+        return result
+
+
+def check(model: nn.Module, stages: int = 3, around: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
+    """Compare two steps of two microbatches, losses and gradients, with one process."""
+    whole = copy.deepcopy(model)
+    x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    pipeline = InProcessPipeline(model, stages, {"x": x[:2]}, options_for(model, Layer))
+    for _ in range(2):
+        expected = []
+        for part in x.chunk(2):
+            with around() if around else torch.enable_grad():
+                loss = whole(part)
+                (loss / 2).backward()
+            expected.append(loss.detach())
+        with around() if around else torch.enable_grad():
+            losses = pipeline.train({"x": x}, 2)
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+        for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+            # A value between stages without a part in the loss has a gradient of zero (docs/design.md, "Numbers").
+            one, other = (torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, reference))
+            assert torch.equal(one, other), name
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def _low(**options: Any) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, **options)
+
+
+@contextmanager
+def _own_block() -> Iterator[None]:
+    with _low():
+        yield
+
+
+@contextmanager
+def _low_level() -> Iterator[None]:
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    torch.autocast_increment_nesting()
+    yield
+    torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_enabled("cpu", False)
+
+
+@contextmanager
+def _math() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "torch.autocast": _low,
+    "torch.amp.autocast": lambda: torch.amp.autocast("cpu", dtype=torch.bfloat16),
+    "torch.cpu.amp.autocast": lambda: torch.cpu.amp.autocast_mode.autocast(dtype=torch.bfloat16),
+    "from torch import autocast": lambda: autocast("cpu", torch.bfloat16),
+    "without its cache": lambda: _low(cache_enabled=False),
+    "a block of its own": _own_block,
+    "functions that set autocast": _low_level,
+    "sdpa_kernel": _math,
+    "torch.no_grad": torch.no_grad,
+    "from torch import no_grad": no_grad,
+    "torch.autograd.no_grad": torch.autograd.no_grad,
+    "torch.set_grad_enabled": lambda: torch.set_grad_enabled(False),
+    "torch.autograd.grad_mode.set_grad_enabled": lambda: torch.autograd.grad_mode.set_grad_enabled(False),
+}
+OBJECT = torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+class Around(Model):
+    """The middle layers in a block."""
+
+    def __init__(self, block: Callable[[], Any]) -> None:
+        super().__init__()
+        self.__dict__["block"] = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](self.embedding(x))
+        with self.__dict__["block"]():
+            hidden = self.layers[1](hidden)
+            hidden = self.layers[2](hidden * 2)
+        return self.loss(self.layers[3](hidden))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_under_any_name(name: str) -> None:
+    check(Around(BLOCKS[name]))
+
+
+@pytest.mark.parametrize("name", ["torch.autocast", "torch.no_grad", "sdpa_kernel"])
+def test_the_block_changes_the_gradients(name: str) -> None:
+    model, plain = Around(BLOCKS[name]), Around(torch.enable_grad)
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    model(x).backward()
+    plain(x).backward()
+    assert not all(
+        a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+def test_a_block_that_was_made_before() -> None:
+    check(Around(lambda: OBJECT))
+
+
+@torch.no_grad()
+def _frozen(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = layer(hidden)
+    return result
+
+
+@torch.autocast("cpu", dtype=torch.bfloat16)  # type: ignore[untyped-decorator]
+def _in_low(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = layer(hidden)
+    return result
+
+
+class Decorated(Model):
+    """Functions with decorators, and a decorated forward."""
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = _frozen(self.layers[0], self.embedding(x))
+        for layer in list(self.layers)[1:]:
+            hidden = _in_low(layer, hidden)
+        return self.loss(hidden)
+
+
+def test_decorators() -> None:
+    check(Decorated())
+
+
+class Islands(Model):
+    """A float32 island and gradients inside no_grad."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with _low():
+            hidden = self.layers[0](self.embedding(x))
+            with torch.autocast("cpu", enabled=False):
+                hidden = self.layers[1](hidden.float())
+            with torch.no_grad():
+                scale = self.norm(hidden)
+                with torch.enable_grad():
+                    hidden = self.layers[2](hidden)
+            hidden = self.layers[3](hidden * scale)
+            with torch.autocast("cpu", enabled=False):
+                return self.loss(hidden.float())
+
+
+class Switches(Model):
+    """set_grad_enabled as a function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        hidden = self.layers[1](self.layers[0](self.embedding(x)))
+        torch.set_grad_enabled(before)
+        return self.loss(self.layers[3](self.layers[2](hidden)))
+
+
+class WeightTwice(Model):
+    """A head that runs twice in one block and once in another; a parameter used on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with _low():
+            hidden = self.embedding(self.embedding(x))
+            for layer in self.layers:
+                hidden = layer(hidden)
+            hidden = self.shared(self.shared(hidden)) + self.shared(hidden.float())
+        with _low():
+            return self.loss(self.shared(hidden))
+
+
+class Lazy(Model):
+    """An attribute that is asked for in no_grad and used outside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](self.embedding(x))
+        with torch.no_grad():
+            turned = hidden.mT
+        whole = hidden.mT
+        with torch.no_grad():
+            fixed = self.layers[1](whole.mT)
+        hidden = self.layers[3](self.layers[2](hidden + fixed + turned.mT))
+        return self.loss(hidden + whole.mT)
+
+
+class Recomputed(Model):
+    """A value that follows from the input alone and is made in a block, on every stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with _low():
+            table = x @ x.transpose(1, 2)
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden) + (table.float() @ x)
+        return self.loss(hidden)
+
+
+class Asks(Model):
+    """The spine asks for its modes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if torch.is_grad_enabled():
+            hidden = hidden * 3
+        if torch.is_autocast_enabled("cpu"):
+            hidden = hidden * 5
+        if hidden.requires_grad:
+            hidden = hidden * 7
+        if self.norm.weight.dtype == torch.float32 and (hidden @ hidden.mT).dtype == torch.bfloat16:
+            hidden = hidden * 11
+        return self.loss(hidden)
+
+
+@pytest.mark.parametrize("around", [None, _low])
+@pytest.mark.parametrize("cls", [Islands, Switches, WeightTwice, Lazy, Recomputed, Asks])
+def test_modes_of_torch(cls: type[Model], around: Any) -> None:
+    check(cls(), around=around)
+
+
+class Fails(Model):
+    """Raises inside a block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](self.embedding(x))
+        with torch.no_grad(), _low(), sdpa_kernel(SDPBackend.MATH):
+            hidden = self.layers[1](hidden)
+            hidden = hidden.view(-1, 7)
+        return self.loss(self.layers[3](self.layers[2](hidden)))
+
+
+def test_a_stage_that_raises_leaves_no_mode() -> None:
+    model = Fails()
+    x = torch.ones(2, 5, WIDTH)
+    pipeline = InProcessPipeline(model, 2, {"x": x}, options_for(model, Layer))
+    with pytest.raises(RuntimeError, match="shape"):
+        pipeline.train({"x": x}, 1)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
