@@ -71,6 +71,12 @@ def check_number_of_microbatches(microbatches: Any) -> None:
         raise ValueError(f"num_microbatches={microbatches!r} must be a whole number of at least 1.")
 
 
+def check_split_inputs_fn(function: Any) -> None:
+    """Raise ``TypeError`` unless ``function`` is callable or ``None``."""
+    if function is not None and not callable(function):
+        raise TypeError(f"split_inputs_fn={function!r} must be a function of the inputs and num_microbatches.")
+
+
 def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool) -> None:
     """Raise ``ValueError`` for both kinds of returned loss at once."""
     if return_mb_loss and broadcast_and_average_loss:

@@ -13,6 +13,7 @@ from nxdpp.parallel_layers import parallel_state
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
+from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
 from nxdpp.schedules.chosen import ChosenSchedule, Written
 from nxdpp.schedules.timeline_file import check_path
@@ -39,6 +40,9 @@ class PipelineConfig:
         partition_memory_limit: bytes of one rank for ``"balanced"`` and ``"profiled"``. They hold its weights,
             gradients, AdamW's state and the activations that the schedule keeps.
         input_names: names of the inputs of every step. By default any.
+        split_inputs_fn: a function of the inputs, a dict, and ``num_microbatches``. It returns the inputs of each
+            microbatch, for inputs whose first dimension is not the batch. By default tensors are split along
+            dimension 0, and images of transformers' models go with their rows.
         output_loss_value_spec: position of the loss in the output.
         leaf_module_cls, autowrap_functions, autowrap_modules, tracer_cls: modules and functions that are not traced
             through, and the tracer.
@@ -60,6 +64,7 @@ class PipelineConfig:
     partition_batch: Mapping[str, torch.Tensor] | None = None
     partition_memory_limit: int | None = None
     input_names: Sequence[str] | None = None
+    split_inputs_fn: SplitInputs | None = None
     output_loss_value_spec: LossSpec = None
     leaf_module_cls: Sequence[Any] | None = None
     autowrap_functions: Sequence[Callable[..., Any]] | None = None
@@ -82,6 +87,7 @@ class PipelineConfig:
             check_path(self.trace_file_path)
             parallel_state.refuse_in_debug("trace_file_path")
         arguments.check_number_of_microbatches(self.num_microbatches)
+        arguments.check_split_inputs_fn(self.split_inputs_fn)
         arguments.check_tracer(self.tracer_cls)
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)

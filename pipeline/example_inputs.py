@@ -52,10 +52,11 @@ def example_specs(
 
 def _input_names(module: nn.Module, models: Mapping[str, PreTrainedModel]) -> list[str]:
     parameters = inspect.signature(module.forward).parameters
-    if isinstance(module, PreTrainedModel):
-        return [name for name in _main_inputs(module) if name in parameters]
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variable]
+    if isinstance(module, PreTrainedModel):
+        own = [name for name in _main_inputs(module) if name in parameters]
+        return [*own, *(name for name in required if name not in own)]
     if not models:
         return required
     model = next(iter(models.values()))

@@ -11,12 +11,8 @@ from nxdpp.tracing.nested import flatten, leaves_of
 _ACCEPTED = (torch.Tensor, int, float, str, type(None))
 
 
-def check_inputs(inputs: Mapping[str, Any], microbatches: int, device: torch.device) -> None:
-    """Raise ``ValueError`` or ``TypeError`` unless the inputs can be split.
-
-    Tensors ``(B, ...)`` must be on ``device`` and agree on ``B``, a multiple of ``microbatches``. All microbatches
-    share tensors of first dimension 1 beside larger ones, and values of other types.
-    """
+def check_kinds(inputs: Mapping[str, Any], device: torch.device) -> None:
+    """Raise ``TypeError`` for an input of another kind, ``ValueError`` for a tensor that is not on ``device``."""
     for name, value in inputs.items():
         if not isinstance(value, _ACCEPTED):
             raise TypeError(
@@ -28,12 +24,21 @@ def check_inputs(inputs: Mapping[str, Any], microbatches: int, device: torch.dev
                 f"input {name} is on {value.device}, but this rank's stage is on {device}. Move the input with "
                 f".to({str(device)!r}), or the stage with move_model_to_device()."
             )
+
+
+def check_batch(inputs: Mapping[str, Any], microbatches: int) -> None:
+    """Raise ``ValueError`` unless the inputs can be split.
+
+    Tensors ``(B, ...)`` must agree on ``B``, a multiple of ``microbatches``. All microbatches share tensors of first
+    dimension 1 beside larger ones, and values of other types. A single microbatch takes tensors of any shape.
+    """
     sizes = {name: value.size(0) for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
     batches = {name: size for name, size in sizes.items() if size != 1} or sizes
-    if len(set(batches.values())) > 1:
+    if len(set(batches.values())) > 1 and microbatches > 1:
         raise ValueError(
-            f"the inputs disagree on dimension 0, the batch: {batches}. Give all the same batch size; only a first "
-            f"dimension of 1 is shared by all microbatches."
+            f"the inputs disagree on dimension 0, the batch: {batches}. Give all the same batch size (only a first "
+            f"dimension of 1 is shared by all microbatches), use num_microbatches=1, or give split_inputs_fn, a "
+            f"function of the inputs and num_microbatches that returns the inputs of each microbatch."
         )
     batch = next(iter(batches.values()), None)
     if batch is not None and (batch == 0 or batch % microbatches):

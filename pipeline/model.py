@@ -14,6 +14,7 @@ from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
+from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.schedules.chosen import Written
 
@@ -51,6 +52,7 @@ class NxDPPModel(LocalView):
         partition_memory_limit: bytes of a rank for weights, gradients, AdamW's state and activations.
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``.
         post_partition_hooks: functions of the wrapped model, called in order at the end of construction.
+        split_inputs_fn: a function of the inputs and ``num_microbatches`` that returns the inputs of each microbatch.
 
     Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
@@ -83,6 +85,7 @@ class NxDPPModel(LocalView):
         partition_memory_limit: int | None = None,
         schedule: Written | None = None,
         post_partition_hooks: Sequence[PostPartitionHook] | None = None,
+        split_inputs_fn: SplitInputs | None = None,
     ) -> None:
         super().__init__()
         config = PipelineConfig.of(locals())

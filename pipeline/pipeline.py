@@ -23,9 +23,10 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
-from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
+from nxdpp.pipeline.microbatch import join_outputs
 from nxdpp.pipeline.partition.partition import Partition, make_partition
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
+from nxdpp.pipeline.split_batch import split_batch
 from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -143,8 +144,8 @@ class Pipeline:
 
         Args:
             inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
-                dimension 0. Tensors of first dimension 1 beside larger ones and other values go whole to each
-                microbatch.
+                dimension 0, or by ``split_inputs_fn``. Tensors of first dimension 1 beside larger ones and other
+                values go whole to each microbatch. Images of a transformers model go with their rows.
 
         Returns:
             The detached loss of each microbatch on the rank of the last stage, an empty list on others.
@@ -157,8 +158,8 @@ class Pipeline:
         parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-        microbatches = self._microbatches(inputs)
-        cut = self._programs.cut_graph(microbatches[0], self.original_module.training)
+        microbatches, distinct = self._microbatches(inputs)
+        cut = self._programs.cut_graph_of_all(distinct, self.original_module.training)
         program = self._programs.program(cut, "loss")
         self.part.tied.set_aside()
         results = self._steps.run(program, microbatches, self.device, train=True, origin=self.part.origin)
@@ -171,9 +172,9 @@ class Pipeline:
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
         parallel_state.refuse_in_debug("an evaluation")
-        microbatches = self._microbatches(inputs)
+        microbatches, distinct = self._microbatches(inputs)
         with torch.no_grad():
-            cut = self._programs.cut_graph(microbatches[0], self.original_module.training)
+            cut = self._programs.cut_graph_of_all(distinct, self.original_module.training)
             ends_with = self._programs.evaluation_ends_with(cut)
             program = self._programs.program(cut, ends_with)
             results = self._steps.run(program, microbatches, self.device, train=False, origin=self.part.origin)
@@ -256,7 +257,8 @@ class Pipeline:
                 f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
             )
 
-    def _microbatches(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _microbatches(self, inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the inputs of each microbatch, and those of the ones that may differ in their shapes."""
         if not isinstance(inputs, Mapping):
             raise TypeError(f"inputs must be a dict by name, not a {type(inputs).__name__}: {{'input_ids': ...}}.")
         if self._input_names is not None:
@@ -265,8 +267,11 @@ class Pipeline:
             arguments.check_names(self.original_module, list(inputs), "inputs")
         self.check_materialised()
         refuse_packed_positions(self.original_module, inputs)
-        check_inputs(inputs, self.config.num_microbatches, self.device)
-        return split_inputs(inputs, self.config.num_microbatches)
+        config = self.config
+        parts, are_alike = split_batch(
+            self.original_module, inputs, config.num_microbatches, config.split_inputs_fn, self.device
+        )
+        return parts, parts[:1] if are_alike else parts
 
 
 def _partition(

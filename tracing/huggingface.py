@@ -34,6 +34,7 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.checks import traced_isinstance
+from nxdpp.tracing.feature_methods import recorded_feature_methods
 from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.swap import StableSet, sources, swapped
 from nxdpp.tracing.transformers_models import transformers_models
@@ -56,7 +57,11 @@ class HuggingFaceTracer(SpineTracer):
         models = transformers_models(model, self._spine)
         device = next(iter(models.values())).device if first_input is None else first_input.device
         self._inner = {inner: _returns_tuples(inner) for inner in models.values() if inner is not model}
-        with super().surroundings(model, first_input), _traceable(self.spine_modules(model), models, device):
+        spine = {name: model.get_submodule(name) for name in sorted(self._spine)}
+        with ExitStack() as stack:
+            stack.enter_context(super().surroundings(model, first_input))
+            stack.enter_context(_traceable(self.spine_modules(model), models, device))
+            stack.enter_context(recorded_feature_methods(self, spine))
             yield
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

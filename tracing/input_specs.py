@@ -15,7 +15,7 @@ from torch import fx, nn
 class InputSpec(NamedTuple):
     """Number of dimensions and dtype of an input. Another spec needs another trace.
 
-    A number has no dimensions and no dtype; its type is ``number``.
+    A number or a list has no dimensions and no dtype; its type is ``number``.
     """
 
     dimensions: int | None

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.language_model import language_model
 from nxdpp.tracing.layer_runs import longest_run
 from nxdpp.tracing.transformers_models import transformers_models
 
@@ -80,7 +81,7 @@ def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def _declared_by(module: nn.Module) -> list[type[nn.Module]]:
-    listed = _listed_classes(module)
+    listed = _listed_classes(language_model(module) or module)
     declared = set(getattr(module, "_no_split_modules", None) or ())
     classes = [cls for cls in listed if cls.__name__ in declared]
     if not classes and isinstance(module, PreTrainedModel):

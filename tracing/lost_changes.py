@@ -23,6 +23,8 @@ _VIEWS = frozenset(
      "view_as"}
 )  # fmt: skip
 _METADATA = frozenset({"device", "dtype"})
+# Attributes that transformers' models set for a later step of generation, and training never reads.
+_FOR_GENERATION = frozenset({"rope_deltas"})
 # The name under which a traced module is called. The finished graph has names without this prefix.
 ROOT = "model"
 
@@ -103,6 +105,8 @@ def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
     set_attribute = nn.Module.__setattr__
 
     def check(module: nn.Module, name: str, value: Any) -> None:
+        if name in _FOR_GENERATION and type(module).__module__.startswith("transformers."):
+            return set_attribute(module, name, value)
         if isinstance(value, fx.Proxy) and module in modules and not _is_moved(value.node, module, name, value):
             raise RuntimeError(
                 f"forward sets {type(module).__name__}.{name} to a value that it computes; outside the transformer "

@@ -171,6 +171,8 @@ class Sizes:
     def _attribute(self, target: str) -> Any:
         owner, _, name = target.rpartition(".")
         module = self._root.get_submodule(owner)
+        if name in module._modules:
+            return self._copies.module(self._root.get_submodule(target))
         value = module._parameters.get(name, module._buffers.get(name, vars(module).get(name)))
         return self._copies.tensor(value) if isinstance(value, torch.Tensor) else value
 

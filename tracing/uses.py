@@ -51,14 +51,28 @@ def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
 
     Modules and functions of neither torch nor transformers may.
     """
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return any(_may_draw(child) for child in listings.modules(module))
+    if any(_may_draw(child) for module in modules_of(node, root).values() for child in listings.modules(module)):
+        return True
     if node.op == "call_method":
         return node.target in _RANDOM_METHODS
     if isinstance(node.target, OpaqueCall):
         return not _KNOWN.match(getattr(node.target.function, "__module__", None) or "")
     return node.op == "call_function" and node.target in _RANDOM
+
+
+def modules_of(node: fx.Node, root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that ``node`` runs, by name: its own one, and those among its arguments."""
+    names = [str(node.target)] if node.op == "call_module" else []
+    names += [str(argument.target) for argument in node.all_input_nodes if is_module(argument, root)]
+    return {name: root.get_submodule(name) for name in names}
+
+
+def is_module(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether ``node`` reads a module of ``root``, for a function that runs it."""
+    if node.op != "get_attr":
+        return False
+    owner, _, name = str(node.target).rpartition(".")
+    return name in root.get_submodule(owner)._modules
 
 
 def _may_draw(module: nn.Module) -> bool:

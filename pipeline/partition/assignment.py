@@ -16,8 +16,10 @@ from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import (
     draws_random_numbers,
     is_from_torch,
+    is_module,
     may_change_buffers,
     metadata_arguments,
+    modules_of,
 )
 
 # Name of a parameter, or of a changing buffer -> the stages (or ranks) that hold it.
@@ -86,7 +88,7 @@ def assign_nodes(
         if node.op == "call_module" and node.target in layer_stages:
             stage = layer_stages[node.target]
             current = stage + 1 if ends[stage] == node.target and stage < stages - 1 else stage
-    return {node: stage for node, stage in assigned.items() if not is_parameter(node, root)}
+    return {node: stage for node, stage in assigned.items() if not _is_read_anywhere(node, root)}
 
 
 def assign_layers(traced: TracedGraph, root: nn.Module, layers: Sequence[str]) -> dict[fx.Node, int]:
@@ -128,8 +130,8 @@ def buffer_owners(traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn
     """
     stages: dict[int, set[int]] = {}
     for node, stage in assigned.items():
-        if node.op == "call_module":
-            for child in listings.modules(root.get_submodule(str(node.target))):
+        for module in modules_of(node, root).values():
+            for child in listings.modules(module):
                 stages.setdefault(id(child), set()).add(stage)
     owners: Owners = {}
     for path, module in listings.named_modules(root, remove_duplicate=False):
@@ -163,9 +165,8 @@ def check_last_stage(owners: Owners, stages: int, layer: str) -> None:
 def parameters_used(node: fx.Node, root: nn.Module) -> list[str]:
     """Return the names of the parameters that ``node`` needs: those of its module, and those among its arguments."""
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        names += [f"{node.target}.{name}" for name, _ in listings.named_parameters(module, remove_duplicate=False)]
+    for path, module in modules_of(node, root).items():
+        names += [f"{path}.{name}" for name, _ in listings.named_parameters(module, remove_duplicate=False)]
     return names
 
 
@@ -177,10 +178,15 @@ def is_parameter(node: fx.Node, root: nn.Module) -> bool:
     return name in root.get_submodule(owner)._parameters
 
 
+def _is_read_anywhere(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether ``node`` is a parameter or a module itself, which its users read on their own stages."""
+    return is_parameter(node, root) or is_module(node, root)
+
+
 def _belongs_to_a_stage(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int]) -> bool:
     if is_parameter(node, root) or draws_random_numbers(node, root):
         return True
-    if node.op == "call_module" and any(True for _ in listings.parameters(root.get_submodule(str(node.target)))):
+    if any(True for module in modules_of(node, root).values() for _ in listings.parameters(module)):
         return True
     only_metadata = metadata_arguments(node, root)
     return any(argument in stages and argument not in only_metadata for argument in node.all_input_nodes)
@@ -194,8 +200,7 @@ def _stage_of(node: fx.Node, root: nn.Module, stages: Mapping[fx.Node, int], cur
         return current
     # Names as they were when the model was cut: this rank may have replaced parameters, unknown to other ranks.
     names = [str(argument.target) for argument in node.all_input_nodes if is_parameter(argument, root)]
-    if node.op == "call_module":
-        names.append(str(node.target))
+    names += modules_of(node, root)
     possible = _common(stages for name in names for stages in owned.get(name, ()))
     if possible is None or current in possible:
         return current

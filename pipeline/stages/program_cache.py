@@ -98,6 +98,22 @@ class ProgramCache:
                     self._fixed.add(variant)
             return self._kept(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
+    def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], training: bool) -> CutGraph:
+        """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.
+
+        Raises ``ValueError`` where they need several graphs, and as ``cut_graph`` does.
+        """
+        cut = self.cut_graph(microbatches[0], training)
+        first = signature(microbatches[0])
+        for number, microbatch in enumerate(microbatches):
+            if signature(microbatch) != first and self.cut_graph(microbatch, training) is not cut:
+                raise ValueError(
+                    f"microbatches 0 and {number} need different graphs, and a step runs one: {first} and "
+                    f"{signature(microbatch)}. Give split_inputs_fn, a function that splits the batch such that all "
+                    f"have the same shapes."
+                )
+        return cut
+
     def program(self, cut: CutGraph, ends_with: EndsWith) -> RankProgram:
         """Return the program that ends with the loss, or with all values of the output.
 
@@ -165,6 +181,11 @@ class ProgramCache:
         edges = frozenset((source, plan.stage) for plan in plans for source in plan.received.values())
         mode = f"the {ends_with} in {'training' if cut.training else 'evaluation'} mode"
         return RankProgram(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)
+
+
+def signature(inputs: Mapping[str, Any]) -> list[Any]:
+    """Return the shapes and dtypes of the tensors among ``inputs``, and the other values."""
+    return [(n, v.shape, v.dtype) if isinstance(v, torch.Tensor) else (n, v) for n, v in sorted(inputs.items())]
 
 
 def _constants(values: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...]:

@@ -19,7 +19,7 @@ from nxdpp.pipeline.stages.in_place_guard import Guard, may_change_arguments
 from nxdpp.pipeline.stages.stage_modes import StageModes
 from nxdpp.tracing.checks import must_run
 from nxdpp.tracing.trace import TracedGraph
-from nxdpp.tracing.uses import changed_buffers, metadata_arguments
+from nxdpp.tracing.uses import changed_buffers, metadata_arguments, modules_of
 
 
 @dataclass
@@ -150,7 +150,7 @@ def _first_stages(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> dict[
 
 
 def _changes_buffers(node: fx.Node, root: nn.Module) -> bool:
-    return node.op == "call_module" and bool(changed_buffers(root.get_submodule(str(node.target))))
+    return any(changed_buffers(module) for module in modules_of(node, root).values())
 
 
 def _collect(
@@ -184,8 +184,9 @@ def _on_several_stages(plan: StagePlan, root: nn.Module, assigned: Mapping[fx.No
     """Return the modules with changing buffers that this stage and other stages run."""
     stages: dict[str, set[int]] = {}
     for node, stage in assigned.items():
-        if _changes_buffers(node, root):
-            stages.setdefault(str(node.target), set()).add(stage)
+        for name, module in modules_of(node, root).items():
+            if changed_buffers(module):
+                stages.setdefault(name, set()).add(stage)
     return [name for name, held in stages.items() if len(held) > 1 and plan.stage in held]
 
 

@@ -6,19 +6,20 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from nxdpp.pipeline.microbatch import check_inputs, join_outputs, split_inputs
+from nxdpp.pipeline.microbatch import check_batch, check_kinds, join_outputs, split_inputs
 
 CPU = torch.device("cpu")
 
 
 def _split(inputs: dict[str, Any], microbatches: int) -> list[dict[str, Any]]:
-    check_inputs(inputs, microbatches, CPU)
+    check_kinds(inputs, CPU)
+    check_batch(inputs, microbatches)
     return split_inputs(inputs, microbatches)
 
 
 def _refusal(inputs: dict[str, Any], microbatches: int, kind: type[Exception] = ValueError) -> str:
     with pytest.raises(kind) as caught:
-        check_inputs(inputs, microbatches, CPU)
+        _split(inputs, microbatches)
     return str(caught.value)
 
 

@@ -8,11 +8,11 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
-from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.partition.partition import PartitionPolicy, make_partition
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
+from nxdpp.pipeline.split_batch import split_batch
 from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.stages.split import StagePlan
@@ -90,8 +90,8 @@ class InProcessPipeline:
 
     def train(self, inputs: Mapping[str, Any], microbatches: int, backward: bool = True) -> list[torch.Tensor]:
         """Run the forward and, by default, the backward of all microbatches on the engine; return the losses."""
-        parts = split_inputs(inputs, microbatches)
-        program = self.programs.program(self.programs.cut_graph(parts[0], self._module.training), "loss")
+        parts, _ = split_batch(self._module, inputs, microbatches, None, _CPU)
+        program = self.programs.program(self.programs.cut_graph_of_all(parts, self._module.training), "loss")
         stages = self.partition.stages
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)[: 1 + backward]
         order = {ActionKind.FORWARD: range(stages), ActionKind.BACKWARD: range(stages - 1, -1, -1)}

@@ -1,0 +1,130 @@
+"""Vision-language models with images: cut in the language model, images split with their rows."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.split_batch import split_batch
+from tests.support.in_process import InProcessPipeline
+from tests.support.run_ranks import run_ranks
+from tests.support.vision_language import ROWS, VISION_LANGUAGE, make_vision_language
+
+CPU = torch.device("cpu")
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _reference(model: nn.Module, batch: Mapping[str, Tensor], microbatches: int) -> tuple[list[Tensor], dict[str, Any]]:
+    whole = copy.deepcopy(model)
+    losses = []
+    for part in split_batch(whole, batch, microbatches, None, CPU)[0]:
+        loss = whole(**part).loss
+        (loss / microbatches).backward()
+        losses.append(loss.detach())
+    return losses, _gradients(whole)
+
+
+def _assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tied: str | None) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        if name == tied:
+            torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(ours[name], gradient), name
+
+
+@pytest.mark.parametrize("name", VISION_LANGUAGE)
+def test_loss_and_gradients_with_images_are_those_of_one_process(name: str) -> None:
+    model, batch = make_vision_language(name)
+    losses, gradients = _reference(model, batch, 2)
+
+    pipeline = InProcessPipeline(model, 3)
+    ours = pipeline.train(batch, 2)
+
+    assert all("vision" not in layer and "visual" not in layer for layer in pipeline.partition.layers)
+    assert len(pipeline.partition.layers) == 4
+    assert all(torch.equal(a, b) for a, b in zip(ours, losses, strict=True))
+    assert any("vis" in key for key in gradients)
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    tied = next((n for n, p in model.named_parameters() if p is embedding), None)
+    _assert_equal(_gradients(model), gradients, tied)
+
+
+def _train_on_ranks(rank: int, name: str) -> tuple[list[str], float, dict[str, Tensor]]:
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, batch = make_vision_language(name)
+    wrapped = NxDPPModel(model, num_microbatches=2, broadcast_and_average_loss=True)
+    loss = wrapped.run_train(**batch)
+    assert isinstance(loss, Tensor)
+    torch.distributed.barrier()
+    return [n for n, _ in wrapped.local_named_parameters()], loss.item(), _gradients(wrapped.local_module)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
+def test_the_vision_tower_is_on_the_first_rank(name: str) -> None:
+    model, batch = make_vision_language(name)
+    losses, gradients = _reference(model, batch, 2)
+
+    (first, loss, ours), (second, _, others) = run_ranks(2, _train_on_ranks, name)
+
+    assert any("vis" in parameter for parameter in first)
+    assert not any("vis" in parameter for parameter in second)
+    assert loss == torch.stack(losses).mean().item()
+    _assert_equal(ours | others, gradients, None)
+
+
+def test_images_of_several_rows_go_with_their_rows() -> None:
+    model, batch = make_vision_language("qwen2_vl")
+
+    parts, are_alike = split_batch(model, batch, ROWS, None, CPU)
+
+    assert not are_alike
+    assert [len(part["image_grid_thw"]) for part in parts] == [1, 1, 2, 1]
+    assert [len(part["pixel_values"]) for part in parts] == [16, 16, 32, 16]
+    assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
+
+
+def test_more_images_than_rows_are_split_by_their_tokens() -> None:
+    model, batch = make_vision_language("internvl")
+    ids = batch["input_ids"].clone()
+    ids[1, 10:14] = 5  # row 1 has a second image
+    images = torch.cat([batch["pixel_values"], batch["pixel_values"][:1]])
+
+    parts, _ = split_batch(model, {**batch, "input_ids": ids, "pixel_values": images}, 2, None, CPU)
+
+    assert [len(part["pixel_values"]) for part in parts] == [3, 2]
+
+
+def test_images_without_a_row_are_refused() -> None:
+    model, batch = make_vision_language("qwen2_vl")
+    ids = batch["input_ids"].clone()
+    ids[0, 2] = 50
+    with pytest.raises(ValueError, match=r"do not tell the rows of pixel_values.*split_inputs_fn"):
+        split_batch(model, {**batch, "input_ids": ids}, 2, None, CPU)
+    # The remedy: one microbatch is not split.
+    assert split_batch(model, {**batch, "input_ids": ids}, 1, None, CPU)[0][0]["pixel_values"] is batch["pixel_values"]
+
+
+def test_a_microbatch_without_images_is_refused() -> None:
+    model, batch = make_vision_language("internvl")
+    ids = batch["input_ids"].clone()
+    ids[:2, 2:6] = 50
+    with pytest.raises(ValueError, match=r"microbatch 0 of 2 has no pixel_values.*Order the rows"):
+        split_batch(model, {**batch, "input_ids": ids, "pixel_values": batch["pixel_values"][2:]}, 2, None, CPU)
+    ordered = ids[[0, 2, 1, 3]]
+    parts, _ = split_batch(
+        model,
+        {**batch, "input_ids": ordered, "pixel_values": batch["pixel_values"][2:], "labels": ordered},
+        2,
+        None,
+        CPU,
+    )
+    assert [len(part["pixel_values"]) for part in parts] == [1, 1]
