@@ -13,12 +13,12 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 
 from nxdpp.tracing import listings
-from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
-from nxdpp.tracing.checks import mark_must_run, traced_isinstance, value_or_none
+from nxdpp.tracing.calls import record_opaque_call, recorded, recorded_direct_calls
+from nxdpp.tracing.checks import record_assertion, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
-from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.errors import calling_line
 from nxdpp.tracing.input_specs import constant_of
+from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
 from nxdpp.tracing.proxy import RecordingProxy
@@ -68,11 +68,10 @@ class SpineTracer(fx.Tracer):
         self._spine = spine
         self._shapes = shapes
         self._sizes: Sizes | None = None
+        self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
         self._modes = current_modes()
         self.facts: list[Fact] = []
-        self.refusal: Exception | None = None
-        self._data_checks = DataChecks()
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
@@ -81,18 +80,16 @@ class SpineTracer(fx.Tracer):
             stack.enter_context(unchanged_modules(self.spine_modules(model)))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
-            leaves = (module for name, module in listings.named_modules(model) if name not in self._spine)
+            leaves = [module for name, module in listings.named_modules(model) if name not in self._spine]
+            self._left_behind = LeftBehind(self, model, self._spine, leaves)
+            stack.enter_context(self._left_behind.watched())
             stack.enter_context(recorded_direct_calls(self, leaves))
             # fx looks for wrapped functions in the globals of forward, and a decorator hides these.
-            own = sources(self.spine_modules(model), _TORCH)
-            stack.enter_context(recorded_checks(own))
-            for source in own:
+            for source in sources(self.spine_modules(model), _TORCH):
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
-                builtins = {"isinstance": traced_isinstance, "set": StableSet}
+                builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
             yield
-            if self.refusal is not None:
-                raise self.refusal
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:
         """The modules of ``model`` that are traced through."""
@@ -103,19 +100,25 @@ class SpineTracer(fx.Tracer):
         return module_qualified_name.removeprefix(ROOT).removeprefix(".") not in self._spine
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a module. A module that ``forward`` makes (a loss) becomes a function of its arguments.
-
-        A made module that holds traced values (the weights of classes) is traced through.
-        """
+        """Record a module. A module that ``forward`` makes (a loss) becomes a function of its arguments."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         if m not in (self.submodule_paths or {}) and next(listings.parameters(m), None) is None:
-            return forward(*args, **kwargs) if holds_proxy(m) else record_opaque_call(m, args, kwargs)
+            return record_opaque_call(m, args, kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
             refuse_empty_arguments(m, args, kwargs)
-            return value_or_none(call_sharing(self, m, args, kwargs, record))
+            return value_or_none(self._run(m, args, kwargs, record))
         return record(args, kwargs)
+
+    def _run(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[..., Any]) -> Any:
+        if self._left_behind is None:
+            return call_sharing(self, m, args, kwargs, record)
+        name = self.path_of_module(m).removeprefix(f"{ROOT}.")
+        args, kwargs = self._left_behind.before_run(name, args, kwargs)
+        output = call_sharing(self, m, args, kwargs, record)
+        self._left_behind.after_run(name, output)
+        return output
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """A parameter or buffer as a traced value. Other threads get the tensor."""
@@ -126,9 +129,7 @@ class SpineTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """The truth of a value that follows from the specs and sizes of the inputs.
 
-        For another value it is the truth with which the code does not raise.
-
-        Raises ``TraceError`` if the code does more than raise.
+        Raises ``TraceError`` for another value, unless the code asserts it.
         """
         constant = constant_of(obj.node, self.root)
         if constant is not None:
@@ -137,26 +138,17 @@ class SpineTracer(fx.Tracer):
             return bool(self.fact(obj.node, bool))
         except UnknownSizeError as error:
             # The asking code is two frames up, above the proxy's __bool__.
-            if (answer := self._data_checks.answer(obj, sys._getframe(2))) is not None:
-                return answer
-            raise self.refused(
-                TraceError(
-                    f"which code runs depends here on {obj.node.name}, which only the data tells ({error}); a graph "
-                    f"has one way for all data"
-                )
+            if record_assertion(obj, sys._getframe(2)):
+                return True
+            raise TraceError(
+                f"which code runs depends here on {obj.node.name}, which only the data tells ({error}); a graph has "
+                f"one way for all data"
             ) from error
-
-    def refused(self, error: Exception) -> Exception:
-        """Return ``error``, which ends the trace although ``forward`` may catch it."""
-        self.refusal = self.refusal or error
-        return error
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node, with the line of the model that it comes from."""
         node = super().create_node(*args, **kwargs)
         node.stack_trace = calling_line()
-        if is_check(node):
-            mark_must_run(node)
         return node
 
     def create_arg(self, a: Any) -> Any:
@@ -174,7 +166,7 @@ class SpineTracer(fx.Tracer):
 
         Raises ``UnknownSizeError`` if the answer depends on more than sizes.
         """
-        answer = self._read(node, read)
+        answer = self.read(node, read)
         self.facts.append(Fact(node, read, answer))
         return answer
 
@@ -185,7 +177,7 @@ class SpineTracer(fx.Tracer):
         of the graph.
         """
         try:
-            answer = bool(self._read(node, is_none))
+            answer = bool(self.read(node, is_none))
         except UnknownSizeError:
             return self._guess_none(node), False
         if answer:
@@ -202,7 +194,8 @@ class SpineTracer(fx.Tracer):
                 return bool(sizes.read(node, is_none))
         return None
 
-    def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+    def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        """``read(value)`` for inputs of the sizes at hand. Raises ``UnknownSizeError`` as ``fact`` does."""
         if self._sizes is None:
             self._sizes = Sizes(self.root, self._shapes, modes=self._modes)
         return self._sizes.read(node, read)

@@ -11,6 +11,7 @@ from torch import fx, nn
 from nxdpp.tracing import listings
 from nxdpp.tracing.checks import asks_for_none
 from nxdpp.tracing.errors import model_line
+from nxdpp.tracing.left_behind import reads_left_behind
 from nxdpp.tracing.shared_state import contents
 from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import (
@@ -220,7 +221,7 @@ def _by_module(owners: Owners) -> _Owned:
 
 def _reads_a_result(node: fx.Node) -> bool:
     """Return whether ``node`` only picks an item of another node's value, or checks it, and so stays on its stage."""
-    if asks_for_none(node):
+    if asks_for_none(node) or reads_left_behind(node):
         return True
     return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 

@@ -1,0 +1,302 @@
+"""Attributes that modules leave behind beside their output: ``self.aux_loss = ...`` in the forward of a layer.
+
+The spine reads such an attribute after the layer has run (``sum(layer.aux_loss for layer in self.layers)``). The
+trace does not run layers, so the attribute is a value of the graph, read on the stage of the layer::
+
+    x ── layers.0 ── hidden ── layers.1 ── ...
+             └─ left_behind(hidden, layers.0, "", "aux_loss") ──────── sum ── loss
+
+A number or ``None`` that the spine stores on a layer is stored again in each run of the graph, before the layer runs.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from operator import attrgetter
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from nxdpp.tracing import listings
+from nxdpp.tracing.checks import checked_for_none, run_in_every_step
+from nxdpp.tracing.lost_changes import ROOT
+from nxdpp.tracing.nested import flatten
+from nxdpp.tracing.sizes import UnknownSizeError
+from nxdpp.tracing.stored_names import stored_names
+
+
+def left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> Any:
+    """Attribute ``name`` of module ``path`` of ``leaf``, which has just returned ``output``.
+
+    Raises ``RuntimeError`` for a missing attribute.
+    """
+    try:
+        return getattr(_submodule(leaf, path), name)
+    except AttributeError:
+        raise RuntimeError(
+            f"a run of {type(leaf).__name__} has not set {_join(path, name)}, which the trace took it to do. Set it "
+            f"in __init__ too, and in every run of forward."
+        ) from None
+
+
+def expect_not_left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> None:
+    """Raise ``RuntimeError`` for an attribute that ``leaf`` has after the run that returned ``output``."""
+    if hasattr(_submodule(leaf, path), name):
+        raise RuntimeError(
+            f"a run of {type(leaf).__name__} has set {_join(path, name)}, which the trace took to be missing. Set it "
+            f"in __init__ too."
+        )
+
+
+def has_left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> bool:
+    """Return whether module ``path`` of ``leaf`` has the attribute after the run that returned ``output``."""
+    return hasattr(_submodule(leaf, path), name)
+
+
+def store_before(argument: Any, leaf: nn.Module, *stores: Any) -> Any:
+    """Store attributes on modules of ``leaf`` before it runs; return ``argument``, which ``leaf`` takes.
+
+    ``stores`` are path, name and value of each attribute, one after the other.
+    """
+    for path, name, value in zip(stores[::3], stores[1::3], stores[2::3], strict=True):
+        setattr(_submodule(leaf, path), name, value)
+    return argument
+
+
+def store_after(output: Any, leaf: nn.Module, path: str, name: str, value: Any) -> None:
+    """Store an attribute on a module of ``leaf``, which has returned ``output``."""
+    setattr(_submodule(leaf, path), name, value)
+
+
+def reads_left_behind(node: fx.Node) -> bool:
+    """Return whether ``node`` reads or stores an attribute of a module that has run, and so stays on its stage."""
+    return node.target in (left_behind, expect_not_left_behind, store_after)
+
+
+_MISSING = object()
+# Machinery of the trace reads and stores attributes of all modules.
+_MACHINERY = ("torch.", "nxdpp.")
+
+
+class LeftBehind:
+    """Attributes of leaves in one trace.
+
+    Args:
+        tracer: the spine tracer.
+        model: the traced model.
+        spine: names of the modules that are traced through.
+        leaves: all other modules of ``model``.
+    """
+
+    def __init__(self, tracer: Any, model: nn.Module, spine: Collection[str], leaves: Sequence[nn.Module]) -> None:
+        self._tracer = tracer
+        self._thread = threading.get_ident()
+        self._model = model
+        self._spine = spine
+        self._leaves = set(leaves)
+        self._stored = stored_names(leaves)
+        self._watched: set[type] = set()
+        self._stack = ExitStack()
+        self._modules: dict[str, fx.Proxy] = {}
+        # Outputs of the leaves that have run, attributes that were read since, and those that the spine stored.
+        self._outputs: dict[str, fx.Proxy] = {}
+        self._read: dict[tuple[nn.Module, str], Any] = {}
+        self._given: dict[tuple[nn.Module, str], Any] = {}
+        self._pending: list[tuple[str, str, Any]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Answer reads of attributes that leaves store, and record those that the spine stores on them.
+
+        Raises ``RuntimeError`` for a read before the run, and for a store that cannot be repeated in each step.
+        """
+        with self._stack:
+            for cls in {type(module) for module in self._leaves if self._stored.of(module)}:
+                self._watch_reads(cls)
+            self._watch_stores()
+            yield
+        for path, name, _ in self._pending:
+            raise RuntimeError(f"forward stores {_join(path, name)}, and {path} does not run; the value would be lost")
+
+    def hasattr(self, owner: Any, name: str) -> bool:
+        """``hasattr`` for traced code."""
+        return hasattr(owner, name)
+
+    def before_run(self, leaf: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a call of ``leaf``; the first traced one waits for what the spine has stored."""
+        stores = [store for store in self._pending if _holds(leaf, store[0])]
+        if not stores:
+            return args, kwargs
+        self._pending = [store for store in self._pending if store not in stores]
+        values, structure = flatten((args, kwargs))
+        first = next((i for i, value in enumerate(values) if isinstance(value, fx.Proxy)), None)
+        if first is None:
+            raise RuntimeError(f"forward stores {_join(*stores[0][:2])}, and calls {leaf} without a tensor")
+        below = [part for path, name, value in stores for part in (_below(leaf, path), name, value)]
+        values[first] = self._record(store_before, values[first], leaf, *below)
+        args, kwargs = pytree.tree_unflatten(values, structure)
+        return args, kwargs
+
+    def after_run(self, leaf: str, output: fx.Proxy) -> None:
+        """Note that ``leaf`` has returned ``output``."""
+        if not self._watched:
+            return
+        self._outputs.pop(leaf, None)
+        self._outputs[leaf] = output
+        for values in (self._read, self._given):
+            for module, name in list(values):
+                if name in self._stored.of(module) and _holds(leaf, self._place(module, name)):
+                    del values[module, name]
+
+    def _watch_reads(self, cls: type) -> None:
+        if cls in self._watched:
+            return
+        self._watched.add(cls)
+        original: Any = cls.__getattribute__
+
+        def get(module: Any, name: str) -> Any:
+            if not self._is_spine_code(module, sys._getframe(1)):
+                return original(module, name)
+            if (module, name) in self._given:
+                return self._given[module, name]
+            if name == "__dict__":
+                raise RuntimeError(
+                    f"forward reads the __dict__ of {type(module).__name__}, a module that sets attributes when it "
+                    f"runs. Read the attribute itself (module.name, getattr(module, name))"
+                )
+            if name not in self._stored.of(module) or isinstance(getattr(type(module), name, None), property):
+                return original(module, name)
+            return self._value(module, name, asks_only=_is_hasattr(sys._getframe(1)))
+
+        self._stack.enter_context(patch.object(cls, "__getattribute__", get))
+
+    def _watch_stores(self) -> None:
+        set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
+
+        def store(module: nn.Module, name: str, value: Any) -> None:
+            if self._is_spine_code(module, sys._getframe(1)):
+                self._store(module, name, value)
+            else:
+                set_attribute(module, name, value)
+
+        def delete(module: nn.Module, name: str) -> None:
+            if self._is_spine_code(module, sys._getframe(1)):
+                raise RuntimeError(f"forward deletes {type(module).__name__}.{name}. Set it to None")
+            delete_attribute(module, name)
+
+        self._stack.enter_context(patch.object(nn.Module, "__setattr__", store))
+        self._stack.enter_context(patch.object(nn.Module, "__delattr__", delete))
+
+    def _is_spine_code(self, module: nn.Module, frame: FrameType) -> bool:
+        if threading.get_ident() != self._thread or module not in self._leaves:
+            return False
+        while frame.f_code.co_name == "__getattr__" and frame.f_back is not None:
+            frame = frame.f_back  # a wrapper (CheckpointWrapper) that reads the attribute of its module
+        return _is_hasattr(frame) or not f"{frame.f_globals.get('__name__')}.".startswith(_MACHINERY)
+
+    def _value(self, module: nn.Module, name: str, asks_only: bool) -> Any:
+        """Return the attribute as a traced value, or ``None`` where it is ``None``."""
+        place = self._place(module, name)
+        leaf = self._last_run(place)
+        if leaf is None:
+            if asks_only and self._stored.has_from_construction(module, name):
+                return None
+            raise RuntimeError(
+                f"forward reads {_join(place, name)} before {place} runs, which sets it; the value would be that of "
+                f"another microbatch. Read it after the run"
+            )
+        if (module, name) not in self._read:
+            guess = not asks_only or self._stored.has_from_construction(module, name)
+            guess = guess or name in self._stored.on_self.get(type(module), ())
+            self._read[module, name] = self._read_after_run(leaf, _below(leaf, place), name, guess)
+        if self._read[module, name] is _MISSING:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        return self._read[module, name]
+
+    def _read_after_run(self, leaf: str, path: str, name: str, guess: bool) -> Any:
+        output = self._outputs[leaf]
+        question = self._record(has_left_behind, output, leaf, path, name)
+        try:
+            exists = self._tracer.read(question.node, bool)
+        except UnknownSizeError:
+            exists = guess
+        self._tracer.graph.erase_node(question.node)
+        if not exists:
+            run_in_every_step(self._record(expect_not_left_behind, output, leaf, path, name))
+            return _MISSING
+        value = self._record(left_behind, output, leaf, path, name)
+        return checked_for_none(value, *self._tracer.is_none(value.node))
+
+    def _store(self, module: nn.Module, name: str, value: Any) -> None:
+        place = self._place(module, name)
+        called = _join(place, name)
+        if not isinstance(value, bool | int | float | str | None):
+            raise RuntimeError(
+                f"forward stores a {type(value).__name__} in {called}, an attribute of a module that runs as one node. "
+                f"Pass it as an argument of that module"
+            )
+        if name in module._parameters or name in module._buffers or name in module._modules:
+            raise RuntimeError(f"forward replaces {called}, a parameter, buffer or module, by {value!r}")
+        self._given[module, name] = value
+        self._watch_reads(type(module))
+        leaf = self._last_run(place)
+        if leaf is None:
+            self._pending.append((place, name, value))
+        else:
+            run_in_every_step(self._record(store_after, self._outputs[leaf], leaf, _below(leaf, place), name, value))
+
+    def _last_run(self, place: str) -> str | None:
+        """The leaf that ran last of those that hold the module of that name."""
+        return next((leaf for leaf in reversed(self._outputs) if _holds(leaf, place)), None)
+
+    def _record(self, function: Callable[..., Any], value: fx.Proxy, leaf: str, *constants: Any) -> fx.Proxy:
+        if leaf not in self._modules:
+            self._modules[leaf] = self._tracer.create_proxy("get_attr", _join(ROOT, leaf), (), {})
+        arguments = (value, self._modules[leaf], *constants)
+        proxy: fx.Proxy = self._tracer.create_proxy("call_function", function, arguments, {})
+        return proxy
+
+    @cached_property
+    def _places(self) -> dict[nn.Module, list[str]]:
+        """The names of each module outside the spine."""
+        places: dict[nn.Module, list[str]] = {}
+        for name, module in listings.named_modules(self._model, remove_duplicate=False):
+            if name not in self._spine:
+                places.setdefault(module, []).append(name)
+        return places
+
+    def _place(self, module: nn.Module, name: str) -> str:
+        places = self._places[module]
+        if len(places) > 1:
+            raise RuntimeError(
+                f"forward uses {type(module).__name__}.{name} of a module with several names, {', '.join(places)}; on "
+                f"each stage it would be that of another run. Return the value from forward"
+            )
+        return places[0]
+
+
+def _is_hasattr(frame: FrameType) -> bool:
+    return frame.f_code is LeftBehind.hasattr.__code__
+
+
+def _submodule(leaf: nn.Module, path: str) -> nn.Module:
+    # A wrapper (torch.compile) has the attributes of its module, and not its submodules.
+    module: nn.Module = attrgetter(path)(leaf) if path else leaf
+    return module
+
+
+def _holds(leaf: str, place: str) -> bool:
+    return f"{place}.".startswith(f"{leaf}.")
+
+
+def _below(leaf: str, place: str) -> str:
+    return place[len(leaf) + 1 :]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
