@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.swap import swapped
 
 
@@ -72,6 +73,12 @@ def record_opaque_call(function: Callable[..., Any], args: tuple[Any, ...], kwar
 def has_proxy(args: Any, kwargs: Any) -> bool:
     """Return whether a leaf of the arguments is a proxy."""
     return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def holds_proxy(module: nn.Module) -> bool:
+    """Return whether an attribute, a buffer or a parameter of ``module`` or of a descendant is a proxy."""
+    stores = (store for part in listings.modules(module) for store in (vars(part), part._buffers, part._parameters))
+    return any(has_proxy(list(store.values()), {}) for store in stores)
 
 
 def _has_module(args: Any, kwargs: Any) -> bool:

@@ -3,7 +3,6 @@
 =====================  ===========================================================================
 code between layers    assumption
 =====================  ===========================================================================
-``assert x``           ``x`` is true
 ``isinstance(x, c)``   ``x`` is a tensor, or a number of the type in its spec
 ``x is None``          ``x`` is ``None`` if it is for inputs of these sizes, and a value otherwise
 =====================  ===========================================================================
@@ -13,31 +12,20 @@ module's output becomes a plain ``None`` where a run on fake tensors gives ``Non
 """
 
 import builtins
-import dis
 import inspect
 import operator
-import types
-from itertools import islice
 from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
 
 from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
-from nxdpp.tracing.errors import calling_line, line_of, model_line
+from nxdpp.tracing.errors import calling_line, model_line
 from nxdpp.tracing.input_specs import UNKNOWN
 from nxdpp.tracing.listings import unwrapped
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
-_JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE")
 _MUST_RUN = "must_run"
-_BETWEEN = ("COPY", "TO_BOOL", "NOT_TAKEN")
-
-
-def check_assertion(holds: Any, place: str) -> None:
-    """Raise ``AssertionError`` unless ``holds``. The host waits for a tensor on a GPU, as in the model itself."""
-    if not holds:
-        raise AssertionError(f"an assertion of the model does not hold\n  at {place}")
 
 
 def expect_type(value: Any, classes: Any, expected: bool) -> Any:
@@ -72,12 +60,9 @@ def expect_none(value: Any, place: str) -> None:
         )
 
 
-def record_assertion(condition: fx.Proxy, asker: types.FrameType) -> bool:
-    """Record a check of ``condition`` and return ``True`` if ``asker`` is at an ``assert``; ``False`` otherwise."""
-    if not _asserts(asker):
-        return False
-    condition.tracer.create_proxy("call_function", check_assertion, (condition, line_of(asker)), {})
-    return True
+def mark_must_run(node: fx.Node) -> None:
+    """Let ``node`` run although no other node uses its value."""
+    node.meta[_MUST_RUN] = True
 
 
 def run_in_every_step(value: fx.Proxy) -> None:
@@ -87,7 +72,7 @@ def run_in_every_step(value: fx.Proxy) -> None:
 
 def must_run(node: fx.Node) -> bool:
     """Return whether ``node`` is a check that runs although no other node uses its value."""
-    return node.target is check_assertion or bool(node.meta.get(_MUST_RUN))
+    return bool(node.meta.get(_MUST_RUN))
 
 
 def passes_on(node: fx.Node) -> bool:
@@ -98,15 +83,6 @@ def passes_on(node: fx.Node) -> bool:
 def asks_for_none(node: fx.Node) -> bool:
     """Return whether ``node`` checks that a value is, or is not, ``None``."""
     return builtins.isinstance(node.target, OpaqueCall) and node.target.function in (expect_none, expect_value)
-
-
-def _asserts(frame: types.FrameType) -> bool:
-    instructions = (i for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti)
-    following = [i for i in islice(instructions, 4) if i.opname not in _BETWEEN]
-    if len(following) < 2 or following[0].opname not in _JUMPS:
-        return False
-    loaded = following[1]
-    return loaded.opname == "LOAD_ASSERTION_ERROR" or "AssertionError" in loaded.argrepr
 
 
 def traced_isinstance(value: Any, classes: Any) -> bool:

@@ -13,9 +13,10 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 
 from nxdpp.tracing import listings
-from nxdpp.tracing.calls import record_opaque_call, recorded, recorded_direct_calls
-from nxdpp.tracing.checks import record_assertion, traced_isinstance, value_or_none
+from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
+from nxdpp.tracing.checks import mark_must_run, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
+from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.errors import calling_line
 from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.left_behind import LeftBehind
@@ -72,6 +73,8 @@ class SpineTracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._modes = current_modes()
         self.facts: list[Fact] = []
+        self.refusal: Exception | None = None
+        self._data_checks = DataChecks()
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
@@ -85,11 +88,15 @@ class SpineTracer(fx.Tracer):
             stack.enter_context(self._left_behind.watched())
             stack.enter_context(recorded_direct_calls(self, leaves))
             # fx looks for wrapped functions in the globals of forward, and a decorator hides these.
-            for source in sources(self.spine_modules(model), _TORCH):
+            own = sources(self.spine_modules(model), _TORCH)
+            stack.enter_context(recorded_checks(own))
+            for source in own:
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
             yield
+            if self.refusal is not None:
+                raise self.refusal
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:
         """The modules of ``model`` that are traced through."""
@@ -100,11 +107,14 @@ class SpineTracer(fx.Tracer):
         return module_qualified_name.removeprefix(ROOT).removeprefix(".") not in self._spine
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a module. A module that ``forward`` makes (a loss) becomes a function of its arguments."""
+        """Record a module. A module that ``forward`` makes (a loss) becomes a function of its arguments.
+
+        A made module that holds traced values (the weights of classes) is traced through.
+        """
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         if m not in (self.submodule_paths or {}) and next(listings.parameters(m), None) is None:
-            return record_opaque_call(m, args, kwargs)
+            return forward(*args, **kwargs) if holds_proxy(m) else record_opaque_call(m, args, kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
             refuse_empty_arguments(m, args, kwargs)
@@ -129,7 +139,9 @@ class SpineTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """The truth of a value that follows from the specs and sizes of the inputs.
 
-        Raises ``TraceError`` for another value, unless the code asserts it.
+        For another value it is the truth with which the code does not raise.
+
+        Raises ``TraceError`` if the code does more than raise.
         """
         constant = constant_of(obj.node, self.root)
         if constant is not None:
@@ -138,17 +150,26 @@ class SpineTracer(fx.Tracer):
             return bool(self.fact(obj.node, bool))
         except UnknownSizeError as error:
             # The asking code is two frames up, above the proxy's __bool__.
-            if record_assertion(obj, sys._getframe(2)):
-                return True
-            raise TraceError(
-                f"which code runs depends here on {obj.node.name}, which only the data tells ({error}); a graph has "
-                f"one way for all data"
+            if (answer := self._data_checks.answer(obj, sys._getframe(2))) is not None:
+                return answer
+            raise self.refused(
+                TraceError(
+                    f"which code runs depends here on {obj.node.name}, which only the data tells ({error}); a graph "
+                    f"has one way for all data"
+                )
             ) from error
+
+    def refused(self, error: Exception) -> Exception:
+        """Return ``error``, which ends the trace although ``forward`` may catch it."""
+        self.refusal = self.refusal or error
+        return error
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node, with the line of the model that it comes from."""
         node = super().create_node(*args, **kwargs)
         node.stack_trace = calling_line()
+        if is_check(node):
+            mark_must_run(node)
         return node
 
     def create_arg(self, a: Any) -> Any:

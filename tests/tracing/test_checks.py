@@ -11,64 +11,12 @@ from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from nxdpp.tracing.calls import recorded
-from nxdpp.tracing.checks import must_run
-from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import Asserts, PlainLayer, PlainModel, options_for, run_graph, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 X = torch.ones(3, 4)
-
-
-class Decides(PlainModel):
-    """Raise an error that depends on the data, without ``assert``."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.all(x > 0):
-            raise ValueError("x must be positive")
-        return super().forward(x)
-
-
-def _chain(stages: int) -> tuple[Asserts, InProcessPipeline]:
-    model = Asserts()
-    return model, InProcessPipeline(model, stages, {"x": X}, options_for(model, PlainLayer))
-
-
-def test_an_assertion_is_a_node() -> None:
-    model = Asserts()
-
-    traced = trace_with(model, {"x": X}, options_for(model, PlainLayer))
-
-    assert sum(must_run(node) for node in traced.graph.nodes) == 2
-
-
-def test_another_decision_that_depends_on_data_is_refused() -> None:
-    model = Decides()
-
-    with pytest.raises(TracingError, match=r"only the data tells.*\n  at .*test_checks\.py:\d+, in forward: if not"):
-        trace_with(model, {"x": X}, options_for(model, PlainLayer))
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_an_assertion_that_holds_changes_nothing(stages: int) -> None:
-    model, chain = _chain(stages)
-
-    assert torch.equal(chain.forward({"x": X}), model(X))
-    assert len(chain.boundary_tensors) == stages - 1
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("x", "line"),
-    [(-X, r"assert torch\.all\(x > 0\)"), (X / 0, r"assert hidden\.isfinite\(\)")],
-    ids=["of the inputs", "of a later stage"],
-)
-def test_an_assertion_that_does_not_hold_is_raised(stages: int, x: torch.Tensor, line: str) -> None:
-    _, chain = _chain(stages)
-
-    with pytest.raises(AssertionError, match=rf"does not hold\n  at .*traced_models\.py:\d+, in forward: {line}"):
-        chain.forward({"x": x})
 
 
 class Pair(nn.Module):

@@ -1,0 +1,45 @@
+"""Exact equality of a model trained in stages and the same model trained whole."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.pipeline.stages.loss import pick_loss
+from tests.support.in_process import InProcessPipeline
+
+
+def assert_exact(
+    model: nn.Module, inputs: Mapping[str, Any], layer_class: Any = None, stages: int = 2, microbatches: int = 2
+) -> InProcessPipeline:
+    """Assert that losses and gradients are equal to the last bit, in training and in evaluation mode.
+
+    The first trace gets the first microbatch. Returns the pipeline.
+    """
+    whole = copy.deepcopy(model)
+    parts = split_inputs(inputs, microbatches)
+    pipeline = InProcessPipeline(model, stages, parts[0], transformer_layer_cls=layer_class)
+    for training in (True, False):
+        model.train(training).zero_grad()
+        whole.train(training).zero_grad()
+        torch.manual_seed(0)
+        ours = pipeline.train(inputs, microbatches)
+        torch.manual_seed(0)
+        theirs = []
+        for part in parts:
+            loss = pick_loss(whole(**part), None)
+            (loss / microbatches).backward()
+            theirs.append(loss.detach())
+        assert torch.equal(torch.stack(ours).detach(), torch.stack(theirs))
+        expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        assert any(gradient is not None for gradient in expected.values())
+        for name, parameter in model.named_parameters():
+            theirs_of = expected[name]
+            if parameter.grad is None or theirs_of is None:
+                assert parameter.grad is theirs_of, name
+            else:
+                assert torch.equal(parameter.grad, theirs_of), name
+    return pipeline
