@@ -13,4 +13,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import torch
 
+from tests.support.torchvision_operators import define_missing_operators
+
 torch.set_num_threads(1)
+define_missing_operators()

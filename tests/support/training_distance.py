@@ -25,13 +25,18 @@ def distance(pipeline: InProcessPipeline, model: Any, whole: Any, batch: dict[st
     ours = pipeline.train(batch, parts, backward)
     theirs = []
     for part in split_inputs(batch, parts):
-        loss = whole(**part).loss
+        loss = loss_of(whole(**part))
         if backward:
             (loss / parts).backward()
         theirs.append(loss.detach())
     losses = [relative(a, b, 1e-6) for a, b in zip(ours, theirs, strict=True)]
     buffers = [relative(a, b, 1e-6) for a, b in zip(model.buffers(), whole.buffers(), strict=True)]
     return max(*losses, *buffers, *(gradient_distances(model, whole) if backward else []))
+
+
+def loss_of(output: Any) -> Any:
+    """The loss in ``output``: a tensor is the loss itself."""
+    return output if isinstance(output, torch.Tensor) else output.loss
 
 
 def gradient_distances(model: Any, whole: Any) -> list[float]:

@@ -1,7 +1,14 @@
-"""Every model type of four of transformers' auto mappings, as small as possible, with inputs for training."""
+"""Every model type of transformers' auto mappings with a head, as small as possible, with inputs for training."""
+
+# ruff: noqa: E402
+from tests.support.torchvision_operators import define_missing_operators
+
+# Before transformers, which imports torchvision if it is installed.
+define_missing_operators()
 
 from tests.zoo.inputs import SHAPES, inputs
 from tests.zoo.special_cases import ARGUMENTS, CANNOT_TRAIN, NO_GRADIENT_IN_EVAL, NOTES
-from tests.zoo.tiny_models import TASKS, build, types
+from tests.zoo.tasks import TASKS
+from tests.zoo.tiny_models import build, types
 
 __all__ = ["ARGUMENTS", "CANNOT_TRAIN", "NOTES", "NO_GRADIENT_IN_EVAL", "SHAPES", "TASKS", "build", "inputs", "types"]

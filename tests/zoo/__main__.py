@@ -1,16 +1,17 @@
-"""Compare every transformer type, cut into stages, with its unwrapped model.
+"""Compare every type of transformers and models of other libraries, cut into stages, with one process.
 
 python -m tests.zoo SWEEP [TASK ...] [--type TYPE] [--jobs 2] [--output FILE]
 """
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
-from tests.zoo import initial_values, pretrained, training
+from tests.zoo import TASKS, initial_values, libraries_sweep, pretrained, training, types
+from tests.zoo.libraries import LIBRARIES, cases, is_installed
 from tests.zoo.page import page
-from tests.zoo.sweep import WRONG, Judge, judge_types, types_of
-from tests.zoo.tiny_models import TASKS
+from tests.zoo.sweep import WRONG, Judge, Verdict, judge_types
 
 SWEEPS: dict[str, Judge] = {
     "training": training.judge,
@@ -23,23 +24,40 @@ def main() -> None:
     """Print one line for each type and a summary for each task. The exit status is 1 if a type is failing or WRONG."""
     parser = _parser()
     arguments = parser.parse_args()
-    if unknown := set(arguments.tasks) - set(TASKS):
-        parser.error(f"no such task: {', '.join(sorted(unknown))}")
+    if unknown := set(arguments.tasks) - {*TASKS, *LIBRARIES}:
+        parser.error(f"no such task or library: {', '.join(sorted(unknown))}")
     if arguments.output and arguments.sweep != "training":
         parser.error("--output is for the training sweep")
-    verdicts = {
-        task: judge_types(SWEEPS[arguments.sweep], task, types_of(task, arguments.type), arguments.jobs)
-        for task in arguments.tasks or TASKS
-    }
+    verdicts = {name: _swept(arguments, name) for name in arguments.tasks or _by_default(arguments.sweep)}
     if arguments.output:
-        arguments.output.write_text(page(verdicts))
+        arguments.output.write_text(page(verdicts, _commit()))
     sys.exit(any(verdict.result in WRONG for found in verdicts.values() for verdict in found.values()))
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _by_default(sweep: str) -> list[str]:
+    if sweep != "training":
+        return [name for name, task in TASKS.items() if task.thorough]
+    return [*TASKS, *(name for name in LIBRARIES if is_installed(name))]
+
+
+def _swept(arguments: argparse.Namespace, name: str) -> dict[str, Verdict]:
+    is_task = name in TASKS
+    judge = SWEEPS[arguments.sweep] if is_task else libraries_sweep.judge
+    known = types(name) if is_task else list(cases(name))
+    chosen = [one for one in known if arguments.type in (None, one)]
+    return judge_types(judge, name, chosen, arguments.jobs)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sweep", choices=SWEEPS, help="comparison")
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; all by default")
+    known = ", ".join([*TASKS, *LIBRARIES])
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"task or library, of {known}; all by default")
     parser.add_argument("--type", help="this model type only")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the page of the training sweep here")

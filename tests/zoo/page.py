@@ -1,30 +1,42 @@
 """The page ``docs/zoo.md`` from the verdicts of the training sweep."""
 
-from collections.abc import Mapping
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import transformers
 
-from tests.zoo.sweep import Verdict, summary
+from tests.zoo.libraries import DISTRIBUTIONS, LIBRARIES
+from tests.zoo.sweep import RIGHT, WRONG, Verdict
 
 INTRODUCTION = """\
-# Which transformers can be cut
+# Which models can be cut
 
-Written by `python -m tests.zoo training --output docs/zoo.md`, transformers {transformers}, torch {torch}.
+Written by `python -m tests.zoo training --output docs/zoo.md` at commit {commit}, with torch {torch},
+{versions}.
 
-Each type of four auto mappings is built as small as possible and cut into two and four stages. It runs in train and
-eval mode on three shapes, one of them padded. Loss, gradients and buffers are compared with the unwrapped model.
+Each type of transformers' auto mappings with a head, and models of other libraries, are built as small as possible.
+Stages run in one process. Loss, gradients and buffers are compared with the unwrapped model that accumulates the same
+microbatches. Dropout is off. Types of the first four mappings are cut into two and four stages, on the meta device and
+on the CPU; they run in train and eval mode on three shapes, one of them padded. The others are cut into three stages,
+and run in train mode on two shapes. A class that several mappings name is in the first of them.
 
 | result | meaning |
 |---|---|
 | exact | equal to the last bit, except for the gradient of a tied weight, a sum in another order |
 | to rounding | each gradient differs by less than 1e-5 of its greatest value; the number is the largest difference |
-| refused | an error names the construct, its file and line |
-| does not build | transformers cannot build or train the type by itself |
+| refused | an error of ours; its first line and the place in the model are given |
+| failing, WRONG | another error; a difference above rounding |
+| does not build | the model cannot be built or trained by itself with the inputs of the sweep |
 
-*Received* has the number of values that each of four stages after the first receives. The last column of a right type
-has the arguments of `NxDPPModel` that it needs and its special configuration.
+Rates are those of the types that build. A right type that needs an argument of `NxDPPModel`, another configuration or
+the shapes of the first step has a row with it. *Received* has the number of values that each stage after the first
+receives. Models that return no loss stand in a module with a loss, which is a script's own: `tests/zoo/with_loss.py`
+and `tests/zoo/libraries/case.py`. Models of the libraries get their layer class, and no other argument.
 
 ## `None` between layers
 
@@ -39,25 +51,61 @@ A graph cannot ask `x is None` of a value that exists only at run time. The trac
   it is. Items of a mask are checked at run time. `gemma4` and `gemma4_unified` slice masks only for `logits_to_keep`
   above 0.
 
-Of these types only `hiera` and `xlnet` compare a value that is `None`. This rule replaces one that followed the
-bytecode of the comparisons. The rates with that one were 97.3 % (causal-lm), 94.1 % (masked-lm), 100 % and 100 %.
-
 ## Results
 
 """
+_COLUMNS = ("exact", "to rounding", "refused", "failing, WRONG", "does not build")
 
 
-def page(verdicts: Mapping[str, Mapping[str, Verdict]]) -> str:
-    """The page in Markdown, with a table for each task."""
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    lines = [f"- {summary(task, dict(found))}" for task, found in verdicts.items()]
-    for task, found in verdicts.items():
-        lines += ["", f"### {task}", "", "| type | result | received | |", "|---|---|---|---|"]
-        for name, verdict in sorted(found.items()):
-            lines.append(f"| {name} | {verdict.result} | {verdict.received} | {_one_line(verdict.words)} |")
-    return INTRODUCTION.format(**versions) + "\n".join(lines) + "\n"
+def page(verdicts: Mapping[str, Mapping[str, Verdict]], commit: str = "unknown") -> str:
+    """The page in Markdown: a table of rates, then a section for each task and library."""
+    lines = [f"| mapping or library | right | {' | '.join(_COLUMNS)} |", f"|---|{'---|' * (len(_COLUMNS) + 1)}"]
+    lines += [_rates(name, found.values()) for name, found in verdicts.items()]
+    others = [found for name, found in verdicts.items() if name not in LIBRARIES]
+    libraries = [found for name, found in verdicts.items() if name in LIBRARIES]
+    for title, group in (("all mappings", others), ("all libraries", libraries)):
+        if group:
+            lines.append(_rates(title, [verdict for found in group for verdict in found.values()]))
+    for name, found in verdicts.items():
+        lines += ["", f"### {name}", "", *_section(found)]
+    head = INTRODUCTION.format(commit=commit, torch=torch.__version__.partition("+")[0], versions=_versions())
+    return head + "\n".join(lines) + "\n"
+
+
+def _rates(name: str, verdicts: Collection[Verdict]) -> str:
+    counts = Counter(verdict.result for verdict in verdicts)
+    built = len(verdicts) - counts["does not build"]
+    right = sum(counts[result] for result in RIGHT)
+    numbers = [*(counts[result] for result in ("exact", "to rounding", "refused")), sum(counts[r] for r in WRONG)]
+    share = f"{100 * right / built:.1f} %" if built else ""
+    return f"| {name} | {share} | {' | '.join(map(str, numbers))} | {counts['does not build']} |"
+
+
+def _section(found: Mapping[str, Verdict]) -> list[str]:
+    plain = [name for name, verdict in sorted(found.items()) if verdict.result == "exact" and not verdict.words]
+    lines = textwrap.wrap(f"Exact: {', '.join(plain)}.", 120, break_on_hyphens=False) if plain else []
+    rows = [(name, verdict) for name, verdict in sorted(found.items()) if name not in plain]
+    if rows:
+        lines += ["", "| type | result | received | |", "|---|---|---|---|"]
+        lines += [f"| {name} | {v.result} | {v.received} | {_one_line(v.words)} |" for name, v in rows]
+    return lines
+
+
+def _versions() -> str:
+    installed = ["transformers " + transformers.__version__]
+    for distribution in DISTRIBUTIONS.values():
+        try:
+            installed.append(f"{distribution} {metadata.version(distribution)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return "\n".join(textwrap.wrap(", ".join(installed), 116, break_on_hyphens=False))
 
 
 def _one_line(words: str) -> str:
+    """The first line of a message, with the place in the model."""
     site_packages = str(Path(transformers.__file__).parents[1])
-    return " ".join(words.replace(site_packages + "/", "").replace("|", "\\|").split())[:1000]
+    words = words.replace(site_packages + "/", "").replace("|", "\\|")
+    first, _, rest = words.partition("\n")
+    first = re.sub(r"^(\d stages: )?TracingError: .* could not be traced with the inputs \[[^\]]*\]: ", "", first)
+    place = re.search(r"^\s*at (\S+\.py:\d+)", rest, re.MULTILINE)
+    return " ".join(first.split())[:240] + (f" at {place.group(1)}" if place else "")

@@ -29,7 +29,31 @@ _DOTS3_NOTE = {
     "num_hidden_layers": 4,
 }
 
+_RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 16,
+    "hidden_sizes": [16, 16, 32, 32],
+    "depths": [1, 1, 1, 1],
+    "layer_type": "basic",
+}
+_DETR = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 8}
+_ONE_MAP = _DETR | {"backbone_config": _RESNET | {"out_features": ["stage4"]}}
+_THREE_MAPS = _DETR | {"backbone_config": _RESNET | {"out_features": ["stage2", "stage3", "stage4"]}}
+
 SPECIAL: dict[str, dict[str, Any]] = {
+    # Otherwise positions are scaled at random in training.
+    "dinov3_vit": {"pos_embed_rescale": None},
+    "lilt": {"hidden_size": 96},
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
+    "wav2vec2-bert": {"vocab_size": 128},
+    "wav2vec2-conformer": {"vocab_size": 128},
+    "moonshine": {"pad_token_id": 0},
+    "speech-encoder-decoder": {"pad_token_id": 0},
+    "detr": _ONE_MAP,
+    "conditional_detr": _ONE_MAP,
+    "dab-detr": _ONE_MAP,
+    "table-transformer": _ONE_MAP,
+    "deformable_detr": _THREE_MAPS,
     "albert": {"num_hidden_groups": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from tests.zoo.own_process import in_own_processes
 from tests.zoo.special_cases import CANNOT_TRAIN
-from tests.zoo.tiny_models import types
 
 TIME_LIMIT = 120.0  # seconds for a type
 RIGHT = ("exact", "to rounding")
@@ -39,7 +38,7 @@ def judge_types(judge: Judge, task: str, chosen: Sequence[str], jobs: int) -> di
     for name, result in in_own_processes(partial(judge_quietly, judge, task), chosen, jobs, TIME_LIMIT):
         verdict = Verdict("failing", str(result)) if isinstance(result, RuntimeError) else result
         verdicts[name] = verdict
-        line = f"{task:21}{name:28}{verdict.result:16}{verdict.received:14}{verdict.words:.300}"
+        line = f"{task:31}{name:38}{verdict.result:16}{verdict.received:14}{verdict.words:.300}"
         console.print(line, markup=False)
     console.print(summary(task, verdicts))
     return verdicts
@@ -67,8 +66,3 @@ def summary(task: str, verdicts: dict[str, Verdict]) -> str:
     share = 100 * right / built if built else 0.0
     told = ", ".join(f"{count} {result}" for result, count in counts.most_common())
     return f"{task}: {share:.1f} % of the {built} types that build are right ({told})"
-
-
-def types_of(task: str, only: str | None) -> list[str]:
-    """The types of ``task``, or ``only`` if it is one of them."""
-    return [name for name in types(task) if only in (None, name)]

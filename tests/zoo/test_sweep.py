@@ -29,6 +29,6 @@ def test_every_type_gets_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_page_has_a_row_for_each_type() -> None:
     text = page({"causal-lm": {"gpt2": Verdict("exact", "a | b", "1 2 1")}})
 
-    assert "- causal-lm: 100.0 % of the 1 types that build are right (1 exact)" in text
+    assert "| causal-lm | 100.0 % | 1 | 0 | 0 | 0 | 0 |" in text
     assert "| gpt2 | exact | 1 2 1 | a \\| b |" in text
     assert not any(len(line) > 120 for line in text.splitlines())

@@ -1,14 +1,17 @@
 """Verdicts of the training sweep, and its special cases."""
 
 import pytest
+import torch
+from torch import nn
 
 from nxdpp.pipeline.partition.cuts import even_cuts
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
+from tests.zoo.comparison import is_refusal, without_randomness
 from tests.zoo.sweep import judge_quietly
-from tests.zoo.training import is_refusal, judge
+from tests.zoo.training import judge
 
 pytestmark = pytest.mark.zoo
 
@@ -46,11 +49,35 @@ def test_a_right_type_has_the_arguments_that_it_needs() -> None:
     assert verdict.words == "num_hidden_groups=4, a group for each layer; transformer_layer_cls=['AlbertLayerGroup']"
 
 
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("sequence-classification", "llama"),
+        ("token-classification", "bert"),
+        ("text-encoding", "bert"),
+        ("audio-frame-classification", "wav2vec2"),
+        ("semantic-segmentation", "mobilevit"),
+        ("image-text-to-text", "llava"),
+    ],
+)
+def test_a_type_of_each_kind_of_task_is_exact(task: str, name: str) -> None:
+    assert judge_quietly(judge, task, name).result == "exact"
+
+
+def test_dropout_is_off() -> None:
+    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2))
+
+    without_randomness(module)
+
+    x = torch.ones(3, 2)
+    assert torch.equal(module[0](x), x)
+
+
 def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.zoo.training.distance", lambda *given: 0.5)
+    monkeypatch.setattr("tests.zoo.comparison.distance", lambda *given: 0.5)
     assert judge("causal-lm", "gpt2").result == "WRONG"
 
-    monkeypatch.setattr("tests.zoo.training.distance", lambda *given: float("inf"))
+    monkeypatch.setattr("tests.zoo.comparison.distance", lambda *given: float("inf"))
     assert judge("causal-lm", "gpt2").result == "WRONG"
 
 

@@ -1,6 +1,7 @@
-"""The smallest model of every type of four of transformers' auto mappings, with random weights."""
+"""The smallest model of every type of transformers' auto mappings with a head, with random weights."""
 
 import dataclasses
+import itertools
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -9,19 +10,32 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.zoo.shrinking import shrink
 from tests.zoo.special_cases import SPECIAL, SPECIAL_FOR_TASK
+from tests.zoo.tasks import TASKS
 
-TASKS = {
-    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING",
-    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-}
-LARGEST = 20_000_000
+LARGEST = 50_000_000
+# Their heads look for the last token that is no padding.
+_HEADS_WITH_PADDING = ("sequence-classification",)
+# Their models of types with an encoder and a decoder have one of the two.
+_ONE_STACK = ("causal-lm", "token-classification", "text-encoding", "audio-classification")
 
 
 def types(task: str) -> list[str]:
-    """The model types for ``task``, one of ``TASKS``, that transformers maps to a model, sorted by name."""
-    return sorted(getattr(modeling_auto, TASKS[task] + "_NAMES"))
+    """The model types for ``task``, one of ``TASKS``, that transformers maps to a model, sorted by name.
+
+    A model class that an earlier task has too is left out, except for a thorough task.
+    """
+    chosen = _classes(task)
+    if TASKS[task].thorough:
+        return sorted(chosen)
+    earlier = itertools.takewhile(lambda name: name != task, TASKS)
+    known = {name for other in earlier for name in _classes(other).values()}
+    return sorted(model_type for model_type, name in chosen.items() if name not in known)
+
+
+def _classes(task: str) -> dict[str, str]:
+    """The class name of each type."""
+    names = getattr(modeling_auto, TASKS[task].mapping + "_NAMES")
+    return {model_type: name if isinstance(name, str) else name[0] for model_type, name in names.items()}
 
 
 def configuration(task: str, model_type: str) -> PreTrainedConfig:
@@ -31,10 +45,16 @@ def configuration(task: str, model_type: str) -> PreTrainedConfig:
     fields = {field.name: field.default for field in dataclasses.fields(config_class)}
     if task == "causal-lm" and "is_decoder" in fields:
         special = {"is_decoder": True} | special
-    if task == "seq2seq-lm" and (fields.get("decoder_start_token_id") is None):
+    if (task == "seq2seq-lm" or config_class.is_encoder_decoder) and fields.get("decoder_start_token_id") is None:
         special = {"decoder_start_token_id": 0} | special
-    encodes_and_decodes = task != "causal-lm" and config_class.is_encoder_decoder
-    return shrink(config_class, layers=2 if encodes_and_decodes else 4, special=special)
+    if task in _HEADS_WITH_PADDING and fields.get("pad_token_id") is None and "pad_token_id" in fields:
+        special = {"pad_token_id": 0} | special
+    encodes_and_decodes = task not in _ONE_STACK and config_class.is_encoder_decoder
+    return shrink(config_class, layers=_layers(task) if encodes_and_decodes else 4, special=special)
+
+
+def _layers(task: str) -> int:
+    return 2 if TASKS[task].thorough else 3  # enough where only the decoder's count
 
 
 def build(task: str, model_type: str, device: str | None = None) -> PreTrainedModel:
@@ -60,7 +80,7 @@ def build(task: str, model_type: str, device: str | None = None) -> PreTrainedMo
 
 
 def _model_class(task: str, model_type: str) -> type[PreTrainedModel]:
-    known = getattr(modeling_auto, TASKS[task])[CONFIG_MAPPING[model_type]]
+    known = getattr(modeling_auto, TASKS[task].mapping)[CONFIG_MAPPING[model_type]]
     model_class: type[PreTrainedModel] = known[0] if isinstance(known, tuple) else known
     return model_class
 

@@ -1,0 +1,115 @@
+"""Compare a model cut into stages with its unwrapped copy: losses, gradients and buffers."""
+
+import copy
+import os
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.tracing.errors import TracingError
+from tests.support.in_process import InProcessPipeline
+from tests.support.training_distance import distance, loss_of
+from tests.zoo.sweep import Verdict
+
+MICROBATCHES = 4
+ROUNDING = 1e-5
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def compare(
+    model: Any,
+    batches: Sequence[Batch],
+    stages: Sequence[int],
+    modes: Sequence[bool] = (True,),
+    given: Mapping[str, Any] | None = None,
+    without_gradient: Sequence[bool] = (),
+    notes: Sequence[str] = (),
+) -> Verdict:
+    """Train ``model`` in each number of ``stages`` and in each mode (True is training) on ``batches``.
+
+    ``given`` are arguments of ``NxDPPModel``. Modes in ``without_gradient`` compare the loss alone. ``notes`` are
+    repeated in the verdict of a right model, before ``given``.
+    """
+    without_randomness(model)
+    whole = _without_cache(copy.deepcopy(model))
+    given, how = dict(given or {}), list(notes)
+    if (fault := _own_fault(whole, batches[0])) is not None:
+        return Verdict("does not build", fault)
+    worst, received = 0.0, ""
+    for count in stages:
+        try:
+            pipeline, late = _pipeline(model, count, given, batches[0])
+            for training in modes:
+                model.train(training)
+                whole.train(training)
+                for batch in batches:
+                    with torch.set_grad_enabled(training not in without_gradient):
+                        worst = max(worst, distance(pipeline, model, whole, dict(batch), MICROBATCHES))
+            received = _received(pipeline, batches[0])
+        except Exception as error:
+            result = "refused" if is_refusal(error) else "failing"
+            return Verdict(result, f"{count} stages: {type(error).__name__}: {error}")
+    how += [f"{name}={value}" for name, value in given.items()]
+    if late:
+        how.append("traced at the first step")
+    if worst == 0:
+        return Verdict("exact", "; ".join(how), received)
+    result = "to rounding" if worst < ROUNDING else "WRONG"
+    return Verdict(result, "; ".join([f"{worst:.1e}", *how]), received)
+
+
+def without_randomness(model: torch.nn.Module) -> None:
+    """Turn off dropout: two runs draw different numbers."""
+    for module in model.modules():
+        name = type(module).__name__
+        if "drop" in name.lower() or name == "StochasticDepth":
+            for rate in ("p", "drop_prob", "drop_rate"):
+                if isinstance(getattr(module, rate, None), float):
+                    setattr(module, rate, 0.0)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether ``error`` is a deliberate error of ours that names a file and a line, or the layer classes."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_ours = type(error) in (TracingError, ValueError, RuntimeError) and f"{os.sep}nxdpp{os.sep}" in raised_in
+    return is_ours and re.search(r"\.py:\d+|transformer_layer_cls", str(error)) is not None
+
+
+def _pipeline(model: Any, stages: int, given: dict[str, Any], batch: Batch) -> tuple[InProcessPipeline, bool]:
+    """The pipeline, and whether its trace needs the shapes of the first step."""
+    try:
+        return InProcessPipeline(model, stages, **given), False
+    except TracingError:
+        given = {name: value for name, value in given.items() if name != "input_names"}
+        return InProcessPipeline(model, stages, split_inputs(batch, MICROBATCHES)[0], **given), True
+
+
+def _own_fault(whole: Any, batch: Batch) -> str | None:
+    """The error of the unwrapped model, if it cannot train on ``batch`` by itself."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loss = loss_of(copy.deepcopy(whole)(**split_inputs(batch, MICROBATCHES)[0]))
+            if not isinstance(loss, torch.Tensor):
+                return "its forward returns no loss"
+            loss.backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _received(pipeline: InProcessPipeline, batch: Batch) -> str:
+    _, plans = pipeline.loss_plans(split_inputs(batch, MICROBATCHES)[0])
+    return " ".join(str(len(plan.received)) for plan in plans[1:])
+
+
+def _without_cache(model: Any) -> Any:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = False
+    return model

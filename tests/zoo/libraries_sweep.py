@@ -1,0 +1,24 @@
+"""Libraries sweep: models of other libraries, cut into three stages and compared with one process."""
+
+import torch
+
+from tests.zoo.comparison import compare
+from tests.zoo.libraries import cases
+from tests.zoo.sweep import Verdict
+
+STAGES = (3,)
+# Two or more rows in a microbatch: some normalise or compare rows.
+ROWS = (8, 16)
+
+
+def judge(library: str, name: str) -> Verdict:
+    """Compare one case of ``library`` in train mode, on two batches."""
+    case = cases(library)[name]
+    try:
+        torch.manual_seed(0)
+        model = case.build().train()
+    except Exception as error:
+        return Verdict("does not build", f"{type(error).__name__}: {error}")
+    batches = [case.batch(torch.Generator().manual_seed(seed), rows) for seed, rows in enumerate(ROWS)]
+    given = {} if case.layers is None else {"transformer_layer_cls": case.layers}
+    return compare(model, batches, STAGES, given=given)
