@@ -49,14 +49,14 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-def own_memory(gradient: torch.Tensor) -> torch.Tensor:
-    """Return ``gradient``, or a copy when another tensor has the same memory.
+def has_own_memory(gradient: torch.Tensor) -> bool:
+    """Return whether no other tensor has the memory of ``gradient``.
 
     Autograd may use it as the ``.grad`` of a parameter too, for example of positions added to a batch of one row.
     The next microbatch adds to that in place, perhaps before this gradient has been sent.
     """
     storage = gradient.untyped_storage()
-    return gradient if torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES else gradient.clone()
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES)
 
 
 def run_backward(

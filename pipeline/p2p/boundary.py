@@ -1,7 +1,7 @@
 """Boundary between two stages: the values that cross it, and the layout of each of their tensors."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout
 
@@ -23,7 +23,8 @@ class Boundary:
     """The values of stage ``source`` that stage ``destination`` receives, by name.
 
     Activations go from ``source`` to ``destination``, gradients back. The layouts are known after the metadata
-    exchange, in the first step of a signature; until then ``layouts`` is empty.
+    exchange, in the first step of a signature; until then ``layouts`` is empty. A gradient has the layout of its tensor
+    until the destination stage has found the gradient's own (``knows_gradients``). Both take the same memory.
 
     Args:
         source: number of the stage that computes the values.
@@ -41,6 +42,7 @@ class Boundary:
         self.layouts: Mapping[str, ValueLayout] = {}
         self.activations: list[BoundaryTensor] = []
         self.gradients: list[BoundaryTensor] = []
+        self.knows_gradients = False
 
     def set_layouts(self, layouts: Mapping[str, ValueLayout]) -> None:
         """Number the tensors of the values, whose layouts the source stage has found."""
@@ -49,3 +51,8 @@ class Boundary:
             for position, layout in enumerate(layouts[name].tensors):
                 self.activations.append(BoundaryTensor(name, position, len(self.activations), layout))
         self.gradients = [entry for entry in self.activations if entry.layout.requires_grad]
+
+    def set_gradient_layouts(self, layouts: Sequence[TensorLayout]) -> None:
+        """Take over the layouts of the gradients, which the destination stage has found."""
+        self.gradients = [replace(entry, layout=lay) for entry, lay in zip(self.gradients, layouts, strict=True)]
+        self.knows_gradients = True

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from nxdpp.pipeline.p2p.boundary import Boundary, BoundaryTensor
+from nxdpp.pipeline.p2p.layout import tensor_layout
 from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
 
 
@@ -138,11 +139,13 @@ class RemoteChannel:
     def receive_metadata(self) -> None:
         """Receive the layouts, unless they are known."""
         if not self.boundary.layouts:
-            self.boundary.set_layouts(self._peer.transport.receive_object(self._peer.rank, self._pair))
+            self.boundary.set_layouts(
+                self._peer.transport.receive_object(self._peer.rank, self._pair, Direction.ACTIVATION)
+            )
 
     def send_metadata(self) -> None:
         """Start to send the layouts."""
-        self._peer.transport.send_object(self.boundary.layouts, self._peer.rank, self._pair)
+        self._peer.transport.send_object(self.boundary.layouts, self._peer.rank, self._pair, Direction.ACTIVATION)
 
     def post(self, direction: Direction, microbatch: int) -> None:
         """Start to receive, after all earlier receives from the same rank."""
@@ -157,16 +160,25 @@ class RemoteChannel:
         ]
 
     def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
-        """Wait for the tensors."""
+        """Wait for the tensors, and in a first step for the layouts of gradients."""
         if not self.boundary.values:
             return []
         if (direction, microbatch) not in self._posted:
             self._peer.receives[direction].post_up_to(self, microbatch)
-        return [wait() for wait in self._posted.pop((direction, microbatch))]
+        received = [wait() for wait in self._posted.pop((direction, microbatch))]
+        if direction is Direction.GRADIENT and received and not self.boundary.knows_gradients:
+            self.boundary.set_gradient_layouts(
+                self._peer.transport.receive_object(self._peer.rank, self._pair, direction)
+            )
+        return [entry.layout.restore(tensor) for entry, tensor in zip(self._entries(direction), received, strict=True)]
 
     def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Start to send; the memory is held until ``release`` or the end of the step."""
         peer, pair = self._peer, self._pair
+        if direction is Direction.GRADIENT and tensors and not self.boundary.knows_gradients:
+            self.boundary.set_gradient_layouts([tensor_layout(tensor) for tensor in tensors])
+            layouts = [entry.layout for entry in self.boundary.gradients]
+            peer.transport.send_object(layouts, peer.rank, pair, direction)
         self._sent[direction, microbatch] = [
             peer.transport.send(
                 entry.layout.arrange(tensor), peer.rank, direction, peer.tag(pair, entry.number, microbatch)

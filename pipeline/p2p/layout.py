@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from nxdpp.pipeline.p2p.strides import with_strides
 from nxdpp.tracing.nested import Leaf, leaves_of, map_leaves
 
 
 @dataclass(frozen=True)
 class TensorLayout(Leaf):
-    """Shape, strides and dtype of a tensor; the strides are those of dense memory.
+    """Shape, strides and dtype of a tensor.
 
+    ``stride`` is that of the dense memory that is sent. ``own_stride`` is the tensor's own where that is not dense.
     ``shares_memory``: on the source stage another sent tensor, for example a view, has the same memory.
     """
 
@@ -25,6 +27,12 @@ class TensorLayout(Leaf):
     dtype: torch.dtype
     requires_grad: bool
     shares_memory: bool = False
+    own_stride: tuple[int, ...] | None = None
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of the tensor itself."""
+        return self.stride if self.own_stride is None else self.own_stride
 
     def allocate(self, device: torch.device) -> torch.Tensor:
         """Uninitialised memory for the tensor."""
@@ -35,10 +43,16 @@ class TensorLayout(Leaf):
         return tensor.size() == self.size and tensor.dtype == self.dtype
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` with this layout's strides: itself, or a copy."""
+        """Return ``tensor`` with the strides of dense memory: itself, or a copy."""
         if tensor.stride() == self.stride:
             return tensor
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
+
+    def restore(self, received: torch.Tensor) -> torch.Tensor:
+        """Return what was arranged, with its own strides, from the dense memory of ``received``."""
+        if received.stride() != self.stride:
+            received = received.as_strided(self.size, self.stride)
+        return received if self.own_stride is None else with_strides(received, self.own_stride)
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ def layout_of(value: Any, shared: Collection[int] = ()) -> ValueLayout:
         if id(leaf) in positions:
             return Repeated(positions[id(leaf)])
         positions[id(leaf)] = len(positions)
-        return _tensor_layout(leaf, shared)
+        return tensor_layout(leaf, shared)
 
     return ValueLayout(map_leaves(describe, value))
 
@@ -136,11 +150,13 @@ def shared_memory(values: Iterable[Any]) -> set[int]:
     return {address for address, count in found.items() if count > 1 and address}
 
 
-def _tensor_layout(tensor: torch.Tensor, shared: Collection[int]) -> TensorLayout:
+def tensor_layout(tensor: torch.Tensor, shared: Collection[int] = ()) -> TensorLayout:
+    """The layout of one tensor; ``shared`` as for ``layout_of``."""
     # A tensor on the meta device has no memory; its strides are the dense ones nearest to the tensor's own.
-    dense = torch.empty_like(tensor, device="meta")
+    dense = torch.empty_like(tensor, device="meta").stride()
     shares = bool(shared) and tensor.untyped_storage().data_ptr() in shared
-    return TensorLayout(tensor.size(), dense.stride(), tensor.dtype, tensor.requires_grad, shares)
+    own = None if dense == tensor.stride() else tensor.stride()
+    return TensorLayout(tensor.size(), dense, tensor.dtype, tensor.requires_grad, shares, own)
 
 
 def _show(layout: ValueLayout) -> str:

@@ -27,9 +27,8 @@ class Direction(IntEnum):
     GRADIENT = 1
 
 
-# Between two ranks with several stages each, activations, gradients and metadata go in the same direction.
-_METADATA = len(Direction)
-_KINDS = len(Direction) + 1
+# Between two ranks with several stages each, activations, gradients and the metadata of both go in the same direction.
+_KINDS = 2 * len(Direction)
 
 
 class Work(Protocol):
@@ -94,18 +93,18 @@ class Transport:
         while self._metadata_sends:
             self._metadata_sends.popleft()[0].wait()
 
-    def send_object(self, value: Any, destination: int, tag: int) -> None:
-        """Start to send any picklable value, its length first."""
+    def send_object(self, value: Any, destination: int, tag: int, direction: Direction) -> None:
+        """Start to send any picklable value, its length first; ``direction`` is that of the tensors it describes."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64)
         for message in (length, payload):
-            work = self._control.send([message], destination, _wire_tag(_METADATA, tag))
+            work = self._control.send([message], destination, _wire_tag(len(Direction) + direction, tag))
             self._metadata_sends.append((work, message))
 
-    def receive_object(self, source: int, tag: int) -> Any:
+    def receive_object(self, source: int, tag: int, direction: Direction) -> Any:
         """Receive the value of a ``send_object``."""
         length = torch.empty(1, dtype=torch.int64)
-        wire_tag = _wire_tag(_METADATA, tag)
+        wire_tag = _wire_tag(len(Direction) + direction, tag)
         self._control.recv([length], source, wire_tag).wait()
         payload = torch.empty(int(length), dtype=torch.uint8)
         self._control.recv([payload], source, wire_tag).wait()
@@ -113,7 +112,7 @@ class Transport:
 
 
 def _wire_tag(kind: int, tag: int) -> int:
-    """A tag that differs between activations, gradients and metadata: gloo's groups of all three may be one."""
+    """A tag that differs between activations, gradients and their metadata: gloo's groups of all may be one."""
     return tag * _KINDS + kind
 
 

@@ -30,7 +30,7 @@ class MetadataPlaceholder(torch.Tensor):
     def __new__(cls, layout: TensorLayout, device: torch.device) -> "MetadataPlaceholder":
         """An empty tensor of the layout's size, strides and dtype."""
         return torch.Tensor._make_wrapper_subclass(
-            cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=device
+            cls, layout.size, strides=layout.strides, dtype=layout.dtype, device=device
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -18,10 +18,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
-from nxdpp.pipeline.backward.run import ReceivedTensor, own_memory, run_backward
+from nxdpp.pipeline.backward.run import ReceivedTensor, has_own_memory, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
 from nxdpp.pipeline.p2p.layout import check_layout, layout_of, shared_memory, tensors_of
+from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
@@ -262,7 +263,7 @@ class StageRunner:
     def _own_activations(self, channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
         """Activations for a stage of this rank; copies of those that other stages receive too."""
         return [
-            tensor.clone() if len(self._plan.sent[entry.value]) > 1 else tensor
+            copied(tensor) if len(self._plan.sent[entry.value]) > 1 else tensor
             for entry, tensor in zip(channel.boundary.activations, _activations(channel, made), strict=True)
         ]
 
@@ -272,7 +273,7 @@ class StageRunner:
         # A value without a part in the loss has a gradient of zero: its source stage waits for one.
         by_source = {
             channel.boundary.source: [
-                own_memory(gradient) if gradient is not None else entry.layout.allocate(self._device).zero_()
+                entry.layout.allocate(self._device).zero_() if gradient is None else _own(gradient)
                 for entry, gradient in zip(channel.boundary.gradients, remaining, strict=False)
             ]
             for channel in self._channels_in
@@ -285,6 +286,10 @@ class StageRunner:
 
 def _activations(channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
     return [tensors_of(made[entry.value])[entry.position].detach() for entry in channel.boundary.activations]
+
+
+def _own(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if has_own_memory(gradient) else copied(gradient)
 
 
 def _checked_loss(loss: Any) -> torch.Tensor:

@@ -289,9 +289,9 @@ def record_sends(rank: int) -> list[tuple[str, tuple[int, ...]]]:
         sent.append((direction.name, tuple(tensor.shape)))
         return original(self, tensor, destination, direction, *rest)
 
-    def record_object(self: Transport, value: Any, destination: int, tag: int) -> None:
+    def record_object(self: Transport, value: Any, destination: int, tag: int, direction: Any) -> None:
         sent.append(("metadata", ()))
-        original_send_object(self, value, destination, tag)
+        original_send_object(self, value, destination, tag, direction)
 
     original_send_object = Transport.send_object
     wrapped = wrap(make("llama"))

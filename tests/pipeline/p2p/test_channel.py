@@ -38,7 +38,7 @@ class NotedTransport:
 
         return Sent(), tensor
 
-    def receive_object(self, source: int, tag: int) -> Mapping[str, ValueLayout]:
+    def receive_object(self, source: int, tag: int, direction: Direction) -> Mapping[str, ValueLayout]:
         return LAYOUTS
 
 

@@ -57,10 +57,10 @@ def exchange_metadata(rank: int) -> None:
     transport = make_transport()
     layouts = {"hidden": layout_of((TENSORS[1], None, {"mask": TENSORS[3]}))}
     if rank == 0:
-        transport.send_object(layouts, 1, 0)
+        transport.send_object(layouts, 1, 0, Direction.ACTIVATION)
         transport.finish()
     else:
-        received = transport.receive_object(0, 0)
+        received = transport.receive_object(0, 0, Direction.ACTIVATION)
         assert received == layouts
         built = received["hidden"].build([TENSORS[1], TENSORS[3]])
         assert built[1] is None
@@ -108,12 +108,14 @@ def receive_in_another_order(rank: int) -> None:
     layout = layout_of(TENSORS[0]).tensors[0]
     if rank == 0:
         sends = [transport.send(TENSORS[0] + direction, 1, direction, 7) for direction in Direction]
-        transport.send_object("layouts", 1, 7)
+        for direction in Direction:
+            transport.send_object(f"layouts {direction}", 1, 7, direction)
         transport.finish()
         for work, _ in sends:
             work.wait()
         return
-    assert transport.receive_object(0, 7) == "layouts"
+    for direction in reversed(Direction):
+        assert transport.receive_object(0, 7, direction) == f"layouts {direction}"
     waits = {direction: transport.post_receive(layout, 0, direction, 7) for direction in reversed(Direction)}
     for direction, arrived in waits.items():
         assert torch.equal(arrived(), TENSORS[0] + direction)
