@@ -126,6 +126,34 @@ def check_names(module: nn.Module, names: Sequence[str], argument: str) -> None:
         )
 
 
+def check_input_names(module: nn.Module, inputs: Any, input_names: Sequence[str] | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``inputs`` has exactly ``input_names``, or names of the forward."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"inputs must be a dict by name, not a {type(inputs).__name__}: {{'input_ids': ...}}.")
+    if input_names is not None:
+        check_exact_names(list(inputs), input_names)
+    else:
+        check_names(module, list(inputs), "inputs")
+        check_required(module, list(inputs), "inputs")
+
+
+def check_required(module: nn.Module, names: Sequence[str], argument: str) -> None:
+    """Raise ``ValueError`` for inputs without a default of ``module.forward`` that ``names`` lack."""
+    missing = [name for name in required_inputs(module) if name not in names]
+    if missing:
+        raise ValueError(f"{argument}: {type(module).__name__}.forward needs {missing}, too. Give {argument} with it.")
+
+
+def required_inputs(module: nn.Module) -> list[str]:
+    """Names of the inputs of ``module.forward`` without a default."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+
+
 def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
     """Raise ``ValueError`` unless ``given`` are exactly the ``input_names`` of the constructor."""
     missing = sorted(set(expected) - set(given))

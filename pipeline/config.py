@@ -35,8 +35,8 @@ class PipelineConfig:
         pipeline_cuts: names of the layers after which to cut.
         partition: ``"even"``, ``"balanced"``, ``"profiled"``, or a ``PartitionPolicy``: a function of the traced graph
             and the number of stages that returns ``pipeline_cuts``.
-        partition_batch: inputs of one microbatch with labels, for the first trace and for costs. Meta tensors are
-            allowed.
+        partition_batch: inputs of one microbatch with labels, for the trace at construction and for costs. Meta tensors
+            are allowed.
         partition_memory_limit: bytes of one rank for ``"balanced"`` and ``"profiled"``. They hold its weights,
             gradients, AdamW's state and the activations that the schedule keeps.
         input_names: names of the inputs of every step. By default any.
@@ -93,9 +93,11 @@ class PipelineConfig:
         check_loss_spec(self.output_loss_value_spec)
         if self.input_names is not None:
             arguments.check_names(module, self.input_names, "input_names")
+            arguments.check_required(module, self.input_names, "input_names")
         arguments.check_partition(self.partition, self.partition_batch, self.partition_memory_limit, self.pipeline_cuts)
         if self.partition_batch is not None:
             arguments.check_names(module, list(self.partition_batch), "partition_batch")
+            arguments.check_required(module, list(self.partition_batch), "partition_batch")
 
     def choose_schedule(self, ranks: int) -> ChosenSchedule:
         """Return the schedule for ``ranks``. Raises ``ValueError`` for one that cannot run."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nxdpp.pipeline.arguments import required_inputs
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, shapes_of
 from nxdpp.tracing.transformers_models import transformers_models
@@ -38,25 +39,26 @@ def example_specs(
     """Return the specs of the inputs of the first trace, which decides the stage of each parameter.
 
     The inputs are those of ``batch``, or ``input_names``. By default a Hugging Face model has its main input and its
-    labels. Any other module has the inputs of its ``forward`` without a default. A module around Hugging Face models
-    has these, and those of the first model that its ``forward`` names or passes on.
+    labels. All have the inputs of their ``forward`` without a default. A module around Hugging Face models also has
+    the main input and labels of the first one, if its ``forward`` names them or passes them on.
     """
     if batch is not None:
         return {name: InputSpec(value.ndim, value.dtype) for name, value in batch.items()}
     models = transformers_models(module)
     names = _input_names(module, models) if input_names is None else list(input_names)
     if isinstance(module, PreTrainedModel):
-        return {name: _SPECS.get(name, _TOKENS) for name in names}
+        # An input that a subclass requires need not be tokens.
+        usual = names if input_names is not None else _main_inputs(module)
+        return {name: _SPECS.get(name, _TOKENS if name in usual else _UNKNOWN) for name in names}
     return {name: _spec_of_known(name) if models else _UNKNOWN for name in names}
 
 
 def _input_names(module: nn.Module, models: Mapping[str, PreTrainedModel]) -> list[str]:
     parameters = inspect.signature(module.forward).parameters
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variable]
+    required = required_inputs(module)
     if isinstance(module, PreTrainedModel):
-        own = [name for name in _main_inputs(module) if name in parameters]
-        return [*own, *(name for name in required if name not in own)]
+        usual = [name for name in _main_inputs(module) if name in parameters]
+        return [*usual, *(name for name in required if name not in usual)]
     if not models:
         return required
     model = next(iter(models.values()))

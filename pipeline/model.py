@@ -48,7 +48,9 @@ class NxDPPModel(LocalView):
         deallocate_pipeline_outputs: free an activation after it is sent.
         partition: ``"even"``, ``"balanced"``, ``"profiled"``, or a function of the traced graph and the number of
             stages that returns ``pipeline_cuts``. ``"profiled"`` makes construction collective over all ranks.
-        partition_batch: inputs of one microbatch with labels, for costs and the first trace. Meta tensors are allowed.
+        partition_batch: inputs of one microbatch with labels, for costs and the trace at construction. Meta tensors
+            are allowed. Without it a trace that needs the shapes of inputs waits for the first step, or for ``trace``.
+            Until then the layers are cut in an assumed order, and the step verifies it.
         partition_memory_limit: bytes of a rank for weights, gradients, AdamW's state and activations.
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``.
         post_partition_hooks: functions of the wrapped model, called in order at the end of construction.
@@ -119,6 +121,16 @@ class NxDPPModel(LocalView):
     def last_busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._pipeline.busy_share
+
+    def trace(self, *positional: Any, **inputs: Any) -> None:
+        """Trace for ``inputs`` of a step, as ``run_train`` takes them, and verify the stages with the graph.
+
+        Not collective; no tensor is computed or sent. Tensors on the meta device are allowed, and so is a model on the
+        meta device. The first ``run_train`` or ``run_eval`` does the same: ``trace`` finds an error earlier. Raises
+        ``ValueError``, ``TypeError`` and ``TracingError`` as ``run_train`` does.
+        """
+        arguments.check_not_positional(positional)
+        self._pipeline.trace(inputs)
 
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Run forward and backward of all microbatches; collective over all ranks.

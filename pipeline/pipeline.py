@@ -20,20 +20,16 @@ from nxdpp.pipeline import arguments
 from nxdpp.pipeline.agreement.fingerprint import parameter_lines
 from nxdpp.pipeline.agreement.replicas import check_replicas
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.example_inputs import example_shapes, example_specs
+from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.microbatch import join_outputs
-from nxdpp.pipeline.partition.partition import Partition, make_partition
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
 from nxdpp.pipeline.split_batch import split_batch
 from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.huggingface import refuse_packed_positions
-from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.trace import TracingOptions, trace
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,14 @@ class Pipeline:
         self.config = config
         self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
         options = config.tracing_options(module)
-        self.partition = _partition(module, config, options, self.schedule)
+        self.partition = first_partition(
+            module,
+            options,
+            self.schedule.placement.stages,
+            config.partition_policy(module, self.schedule),
+            config.input_names,
+            config.partition_batch,
+        )
         arguments.warn_of_lost_hooks(module, self.partition.layers)
         arguments.warn_of_own_listings(module)
         timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
@@ -136,6 +139,24 @@ class Pipeline:
     def busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._steps.busy_share
+
+    def trace(self, inputs: Mapping[str, Any]) -> None:
+        """Trace for ``inputs`` of a step, and verify the partition with the graph; not collective, sends nothing.
+
+        Takes the inputs of a whole batch. A microbatch is traced, in the present training mode. Tensors on the meta
+        device are allowed, and so are models without values.
+
+        Raises:
+            ValueError, TypeError: for inputs that cannot be used, and where the partition does not fit them.
+            TracingError: for inputs with which the model cannot be traced.
+        """
+        arguments.check_input_names(self.original_module, inputs, self._input_names)
+        device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), self.device)
+        _, distinct = self._split(inputs, device)
+        training = self.original_module.training
+        with torch.set_grad_enabled(training):
+            cut = self._programs.cut_graph_of_all(distinct, training)
+            self._programs.program(cut, "loss" if training else self._programs.evaluation_ends_with(cut))
 
     def train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches; collective over the pipeline.
@@ -259,28 +280,16 @@ class Pipeline:
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the inputs of each microbatch, and those of the ones that may differ in their shapes."""
-        if not isinstance(inputs, Mapping):
-            raise TypeError(f"inputs must be a dict by name, not a {type(inputs).__name__}: {{'input_ids': ...}}.")
-        if self._input_names is not None:
-            arguments.check_exact_names(list(inputs), self._input_names)
-        else:
-            arguments.check_names(self.original_module, list(inputs), "inputs")
+        arguments.check_input_names(self.original_module, inputs, self._input_names)
         self.check_materialised()
         refuse_packed_positions(self.original_module, inputs)
+        return self._split(inputs, self.device)
+
+    def _split(
+        self, inputs: Mapping[str, Any], device: torch.device
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         config = self.config
         parts, are_alike = split_batch(
-            self.original_module, inputs, config.num_microbatches, config.split_inputs_fn, self.device
+            self.original_module, inputs, config.num_microbatches, config.split_inputs_fn, device
         )
         return parts, parts[:1] if are_alike else parts
-
-
-def _partition(
-    module: nn.Module, config: PipelineConfig, options: TracingOptions, schedule: ChosenSchedule
-) -> Partition:
-    """Trace ``module`` for example inputs, and cut it."""
-    specs = example_specs(module, config.input_names, config.partition_batch)
-    shapes = example_shapes(module, specs, config.partition_batch)
-    traced = trace(module, specs, {}, options, shapes)
-    layers = layer_names(module, options.layer_classes)
-    policy = config.partition_policy(module, schedule)
-    return make_partition(traced, module, layers, schedule.placement.stages, policy)

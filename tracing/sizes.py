@@ -42,6 +42,10 @@ class UnknownSizeError(Exception):
     """The answer depends on data, or on inputs of unknown shape."""
 
 
+class UnknownInputError(UnknownSizeError):
+    """The answer depends on an input of unknown shape."""
+
+
 class FakeCopies:
     """Fake copies of modules and tensors, with shapes and dtypes and without memory; needs a ``FakeTensorMode``.
 
@@ -138,6 +142,8 @@ class Sizes:
                         with applied(modes_of(needed)):
                             self._values[needed] = self._value(needed)
                 return read(self._values[node])
+        except UnknownInputError:
+            raise
         except Exception as error:
             told = str(error) if isinstance(error, UnknownSizeError) else f"{type(error).__name__}: {error}"
             raise UnknownSizeError(told) from error
@@ -145,7 +151,7 @@ class Sizes:
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             if str(node.target) not in self._shapes:
-                raise UnknownSizeError(f"the shape of {node.target} is not known here; partition_batch may tell it")
+                raise UnknownInputError(f"the shape of {node.target} is not known here; partition_batch may tell it")
             shape, dtype = self._shapes[str(node.target)]
             return torch.empty(shape, dtype=dtype)
         if node.op == "get_attr":

@@ -18,13 +18,14 @@ from nxdpp.tracing.checks import mark_must_run, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.errors import calling_line
+from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
 from nxdpp.tracing.proxy import RecordingProxy
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
-from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownSizeError, is_none
+from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 
 _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
@@ -64,10 +65,12 @@ class SpineTracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, spine: set[str], shapes: Shapes, **options: Any) -> None:
+    def __init__(self, spine: set[str], shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._spine = spine
         self._shapes = shapes
+        self._guess = guess
+        self._guessed = 0
         self._sizes: Sizes | None = None
         self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
@@ -185,9 +188,13 @@ class SpineTracer(fx.Tracer):
     def fact(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value)`` for inputs of the sizes at hand. The graph then belongs to inputs with the same answer.
 
-        Raises ``UnknownSizeError`` if the answer depends on more than sizes.
+        A tracer that guesses answers for inputs of unknown shapes too. Raises ``UnknownSizeError`` if the answer
+        depends on more than sizes.
         """
-        answer = self.read(node, read)
+        try:
+            answer = self.read(node, read)
+        except UnknownInputError as error:
+            return self._guess_answer(node, read, error)
         self.facts.append(Fact(node, read, answer))
         return answer
 
@@ -214,6 +221,15 @@ class SpineTracer(fx.Tracer):
             with suppress(UnknownSizeError):
                 return bool(sizes.read(node, is_none))
         return None
+
+    def _guess_answer(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownInputError) -> Any:
+        if self._guess is None:
+            raise unknown
+        self._guessed += 1
+        answer = guessed_answer(node, read, self._guess, self.root)
+        if answer is None or self._guessed > MOST_GUESSES:
+            raise UnknownSizeError("no shapes of the inputs give the answer") from unknown
+        return answer
 
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value)`` for inputs of the sizes at hand. Raises ``UnknownSizeError`` as ``fact`` does."""

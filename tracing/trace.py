@@ -48,6 +48,11 @@ class TracingOptions:
     autowrap_modules: tuple[ModuleType, ...] = ()
     tracer_cls: str | type[fx.Tracer] | None = None
 
+    @property
+    def traces_the_spine(self) -> bool:
+        """``True`` for the tracer of this package, ``False`` for plain fx and a tracer of the user."""
+        return self.tracer_cls in (None, "hf")
+
 
 @dataclass(frozen=True)
 class TracedGraph:
@@ -70,6 +75,7 @@ def trace(
     constants: Mapping[str, Any],
     options: TracingOptions,
     shapes: Shapes | None = None,
+    guess: bool | None = None,
 ) -> TracedGraph:
     """Trace ``module(**inputs, **constants)``.
 
@@ -79,11 +85,13 @@ def trace(
         constants: inputs whose values are part of the graph (``None``, booleans, strings).
         options: leaves, wrapped functions and the tracer.
         shapes: shapes and dtypes of inputs, for code that asks for sizes.
+        guess: the answer to questions about inputs of unknown shape. The graph then shows the order of the modules,
+            and cannot be run. By default such a question is an error.
 
     Raises:
         TracingError: with the line of the model that cannot be traced, and the remedy.
     """
-    tracer = _make_tracer(module, constants, options, shapes or {})
+    tracer = _make_tracer(module, constants, options, shapes or {}, guess)
     entry = _Entry(module, inputs, constants, tracer)
     try:
         graph = tracer.trace(entry)
@@ -162,19 +170,20 @@ class _Entry(nn.Module):
         return proxy
 
 
-def _make_tracer(module: nn.Module, constants: Mapping[str, Any], options: TracingOptions, shapes: Shapes) -> fx.Tracer:
+def _make_tracer(
+    module: nn.Module, constants: Mapping[str, Any], options: TracingOptions, shapes: Shapes, guess: bool | None
+) -> fx.Tracer:
     wraps: dict[str, Any] = {
         "autowrap_modules": (math, *options.autowrap_modules),
         "autowrap_functions": options.autowrap_functions,
     }
-    chosen = options.tracer_cls
-    if chosen is None or chosen == "hf":
+    if options.traces_the_spine:
         spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
         if transformers_models(module, spine):
             refuse_untraceable(module, spine, constants)
-            return HuggingFaceTracer(spine, shapes, **wraps)
-        return SpineTracer(spine, shapes, **wraps)
-    base = fx.Tracer if chosen == "torch" else chosen
+            return HuggingFaceTracer(spine, shapes, guess, **wraps)
+        return SpineTracer(spine, shapes, guess, **wraps)
+    base = fx.Tracer if options.tracer_cls == "torch" else options.tracer_cls
     assert isinstance(base, type)
     try:
         return _with_leaves(base, options)(**wraps)

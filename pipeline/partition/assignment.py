@@ -154,6 +154,15 @@ def buffer_owners(traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn
     return owners
 
 
+def check_buffers_have_owners(
+    traced: TracedGraph, assigned: Mapping[fx.Node, int], root: nn.Module, owners: Owners
+) -> None:
+    """Raise ``ValueError`` for a buffer that the graph changes, and that ``owners`` give to no stage."""
+    unknown = sorted(buffer_owners(traced, assigned, root).keys() - owners.keys())
+    if unknown:
+        raise ValueError(f"these inputs run modules that change the buffers {unknown}, which belong to no stage.")
+
+
 def check_last_stage(owners: Owners, stages: int, layer: str) -> None:
     """Raise ``ValueError`` where the last stage holds no parameter, because none follows the last ``layer``."""
     if not any(stages - 1 in held for held in owners.values()):

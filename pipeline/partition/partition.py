@@ -10,7 +10,8 @@
 (``pipeline/cost``), or by a function of the caller.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -19,6 +20,7 @@ from nxdpp.pipeline.partition.assignment import (
     Owners,
     assign_nodes,
     buffer_owners,
+    check_buffers_have_owners,
     check_last_stage,
     check_layers_ran,
     layers_in_order,
@@ -40,12 +42,15 @@ class Partition:
         layer_stages: the stage of each transformer layer, in the order of execution.
         cuts: names of the layers after which the model is cut, one fewer than stages.
         owners: the stages that hold each parameter, and each buffer that a forward changes.
+        assumed: ``True`` if the graph at construction was made without knowing the inputs. Each trace for real inputs
+            verifies the partition.
     """
 
     module: nn.Module
     layer_stages: dict[str, int]
     cuts: list[str]
     owners: Owners
+    assumed: bool = False
 
     @property
     def stages(self) -> int:
@@ -75,7 +80,24 @@ class Partition:
         Raises ``ValueError`` where the graph does not run each layer once, in the order of this partition.
         """
         check_layers_ran(traced, self.layers)
-        return assign_nodes(traced, self.module, self.layer_stages, self.stages, self.owners)
+        assigned = assign_nodes(traced, self.module, self.layer_stages, self.stages, self.owners)
+        if self.assumed:
+            check_buffers_have_owners(traced, assigned, self.module, self.owners)
+        return assigned
+
+    @contextmanager
+    def remedy_named(self) -> Iterator[None]:
+        """Name ``partition_batch`` in a ``ValueError`` of an assumed partition, which does not fit a real trace."""
+        try:
+            yield
+        except ValueError as error:
+            if not self.assumed:
+                raise
+            raise ValueError(
+                f"{error}\nThe model could not be traced for example inputs, so the stages follow from an assumed "
+                f"order of its modules, and these inputs need another order. Give partition_batch at construction: the "
+                f"inputs of one microbatch with labels; meta tensors are allowed."
+            ) from error
 
 
 def make_partition(
@@ -114,6 +136,11 @@ def make_partition(
 def even(traced: TracedGraph, stages: int) -> list[str]:
     """Policy: stages of even size. The remainder goes to the later ones."""
     return even_cuts(traced.layers, stages)
+
+
+def reads_layers_alone(policy: PartitionPolicy) -> bool:
+    """Return whether ``policy`` reads no more of the graph than the names of its layers."""
+    return policy is even or isinstance(policy, GivenCuts)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ class ProgramCache:
         if graph is None:
             constants = {name: value for name, _, value in variant.constants}
             traced = trace(self._module, dict(variant.traced), constants, self._options, shapes)
-            graph = CutGraph(traced, self._partition, variant.training)
+            with self._partition.remedy_named():
+                graph = CutGraph(traced, self._partition, variant.training)
         if graph.traced.facts:
             self._with_facts.add(variant)
             key = by_shapes
@@ -175,7 +176,8 @@ class ProgramCache:
 
     def _build(self, cut: CutGraph, ends_with: EndsWith, results: list[fx.Node]) -> RankProgram:
         with self._model_as_cut():
-            plans = cut.plans(results)
+            with self._partition.remedy_named():
+                plans = cut.plans(results)
             lines = graph_lines(cut.traced, cut.assigned, self._module)
         stages = {stage: StageProgram(plans[stage], cut.build(plans[stage])) for stage in self._local_stages}
         edges = frozenset((source, plan.stage) for plan in plans for source in plan.received.values())

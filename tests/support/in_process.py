@@ -7,9 +7,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from nxdpp.pipeline.example_inputs import example_shapes, example_specs
+from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.p2p.layout import layout_of
-from nxdpp.pipeline.partition.partition import PartitionPolicy, make_partition
+from nxdpp.pipeline.partition.partition import PartitionPolicy, even, make_partition
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
 from nxdpp.pipeline.split_batch import split_batch
@@ -19,7 +19,7 @@ from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.placement import Placement
 from nxdpp.tracing.layers import find_layer_classes, layer_names
-from nxdpp.tracing.trace import TracingOptions, trace, trace_for
+from nxdpp.tracing.trace import TracingOptions, trace_for
 
 _CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ class InProcessPipeline:
 
     Attributes:
         partition: of the model.
-        cut: the first trace, cut.
+        cut: the trace for ``inputs``, cut; missing without ``inputs``.
         plans, modules: of each stage of ``cut``. The last stage ends with all values of the output.
     """
 
@@ -54,13 +54,12 @@ class InProcessPipeline:
         self._module = module
         options = options or TracingOptions(find_layer_classes(module, transformer_layer_cls))
         if inputs is None:
-            specs = example_specs(module, input_names)
-            traced = trace(module, specs, {}, options, example_shapes(module, specs))
+            self.partition = first_partition(module, options, stages, policy or even, input_names)
         else:
             traced = trace_for(module, inputs, options)
-        self.partition = make_partition(traced, module, layer_names(module, options.layer_classes), stages, policy)
+            self.partition = make_partition(traced, module, layer_names(module, options.layer_classes), stages, policy)
+            self.cut = CutGraph(traced, self.partition)
         self.programs = ProgramCache(self.partition, options, None, range(stages), {})
-        self.cut = CutGraph(traced, self.partition)
 
     @property
     def plans(self) -> list[StagePlan]:

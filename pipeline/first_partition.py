@@ -1,0 +1,93 @@
+"""Partition at construction, before a step gives real inputs.
+
+=====================================================  =====================================================
+trace for example inputs                               partition
+=====================================================  =====================================================
+succeeds                                               of its graph
+asks for sizes of inputs of unknown shape, or fails    of a graph in which such questions are guessed: it
+for a guessed kind of input                            has the modules in the order of execution
+fails with guesses too, in the model's own code        of the modules in the order of their registration
+meets a construct that no shapes make traceable        none: the error is raised
+=====================================================  =====================================================
+
+The second and the third one are assumptions. The first trace for real inputs verifies them (``Partition.assumed``).
+"""
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from nxdpp.pipeline.example_inputs import example_shapes, example_specs
+from nxdpp.pipeline.partition.partition import Partition, PartitionPolicy, make_partition, reads_layers_alone
+from nxdpp.pipeline.partition.registration import graph_by_registration
+from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.input_specs import UNKNOWN, InputSpec
+from nxdpp.tracing.layers import layer_names
+from nxdpp.tracing.sizes import Shapes
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
+
+# Files that raise the error of a construct that no graph can hold.
+_TRACERS = ("/tracing/", "/torch/fx/")
+
+
+def first_partition(
+    module: nn.Module,
+    options: TracingOptions,
+    stages: int,
+    policy: PartitionPolicy,
+    input_names: Sequence[str] | None = None,
+    batch: Mapping[str, torch.Tensor] | None = None,
+) -> Partition:
+    """Trace ``module`` for example inputs, or for ``batch``, and cut it into ``stages``.
+
+    Raises ``TracingError`` for a model that cannot be traced, and ``ValueError`` as ``make_partition`` does.
+    """
+    specs = example_specs(module, input_names, batch)
+    shapes = example_shapes(module, specs, batch)
+    layers = layer_names(module, options.layer_classes)
+    try:
+        traced = trace(module, specs, {}, options, shapes)
+    except TracingError as error:
+        if batch is not None or not options.traces_the_spine:
+            raise
+        traced = _assumed_graph(module, specs, shapes, options, policy, error)
+        return replace(make_partition(traced, module, layers, stages, policy), assumed=True)
+    return make_partition(traced, module, layers, stages, policy)
+
+
+def _assumed_graph(
+    module: nn.Module,
+    specs: Mapping[str, InputSpec],
+    shapes: Shapes,
+    options: TracingOptions,
+    policy: PartitionPolicy,
+    reason: TracingError,
+) -> TracedGraph:
+    """Return a graph with the modules in a likely order. Raise ``TracingError`` where no inputs could be traced."""
+    attempts = [(specs, shapes, False), (specs, shapes, True)]
+    if shapes:
+        # The likely kinds of these inputs may be wrong, too.
+        attempts.append((dict.fromkeys(specs, UNKNOWN), {}, False))
+    for attempted, known, guess in attempts:
+        try:
+            return trace(module, attempted, {}, options, known, guess)
+        except TracingError as error:
+            if _is_a_construct(error):
+                raise error from reason
+    if not reads_layers_alone(policy):
+        raise ValueError(
+            f"partition={getattr(policy, '__qualname__', policy)} reads the traced graph, and this model cannot be "
+            f"traced before its inputs are known. Give partition_batch: the inputs of one microbatch with labels. "
+            f"{reason}"
+        ) from reason
+    return graph_by_registration(module, list(specs), options)
+
+
+def _is_a_construct(error: TracingError) -> bool:
+    if error.__cause__ is None:
+        return True
+    *_, last = traceback.extract_tb(error.__cause__.__traceback__)
+    return any(part in last.filename for part in _TRACERS)

@@ -1,0 +1,60 @@
+"""Guessed answers to questions about inputs of unknown shape.
+
+A partition needs the order of the modules alone. A trace with guesses finds it before a step gives real inputs. Its
+graph is never run.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.uses import metadata_arguments
+
+# A loop that sizes end would not end with a guess.
+MOST_GUESSES = 1000
+_SIZE = 2
+_ARITHMETIC = frozenset({operator.__name__, math.__name__, "_operator", "builtins"})
+
+
+def guessed_answer(node: fx.Node, read: Callable[[Any], Any], guess: bool, root: nn.Module) -> Any:
+    """Return a guess of ``read(value of node)``; ``None`` where the elements of a tensor decide.
+
+    Questions of yes and no are answered by ``guess``, numbers are small.
+    """
+    if read is bool:
+        return None if _reads_elements(node, root) else guess
+    if read.__name__ == "number_of_items" or read is len:
+        return _SIZE
+    return None if _reads_elements(node, root) else _SIZE
+
+
+def _reads_elements(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether the value of ``node`` follows from the elements of a tensor, not from its shape alone."""
+    pending: list[tuple[fx.Node, bool]] = [(node, False)]
+    seen: set[fx.Node] = set()
+    while pending:
+        current, is_item = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if _makes_a_tensor(current, is_item):
+            return True
+        only_metadata = metadata_arguments(current, root)
+        is_item = current.target is operator.getitem
+        pending += [(argument, is_item) for argument in current.all_input_nodes if argument not in only_metadata]
+    return False
+
+
+def _makes_a_tensor(node: fx.Node, is_item: bool) -> bool:
+    # An item of a module's output may be a size, as may an input of the model and the result of a user's function.
+    if node.op == "call_module":
+        return not is_item
+    if node.op == "call_method":
+        return node.target not in ("size", "dim", "numel", "nelement", "ndimension")
+    if node.op != "call_function" or isinstance(node.target, OpaqueCall):
+        return False
+    return getattr(node.target, "__module__", None) not in _ARITHMETIC
