@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
+from nxdpp.checkpoint.huggingface.load_target import Target, target_of
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
-from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of, tied_names_of
-from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
+from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
 from nxdpp.initialization.allocation import with_type_of
 
 
@@ -22,6 +22,9 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     of this rank's parameters and persistent buffers. The values and ties are those of transformers' ``from_pretrained``
     for the unwrapped model, in the dtypes of ``model``. A module that is not from transformers must have the stored
     names. Load before modules are replaced: a replaced module has other names than the checkpoint.
+
+    A ``PeftModel`` takes two kinds of directories, in any order. One with ``adapter_config.json`` is loaded into its
+    active adapter. Any other is loaded into the base model, and into the copies of ``modules_to_save``.
 
     Parameters in memory keep it, so existing optimizers remain valid. Parameters on the meta device are replaced, with
     the same class, attributes and ties. ``model.materialise()`` makes the buffers that are not in the files.
@@ -38,15 +41,13 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     """
     check_wrapped(model, "load_pretrained")
     directory = Path(directory)
-    module = model.original_module
-    expected = tensors_of(module)
-    stored = stored_tensors(directory)
-    plan = loading_plan(module, expected, stored)
-    found = fit(module, expected, tied_names_of(model), stored, plan)
-    check_fits(found, module, directory)
-    source = _Source(model, stored, found.provided)
-    for names in tied_names_of(model):
-        source.check_copies_are_equal([name for name in names if name in found.provided], expected)
+    target, stored = target_of(model, directory)
+    plan = loading_plan(target.module, target.expected, stored)
+    found = fit(target.module, target.expected, target.tied_names, stored, plan)
+    check_fits(found, model.original_module, directory, target.remedy)
+    source = _Source(target, stored, found.provided)
+    for names in target.tied_names:
+        source.check_copies_are_equal([name for name in names if name in found.provided])
 
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
     for conversion, wanted in source.local_conversions():
@@ -55,28 +56,28 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
         pairs = zip(wanted, filled, strict=True)
         replaced += [(tensor, real) for (_, tensor), (_, real) in pairs if real is not tensor]
     model.replace_local_tensors(replaced)
-    model.materialise()
-    if isinstance(module, PreTrainedModel):
+    # A second directory brings the rest of an adapted model.
+    if target.is_whole or not any(tensor.is_meta for tensor in tensors_of(model.local_module).values()):
+        model.materialise()
+    if isinstance(target.module, PreTrainedModel):
         # from_pretrained stores the transforms here for save_pretrained to revert.
-        module.__dict__["_weight_conversions"] = plan.used
+        target.module.__dict__["_weight_conversions"] = plan.used
 
 
 class _Source:
     """Tensors of a checkpoint, converted to those of a model by the conversions ``provided``."""
 
-    def __init__(
-        self, model: PipelinedModel, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]
-    ) -> None:
-        self._model = model
+    def __init__(self, target: Target, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]) -> None:
+        self._target = target
         self._stored = stored
         self._provided = provided
 
     def local_conversions(self) -> list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]:
         """Conversions that this rank needs, in the order of the files, each with the local tensors that it fills."""
-        names = {name: names for names in tied_names_of(self._model) for name in names}
+        names = {name: names for names in self._target.tied_names for name in names}
         wanted: dict[Conversion, list[tuple[str, torch.Tensor]]] = {}
         seen: set[torch.Tensor] = set()
-        for name, tensor in tensors_of(self._model.local_module).items():
+        for name, tensor in self._target.local.items():
             source = next((mate for mate in names.get(name, [name]) if mate in self._provided), None)
             if source is not None and tensor not in seen:
                 seen.add(tensor)
@@ -98,12 +99,12 @@ class _Source:
         for name, tensor in tensors:
             tensor.detach().copy_(made[name])
 
-    def check_copies_are_equal(self, names: list[str], expected: Mapping[str, torch.Tensor]) -> None:
+    def check_copies_are_equal(self, names: list[str]) -> None:
         """Raise ``ValueError`` unless the stored tensors ``names``, one weight in the model, have equal values."""
         for name in names[1:]:
-            if not self._are_equal(names[0], name, expected[name].dtype):
+            if not self._are_equal(names[0], name, self._target.expected[name].dtype):
                 raise ValueError(
-                    f"{names[0]} and {name} are one tied weight in this {type(self._model.original_module).__name__}, "
+                    f"{names[0]} and {name} are one tied weight in this {type(self._target.module).__name__}, "
                     f"but two different tensors in {self._provided_from(names[0]).path}. Nothing was loaded. Wrap a "
                     f"model whose configuration does not tie them (tie_word_embeddings=False)."
                 )
@@ -118,7 +119,7 @@ class _Source:
 
     def _converted(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         # Converted in the dtype of the model, as in from_pretrained.
-        return conversion.convert(lambda name: self._stored[name].read(dtype), self._model.original_module)
+        return conversion.convert(lambda name: self._stored[name].read(dtype), self._target.module)
 
     def _provided_from(self, name: str) -> StoredTensor:
         return self._stored[self._provided[name].names[0]]

@@ -73,8 +73,8 @@ def fit(
     return found
 
 
-def check_fits(found: Fit, model: nn.Module, directory: Path) -> None:
-    """Raise one ``ValueError`` with all tensors that are missing, unexpected or of another shape."""
+def check_fits(found: Fit, model: nn.Module, directory: Path, remedy: str) -> None:
+    """Raise one ``ValueError`` with all tensors that are missing, unexpected or of another shape, and ``remedy``."""
     kinds = {"missing": found.missing, "unexpected": found.unexpected, "of another shape": found.misshaped}
     if not any(kinds.values()):
         return
@@ -82,8 +82,7 @@ def check_fits(found: Fit, model: nn.Module, directory: Path) -> None:
     lists = "".join(f"\n  {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
     raise ValueError(
         f"the tensors in {directory} are not those of this {type(model).__name__}: {counts}.{lists}\n"
-        f"Nothing was loaded. Wrap a model with the class and configuration of the checkpoint. To change its class, "
-        f"load it once with transformers' CLASS.from_pretrained and save that model."
+        f"Nothing was loaded. {remedy}"
     )
 
 

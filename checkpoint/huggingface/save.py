@@ -1,14 +1,16 @@
 """Save of a model as a Hugging Face directory: each rank writes the tensors that it holds."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from nxdpp.checkpoint.files.safetensors_writer import check_dtypes
+from nxdpp.checkpoint.huggingface.adapted import is_adapted
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of, tied_names_of
+from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
 from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory
 from nxdpp.parallel_layers import parallel_state
@@ -25,6 +27,9 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     transformers model also gets ``config.json`` and, if it generates, ``generation_config.json``. Source files of
     custom code are not copied. ``directory`` is created if necessary, and all ranks must share it.
 
+    A ``PeftModel`` gets the files of its adapters, as its own ``save_pretrained`` writes them: rank 0 needs memory for
+    the adapters. The state of any other module is written whole, under its own names.
+
     Ranks exchange only names, shapes and dtypes. Tensors that are converted, not contiguous or not on the CPU are
     copied, for one file at a time. Others need no memory. The files get their names when all are complete. A save that
     fails before leaves an earlier checkpoint unchanged. A save that is killed while it renames leaves none. The files
@@ -32,8 +37,8 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
 
     Raises:
         ValueError: on every rank, before any write, for tensors on the meta device and for unsupported dtypes.
-        NotImplementedError: on every rank, before any write, for quantized models, adapters, tensor parallelism, and
-            tensors with parts on several ranks.
+        NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
+            (``add_adapter``), tensor parallelism, and tensors with parts on several ranks.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
     check_wrapped(model, "save_pretrained")
@@ -41,11 +46,29 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     module, rank = model.original_module, dist.get_rank()
     consequence = f"{directory} was not written"
     held = from_all_ranks(together(lambda: _layouts(model), consequence))
+    if is_adapted(module):
+        _save_adapter(model, Path(directory), held, consequence)
+        return
     shards = together(lambda: plan_shards(module, tied_names_of(model), held), consequence)
     saved = SavedDirectory(Path(directory), shards)
     try:
         local = _local_tensors(model)
         together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard)), consequence)
+        together(lambda: saved.finish(module) if rank == 0 else None, consequence)
+    except Exception:
+        saved.remove_unfinished(rank)
+        raise
+
+
+def _save_adapter(
+    model: PipelinedModel, directory: Path, held: Sequence[Mapping[str, Layout] | None], consequence: str
+) -> None:
+    module, rank = model.original_module, dist.get_rank()
+    names = together(lambda: names_to_gather(module) if rank == 0 else [], consequence)
+    mates = {name: group for group in tied_names_of(model) for name in group}
+    saved = SavedAdapter(directory, holders_of(from_all_ranks(names)[0], mates, held))
+    try:
+        together(lambda: saved.write(rank, _local_tensors(model)), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
         saved.remove_unfinished(rank)
@@ -68,7 +91,7 @@ def _check_can_be_saved(model: PipelinedModel) -> None:
             f"saving over {parallel_state.get_tensor_model_parallel_size()} tensor-parallel ranks is not implemented: "
             f"save local_state_dict() on each rank."
         )
-    for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with adapters")):
+    for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
         if getattr(model.original_module, sign, None):
             raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
     local = tensors_of(model.local_module)

@@ -24,7 +24,7 @@ from nxdpp.checkpoint.files.safetensors_writer import write_shard
 from nxdpp.checkpoint.huggingface.read_directory import INDEX_FILE, SINGLE_FILE
 from nxdpp.checkpoint.huggingface.save_plan import Shard
 
-_UNFINISHED = ".unfinished"
+UNFINISHED = ".unfinished"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -34,7 +34,7 @@ class SavedDirectory:
     def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
         self._directory = directory
         # A killed save also leaves temporary files of the library: the next save removes them with this folder.
-        self._unfinished = directory / _UNFINISHED
+        self._unfinished = directory / UNFINISHED
         files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         if len(shards) == 1:
             files = [SINGLE_FILE]

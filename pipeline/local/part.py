@@ -12,6 +12,7 @@ from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.record import record_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
 from nxdpp.pipeline.local.tree import (
     build_local_module,
@@ -69,6 +70,8 @@ class LocalPart:
         tied = tied_names(root, owners)
         whole = dict(listings.named_parameters(root))
         free_others(root, local, elsewhere)
+        if elsewhere:
+            refuse_own_save(root)
         self.module = build_local_module(root, local, layers, elsewhere)
         kept = set(map(id, listings.parameters(self.module)))
         watch_replaced({name: parameter for name, parameter in whole.items() if id(parameter) not in kept})

@@ -35,12 +35,12 @@ def bert(**changes: Any) -> BertConfig:
     return BertConfig(**{**SIZES, **TOKENS, **changes})
 
 
-def initialised(model: nn.Module) -> nn.Module:
+def initialised(model: nn.Module, seed: int = 1) -> nn.Module:
     """``model`` with the same random weights each time, also in norms and biases."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * 0.3)
     return model
 
 
@@ -142,6 +142,15 @@ class DetachedTeacher(nn.Module):
         distance = F.kl_div(output.logits.log_softmax(-1), taught.softmax(-1), reduction="batchmean")
         result: torch.Tensor = output.loss + distance
         return result
+
+
+class TeacherWithoutGradients(DetachedTeacher):
+    """A teacher that runs without gradients."""
+
+    def teach(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self.teacher(input_ids, attention_mask=attention_mask).logits
+        return logits
 
 
 class TwoTowers(nn.Module):

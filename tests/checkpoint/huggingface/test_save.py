@@ -151,7 +151,7 @@ def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sign", "kind"), [("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with adapters")]
+    ("sign", "kind"), [("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", r"models with add_adapter\(\)")]
 )
 def test_quantized_models_and_adapters_are_refused(sign: str, kind: str, tmp_path: Path) -> None:
     model = make("llama")

@@ -63,8 +63,9 @@ def test_a_model_inside_a_module_is_exact(case: str, stages: int) -> None:
     assert pipeline.partition.layers == [f"{layers}.{index}" for index in range(LAYERS)]
 
 
-def test_a_frozen_teacher_is_cut_before_its_student() -> None:
-    pipeline = check_exact(initialised(models.DetachedTeacher()), batch("input_ids", "attention_mask", "labels"), 3)
+@pytest.mark.parametrize("make", [models.DetachedTeacher, models.TeacherWithoutGradients])
+def test_a_frozen_teacher_is_cut_before_its_student(make: Callable[[], nn.Module]) -> None:
+    pipeline = check_exact(initialised(make()), batch("input_ids", "attention_mask", "labels"), 3)
 
     assert pipeline.partition.layers == [
         *(f"teacher.model.layers.{index}" for index in range(LAYERS)),

@@ -1,0 +1,180 @@
+"""Adapters: PEFT loads what is saved here, and the other way round."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from nxdpp import load_pretrained, save_pretrained
+from tests.checkpoint.huggingface.checkpointed_models import differing, tensors_in, wrap
+from tests.support.adapted_models import ADAPTERS, adapted, base, inputs_for
+from tests.support.run_ranks import run_ranks
+from tests.support.wrapped_models import batch
+
+NAMES = list(ADAPTERS)
+ON_META = ["lora", "dora", "lora of t5"]
+
+
+def save_all(rank: int, folder: Path) -> None:
+    for name in NAMES:
+        save_pretrained(wrap(adapted(name), 2), folder / name)
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """The configuration of an adapter; PEFT writes its sets in any order."""
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def load_all(rank: int, folder: Path) -> dict[str, list[str]]:
+    """For each adapter, the local tensors that differ from those of the adapted model."""
+    wrong = {}
+    for name in NAMES:
+        expected = adapted(name).state_dict()
+        model = wrap(adapted(name, seed=4), 2)
+        before = dict(model.local_named_parameters())
+        if any(parameter.requires_grad for parameter in before.values()):
+            assert differing(dict(model.local_state_dict()), expected)
+        load_pretrained(model, folder / name)
+        assert all(parameter is before[key] for key, parameter in model.local_named_parameters())
+        wrong[name] = differing(model.local_state_dict(), expected)
+    return wrong
+
+
+def test_peft_loads_a_saved_adapter(tmp_path: Path) -> None:
+    run_ranks(2, save_all, tmp_path / "ours")
+
+    for name in NAMES:
+        model = adapted(name)
+        model.save_pretrained(tmp_path / "theirs" / name)
+        ours, theirs = tmp_path / "ours" / name, tmp_path / "theirs" / name
+        saved, expected = tensors_in(ours), tensors_in(theirs)
+        assert saved.keys() == expected.keys()
+        assert differing(saved, expected) == []
+        assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
+        assert configuration(ours) == configuration(theirs)
+        loaded: Any = peft.PeftModel.from_pretrained(base(name), str(ours))
+        assert differing(loaded.state_dict(), model.state_dict()) == []
+
+
+def test_an_adapter_of_peft_is_loaded(tmp_path: Path) -> None:
+    for name in NAMES:
+        adapted(name).save_pretrained(tmp_path / name)
+
+    for wrong in run_ranks(2, load_all, tmp_path):
+        assert wrong == {name: [] for name in NAMES}
+
+
+def load_bases(rank: int, folder: Path) -> dict[str, list[list[str]]]:
+    """For each adapter, the local tensors that differ after a load of the base model and of the adapter."""
+    wrong = {}
+    for name in NAMES:
+        expected = adapted(name).state_dict()
+        real = wrap(peft.get_peft_model(base(name, seed=9), ADAPTERS[name][1]()), 2)
+        load_pretrained(real, folder / name / "adapter")
+        load_pretrained(real, folder / name / "base")
+        after_both = differing(real.local_state_dict(), expected)
+        wrong[name] = [[key for key in after_both if "modules_to_save" not in key]]
+        load_pretrained(real, folder / name / "adapter")
+        wrong[name].append(differing(real.local_state_dict(), expected))
+    return wrong
+
+
+def save_bases(folder: Path, names: list[str]) -> None:
+    for name in names:
+        base(name).save_pretrained(folder / name / "base")
+        adapted(name).save_pretrained(folder / name / "adapter")
+
+
+def test_weights_of_the_base_model_are_loaded_under_the_adapter(tmp_path: Path) -> None:
+    save_bases(tmp_path, NAMES)
+
+    for wrong in run_ranks(2, load_bases, tmp_path):
+        assert wrong == {name: [[], []] for name in NAMES}
+
+
+def test_copies_beside_an_adapter_take_the_values_of_the_base_model(tmp_path: Path) -> None:
+    base("modules to save").save_pretrained(tmp_path)
+    model = adapted("modules to save")
+    assert not torch.equal(model.state_dict()[COPY], base("modules to save").lm_head.weight)
+
+    load_pretrained(wrap(model), tmp_path)
+
+    assert torch.equal(model.state_dict()[COPY], base("modules to save").lm_head.weight)
+
+
+COPY = "base_model.model.lm_head.modules_to_save.default.weight"
+
+
+def load_on_meta(rank: int, folder: Path, order: list[str]) -> dict[str, list[str]]:
+    wrong = {}
+    for name in ON_META:
+        with torch.device("meta"):
+            on_meta = peft.get_peft_model(base(name), ADAPTERS[name][1]())
+        model = wrap(on_meta, 2)
+        for part in order:
+            load_pretrained(model, folder / name / part)
+        wrong[name] = differing(model.local_state_dict(), adapted(name).state_dict())
+        model.run_train(**inputs_for(name, batch("input_ids", "attention_mask", "labels")))
+    return wrong
+
+
+@pytest.mark.parametrize("order", [["base", "adapter"], ["adapter", "base"]])
+def test_an_adapted_model_on_the_meta_device(order: list[str], tmp_path: Path) -> None:
+    save_bases(tmp_path, ON_META)
+
+    for wrong in run_ranks(2, load_on_meta, tmp_path, order):
+        assert wrong == {name: [] for name in ON_META}
+
+
+def test_an_adapter_of_another_form_is_refused(tmp_path: Path) -> None:
+    adapted("lora").save_pretrained(tmp_path)
+    wrapped = wrap(adapted("dora"))
+    before = {name: tensor.clone() for name, tensor in wrapped.local_state_dict().items()}
+
+    with pytest.raises(ValueError, match=r"8 missing, 0 unexpected.*\n.*lora_magnitude_vector(.|\n)*PeftConfig"):
+        load_pretrained(wrapped, tmp_path)
+
+    assert differing(wrapped.local_state_dict(), before) == []
+
+
+def test_an_adapter_needs_an_adapted_model(tmp_path: Path) -> None:
+    adapted("lora").save_pretrained(tmp_path)
+
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*LlamaForCausalLM is not a PeftModel.*get_peft_model"):
+        load_pretrained(wrap(base("lora")), tmp_path)
+
+
+def test_a_directory_without_the_base_model_names_the_adapter(tmp_path: Path) -> None:
+    base("lora of gpt2").save_pretrained(tmp_path)
+
+    with pytest.raises(ValueError, match=r"For an adapter, give a directory with adapter_config\.json"):
+        load_pretrained(wrap(adapted("lora")), tmp_path)
+
+
+def save_with_its_own_method(rank: int, folder: Path) -> list[str]:
+    told = []
+    for model in (adapted("lora"), base("lora")):
+        wrap(model, 2)
+        with pytest.raises(RuntimeError, match=r"\S") as caught:
+            model.save_pretrained(folder)
+        told.append(str(caught.value))
+    return told
+
+
+def test_the_method_of_the_model_names_ours(tmp_path: Path) -> None:
+    for told in run_ranks(2, save_with_its_own_method, tmp_path):
+        assert all("call nxdpp.save_pretrained(model, directory) on every rank" in message for message in told)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_method_of_a_model_of_one_stage_is_its_own(tmp_path: Path) -> None:
+    model = adapted("lora")
+    wrap(model)
+
+    model.save_pretrained(tmp_path)
+
+    assert differing(tensors_in(tmp_path), peft.get_peft_model_state_dict(model)) == []
