@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.seeded import forward_may_draw, is_seeded, may_draw
 
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda"})
 # Methods that use only the metadata of their own tensor.
@@ -21,18 +22,8 @@ _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.emp
 _KNOWN = re.compile(r"(torch|transformers|nxdpp)\b")
 _MASK_MODULE = "transformers.masking_utils"
 _MASK_REFERENCES = frozenset({"inputs_embeds", "input_embeds", 1})
-_RANDOM = frozenset(
-    {nn.functional.alpha_dropout, nn.functional.dropout, nn.functional.dropout1d, nn.functional.dropout2d,
-     nn.functional.dropout3d, nn.functional.feature_alpha_dropout, nn.functional.gumbel_softmax, torch.bernoulli,
-     torch.dropout, torch.multinomial, torch.normal, torch.poisson, torch.rand_like, torch.randint_like,
-     torch.randn_like}
-)  # fmt: skip
 # The buffers of losses are weights of classes.
 _CONSTANT_BUFFERS = frozenset({"torch.nn.modules.loss"})
-_RANDOM_METHODS = frozenset(
-    {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal_",
-     "random_", "uniform_"}
-)  # fmt: skip
 
 
 def metadata_arguments(node: fx.Node, root: nn.Module) -> set[fx.Node]:
@@ -54,10 +45,16 @@ def draws_random_numbers(node: fx.Node, root: nn.Module) -> bool:
     if any(_may_draw(child) for module in modules_of(node, root).values() for child in listings.modules(module)):
         return True
     if node.op == "call_method":
-        return node.target in _RANDOM_METHODS
-    if isinstance(node.target, OpaqueCall):
-        return not _KNOWN.match(getattr(node.target.function, "__module__", None) or "")
-    return node.op == "call_function" and node.target in _RANDOM
+        return is_seeded(str(node.target))
+    if node.op != "call_function":
+        return False
+    function: Any = node.target.function if isinstance(node.target, OpaqueCall) else node.target
+    if isinstance(function, nn.Module):
+        # A module that forward makes.
+        return any(_may_draw(child) for child in listings.modules(function))
+    if isinstance(node.target, OpaqueCall) and not _KNOWN.match(getattr(function, "__module__", None) or ""):
+        return True
+    return may_draw(function)
 
 
 def modules_of(node: fx.Node, root: nn.Module) -> dict[str, nn.Module]:
@@ -77,7 +74,7 @@ def is_module(node: fx.Node, root: nn.Module) -> bool:
 
 def _may_draw(module: nn.Module) -> bool:
     known = _KNOWN.match(type(module).__module__)
-    return isinstance(module, nn.modules.dropout._DropoutNd) or not known or may_change_buffers(module)
+    return not known or forward_may_draw(module) or may_change_buffers(module)
 
 
 def is_from_torch(module: nn.Module) -> bool:

@@ -9,6 +9,9 @@ from torch import fx, nn
 
 from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
 
+# embed_dim, heads, in_proj and its bias, bias_k and bias_v, add_zero_attn, dropout_p, out_proj and its bias.
+_ATTENTION: Any = (2, 1, torch.ones(6, 2), torch.ones(6), None, None, False, 0.1, torch.ones(2, 2), torch.ones(2))
+
 
 class Root(nn.Module):
     """Modules that nodes can call."""
@@ -16,6 +19,7 @@ class Root(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
+        self.leaky, self.pooling = nn.RReLU(), nn.MaxPool1d(2)
         self.dropping = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
 
 
@@ -72,7 +76,7 @@ def test_the_data_of_x_is_used(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "draws"),
-    [("linear", False), ("dropping", True)],
+    [("linear", False), ("dropping", True), ("leaky", True), ("pooling", False)],
 )
 def test_a_module_that_drops_draws_random_numbers(name: str, draws: bool) -> None:
     graph = fx.Graph()
@@ -89,7 +93,17 @@ def test_a_module_that_drops_draws_random_numbers(name: str, draws: bool) -> Non
         (nn.functional.alpha_dropout, True),
         (torch.rand_like, True),
         (torch.poisson, True),
+        (lambda x: torch.randint_like(x, 5), True),
+        (lambda x: torch.native_dropout(x, 0.5, True), True),
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1), True),
+        (lambda x: nn.functional.rrelu(x, training=True), True),
+        (nn.functional.gumbel_softmax, True),
+        (lambda x: nn.functional.fractional_max_pool2d(x, 2, output_size=2), True),
+        (lambda x: nn.functional.multi_head_attention_forward(x, x, x, *_ATTENTION), True),
         (nn.functional.gelu, False),
+        (lambda x: nn.functional.max_pool2d(x, 2), False),
+        (nn.functional.softmax, False),
+        (torch.arange, False),
     ],
 )
 def test_a_function_that_draws_random_numbers(function: Any, draws: bool) -> None:
@@ -99,4 +113,5 @@ def test_a_function_that_draws_random_numbers(function: Any, draws: bool) -> Non
 def test_a_method_that_draws_random_numbers() -> None:
     assert draws_random_numbers(_node(lambda x, y: x.new_empty(3).uniform_()), Root())
     assert draws_random_numbers(_node(lambda x, y: x.bernoulli()), Root())
+    assert draws_random_numbers(_node(lambda x, y: x.random_(3)), Root())
     assert not draws_random_numbers(_node(lambda x, y: x.zero_()), Root())
