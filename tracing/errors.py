@@ -17,6 +17,10 @@ class TracingError(RuntimeError):
     """A model cannot be traced; the message has the construct, the file, the line and the remedy."""
 
 
+class StaleValueError(RuntimeError):
+    """Code uses a traced value of another trace."""
+
+
 def source_line(trace: TracebackType | None) -> str:
     """The innermost line of model code in a traceback, as ``file:line, in function: code``."""
     frames = traceback.extract_tb(trace)

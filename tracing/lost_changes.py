@@ -33,7 +33,7 @@ def refuse_lost_changes(graph: fx.Graph) -> None:
     """Raise ``TracingError`` for an in-place change of memory that is read later under another name, or is kept."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if not _changes_in_place(node) or not isinstance(node.args[0], fx.Node):
+        if not changes_in_place(node) or not isinstance(node.args[0], fx.Node):
             continue
         _refuse_lasting_change(node)
         for alias in _aliases(node.args[0]):
@@ -47,7 +47,8 @@ def refuse_lost_changes(graph: fx.Graph) -> None:
                 )
 
 
-def _changes_in_place(node: fx.Node) -> bool:
+def changes_in_place(node: fx.Node) -> bool:
+    """Return whether ``node`` changes its first argument in place."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     return node.op == "call_function" and (node.target is assign_item or node.kwargs.get("inplace") is True)

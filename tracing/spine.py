@@ -13,11 +13,12 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
 from nxdpp.tracing.checks import mark_must_run, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
-from nxdpp.tracing.errors import calling_line
+from nxdpp.tracing.errors import StaleValueError, calling_line
 from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.left_behind import LeftBehind
@@ -78,6 +79,8 @@ class SpineTracer(fx.Tracer):
         self.facts: list[Fact] = []
         self.refusal: Exception | None = None
         self._data_checks = DataChecks()
+        self.finished = False
+        self.answers = Answers()
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
@@ -168,7 +171,9 @@ class SpineTracer(fx.Tracer):
         return error
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a node, with the line of the model that it comes from."""
+        """Add a node, with the line of the model that it comes from. Raises ``StaleValueError`` after the trace."""
+        if self.finished:
+            raise StaleValueError("a value of another trace is used")
         node = super().create_node(*args, **kwargs)
         node.stack_trace = calling_line()
         if is_check(node):
@@ -176,7 +181,12 @@ class SpineTracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
-        """An argument of a node. Numbers of NumPy become numbers of Python."""
+        """An argument of a node. Numbers of NumPy become numbers of Python.
+
+        Raises ``StaleValueError`` for a value of another trace.
+        """
+        if isinstance(a, fx.Proxy) and a.tracer is not self:
+            raise self.refused(StaleValueError("a value of another trace is used"))
         try:
             return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
         except NotImplementedError:
@@ -217,10 +227,14 @@ class SpineTracer(fx.Tracer):
         return [Sizes(self.root, self._shapes, guess, self._modes) for guess in (True, False)]
 
     def _guess_none(self, node: fx.Node) -> bool | None:
-        for sizes in self._guesses:
-            with suppress(UnknownSizeError):
-                return bool(sizes.read(node, is_none))
-        return None
+        def guess() -> bool | None:
+            for sizes in self._guesses:
+                with suppress(UnknownSizeError):
+                    return bool(sizes.read(node, is_none))
+            return None
+
+        answer: bool | None = self.answers.get((node.name, "guess"), guess)
+        return answer
 
     def _guess_answer(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownInputError) -> Any:
         if self._guess is None:
@@ -233,9 +247,13 @@ class SpineTracer(fx.Tracer):
 
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value)`` for inputs of the sizes at hand. Raises ``UnknownSizeError`` as ``fact`` does."""
-        if self._sizes is None:
-            self._sizes = Sizes(self.root, self._shapes, modes=self._modes)
-        return self._sizes.read(node, read)
+
+        def compute() -> Any:
+            if self._sizes is None:
+                self._sizes = Sizes(self.root, self._shapes, modes=self._modes)
+            return self._sizes.read(node, read)
+
+        return self.answers.get((node.name, read), compute)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node."""

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import recorded_autograd_functions
 from nxdpp.tracing.constructors import refused_random_numbers, refused_random_tensors
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
@@ -33,6 +34,8 @@ from nxdpp.tracing.layers import is_instance, layer_names
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
 from nxdpp.tracing.modes import recorded_modes
 from nxdpp.tracing.nested import flatten
+from nxdpp.tracing.reachable_state import ReachableState, has_user_code
+from nxdpp.tracing.second_run import Carried, Run, refuse_differences
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import SpineTracer, spine_names
 from nxdpp.tracing.transformers_models import transformers_models
@@ -59,7 +62,8 @@ class TracedGraph:
     """A graph whose ``call_module`` and ``get_attr`` targets are qualified names of the traced module.
 
     ``inputs`` are the graph's inputs in order. ``output_spec`` builds the module's output from the values of the
-    output node. The graph belongs to inputs of sizes for which ``facts`` hold.
+    output node. The graph belongs to inputs of sizes for which ``facts`` hold. ``state`` is the state in Python
+    objects that code of the user in the spine can reach; ``None`` without such code.
     """
 
     graph: fx.Graph
@@ -67,6 +71,7 @@ class TracedGraph:
     output_spec: pytree.TreeSpec
     layers: tuple[str, ...]
     facts: tuple[Fact, ...] = ()
+    state: ReachableState | None = None
 
 
 def trace(
@@ -91,21 +96,40 @@ def trace(
     Raises:
         TracingError: with the line of the model that cannot be traced, and the remedy.
     """
-    tracer = _make_tracer(module, constants, options, shapes or {}, guess)
-    entry = _Entry(module, inputs, constants, tracer)
-    try:
+
+    def make_tracer() -> fx.Tracer:
+        return _make_tracer(module, constants, options, shapes or {}, guess)
+
+    def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
+        entry = _Entry(module, inputs, constants, tracer, carried)
         graph = tracer.trace(entry)
-    except Exception as error:
-        raise TracingError(_explain(module, inputs, error)) from error
-    refuse_lost_changes(graph)
-    _refuse_constants(module, graph)
+        assert entry.output_spec is not None
+        if not isinstance(tracer, SpineTracer):
+            return Run(graph, (), entry.output_spec)
+        tracer.finished = True
+        return Run(graph, tuple(tracer.facts), entry.output_spec)
+
+    tracer = make_tracer()
+    state = _reachable_state(module, options)
+    with ExitStack() as stack:
+        before = None if state is None else stack.enter_context(state.put_back())
+        try:
+            traced = run(tracer)
+        except Exception as error:
+            raise TracingError(_explain(module, inputs, error)) from error
+        graph = traced.graph
+        refuse_lost_changes(graph)
+        _refuse_constants(module, graph)
+        if state is not None and before is not None:
+            again = make_tracer()
+            if isinstance(again, SpineTracer) and isinstance(tracer, SpineTracer):
+                again.answers = Answers(tracer.answers)
+            refuse_differences(module, state, before, traced, lambda carried: run(again, carried))
     _name_after_module(graph)
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     known = set(layer_names(module, options.layer_classes))
     layers = tuple(target for target in called if target in known)
-    assert entry.output_spec is not None
-    facts = tuple(tracer.facts) if isinstance(tracer, SpineTracer) else ()
-    return TracedGraph(graph, tuple(inputs), entry.output_spec, layers, facts)
+    return TracedGraph(graph, tuple(inputs), traced.output_spec, layers, traced.facts, state)
 
 
 def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions) -> TracedGraph:
@@ -127,17 +151,21 @@ class _Entry(nn.Module):
         inputs: Mapping[str, InputSpec],
         constants: Mapping[str, Any],
         tracer: fx.Tracer,
+        carried: Carried | None,
     ) -> None:
         super().__init__()
         self.add_module(ROOT, module)
         self._inputs = inputs
         self._constants = constants
         self._tracer = tracer
+        self._carried = carried
         self.output_spec: pytree.TreeSpec | None = None
 
     def forward(self) -> list[Any]:
         module = self.get_submodule(ROOT)
         proxies = {name: self._placeholder(name, spec) for name, spec in self._inputs.items()}
+        if self._carried is not None:
+            self._carried.adopt(self._tracer)
         with ExitStack() as stack:
             stack.enter_context(recorded_modes(self._tracer.graph))
             stack.enter_context(recorded_autograd_functions())
@@ -168,6 +196,17 @@ class _Entry(nn.Module):
         proxy = self._tracer.create_proxy("placeholder", name, (), {})
         proxy.node.meta["spec"] = spec
         return proxy
+
+
+def _reachable_state(module: nn.Module, options: TracingOptions) -> ReachableState | None:
+    """The state that code of the user in the spine can reach, or ``None`` without such code."""
+    layers = layer_names(module, options.layer_classes)
+    if options.tracer_cls in (None, "hf"):
+        spine = [module.get_submodule(name) for name in sorted(spine_names(module, layers, options.leaf_classes))]
+    else:
+        inside = {part for name in layers for part in listings.modules(module.get_submodule(name))}
+        spine = [part for part in listings.modules(module) if part not in inside]
+    return ReachableState(spine) if has_user_code(spine) else None
 
 
 def _make_tracer(

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from queue import Queue
 from typing import Any
 
 import numpy
@@ -122,17 +123,21 @@ def test_without_shapes_a_question_is_refused() -> None:
 
 def test_other_threads_go_on_as_they_were() -> None:
     """A data loader may run modules while a model is traced."""
-    seen: list[Any] = []
+    seen: Queue[Any] = Queue()
     elsewhere = nn.BatchNorm1d(WIDTH)
 
+    def run() -> None:
+        seen.put(type(elsewhere(torch.ones(2, WIDTH))))
+        seen.put(type(elsewhere.running_mean))
+
     def ask(x: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=lambda: seen.extend([elsewhere(torch.ones(2, WIDTH)), elsewhere.running_mean]))
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
         return x
 
     _trace(ask, torch.randn(2, 5, WIDTH))
-    assert [type(value) for value in seen] == [torch.Tensor, torch.Tensor]
+    assert [seen.get(), seen.get()] == [torch.Tensor, torch.Tensor]
 
 
 class _Module(nn.Module):

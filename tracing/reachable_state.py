@@ -1,0 +1,133 @@
+"""State in Python objects that the code of the spine can reach, to compare it and to put it back.
+
+::
+
+    class Model(nn.Module):                       reached
+        def forward(self, x):
+            self.calls += 1                       attribute ``calls`` of the spine's module
+            return self.head(x) * scale()         ``scale``: a function of the user
+    def scale():
+        return TABLE["scale"] + CONFIG.n          the globals ``TABLE`` and ``CONFIG``, attribute ``n``
+
+Code reaches the names in its code objects: globals, closure cells, defaults, and attributes of these names. Code of
+torch, transformers, NumPy and the standard library, and the modules below the spine, are not looked into.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from torch import fx, nn
+
+from nxdpp.tracing.put_back import MISSING
+from nxdpp.tracing.state_walk import HOOKS, PLAIN, StateWalk, is_framework, names_in
+
+
+class Difference:
+    """One place with another content: its path, the name under which code knows it, and both contents."""
+
+    def __init__(self, path: str, name: str, before: Any, after: Any) -> None:
+        self.path = path
+        self.name = name
+        self.before = before
+        self.after = after
+
+    def __str__(self) -> str:
+        return f"{self.path} ({_shown(self.before)}, then {_shown(self.after)})"
+
+
+class ReachableState:
+    """The state that the spine's code can reach.
+
+    Args:
+        spine: the modules whose ``forward`` is traced.
+
+    Attributes:
+        functions: functions of the user that the code may call.
+        names: names of attributes and globals in their code.
+    """
+
+    def __init__(self, spine: Iterable[nn.Module]) -> None:
+        self.spine = list(spine)
+        self.functions: dict[FunctionType, None] = {}
+        self.names = {"forward"}
+        found = -1
+        while found != len(self.functions):
+            found = len(self.functions)
+            for function in self._walk().functions:
+                if function not in self.functions:
+                    self.functions[function] = None
+                    self.names |= names_in(function.__code__)
+
+    def _walk(self) -> StateWalk:
+        return StateWalk(self.spine, self.names)
+
+    def snapshot(self) -> "Snapshot":
+        """The state as it is now."""
+        return Snapshot(self._walk())
+
+    @contextmanager
+    def put_back(self) -> Iterator["Snapshot"]:
+        """Put the state back afterwards, as it is now."""
+        self.clear_caches()
+        before = self.snapshot()
+        try:
+            yield before
+        finally:
+            before.restore()
+            self.clear_caches()
+
+    def clear_caches(self) -> None:
+        """Empty the caches of ``functools.lru_cache``: their results may be values of a trace."""
+        for cache in self._walk().caches:
+            cache.cache_clear()
+
+
+class Snapshot:
+    """The state at one time.
+
+    Attributes:
+        traced: traced values in it, with their paths.
+    """
+
+    def __init__(self, walk: StateWalk) -> None:
+        self.traced: dict[fx.Proxy, str] = walk.traced
+        self._keys = walk.keys
+        self._undo = walk.undo
+        # No other object gets the id of one that is kept.
+        self._kept = walk.kept
+
+    def restore(self) -> None:
+        """Put the content of all objects back."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def differences(self, later: "Snapshot") -> list[Difference]:
+        """The places whose content is another one in ``later``."""
+        paths = dict.fromkeys([*self._keys, *later._keys])
+        pairs = ((path, self._keys.get(path, MISSING), later._keys.get(path, MISSING)) for path in paths)
+        return [
+            Difference(path[0], path[1], before, after)
+            for path, before, after in pairs
+            if before is not after and before != after
+        ]
+
+
+def has_user_code(spine: Iterable[nn.Module]) -> bool:
+    """Return whether code of neither torch nor transformers runs in the ``forward`` of the modules ``spine``."""
+    classes = {type(module) for module in spine}
+    if any(not is_framework(cls.__module__) for kind in classes for cls in kind.__mro__):
+        return True
+    return any("forward" in vars(module) or any(vars(module).get(hooks) for hooks in HOOKS) for module in spine)
+
+
+def _shown(key: Any) -> str:
+    if key is MISSING:
+        return "nothing"
+    if isinstance(key, str):
+        return key
+    kind, *rest = key
+    if isinstance(kind, type) and rest:
+        return repr(rest[0]) if kind in PLAIN else f"a {kind.__name__} of {rest[0]}"
+    return str(kind)
