@@ -34,6 +34,15 @@ _POINTWISE = frozenset(
      operator.mul, operator.truediv, operator.floordiv, operator.eq, operator.ne,
      operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_}
 )  # fmt: skip
+# Methods of a tensor that keep its dtype, also under autocast.
+_SAME_DTYPE = frozenset(
+    {"clone", "contiguous", "cpu", "cuda", "detach", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
+     "repeat", "reshape", "select", "squeeze", "t", "transpose", "unsqueeze"}
+)  # fmt: skip
+_DTYPES = {
+    "bool": torch.bool, "bfloat16": torch.bfloat16, "double": torch.float64, "float": torch.float32,
+    "half": torch.float16, "int": torch.int32, "long": torch.int64,
+}  # fmt: skip
 _SAME_MODULES = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
 
 
@@ -102,9 +111,10 @@ def _infer(node: fx.Node, root: nn.Module) -> InputSpec:
     if node.op == "call_module":
         return _of_module(node, root)
     if node.op == "call_method":
-        return InputSpec(_of_method(node, root), None)
+        return InputSpec(_of_method(node, root), _dtype_of_method(node, root))
     if node.op == "call_function":
-        return InputSpec(_of_function(node, root), None)
+        is_item = node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+        return InputSpec(_of_function(node, root), _dtype(node.args[0], root) if is_item else None)
     return UNKNOWN
 
 
@@ -130,6 +140,33 @@ def _of_method(node: fx.Node, root: nn.Module) -> int | None:
     if name == "unsqueeze":
         return own + 1
     return own if name.rstrip("_") in _SAME_METHODS else None
+
+
+def _dtype_of_method(node: fx.Node, root: nn.Module) -> torch.dtype | None:
+    own, name = _dtype(node.args[0], root), str(node.target)
+    if name in _DTYPES:
+        return _DTYPES[name]
+    if name in ("view", "to"):
+        changes = [*node.args[1:], *node.kwargs.values()]
+        is_kept = all(isinstance(value, int | torch.device) or _is_device_or_size(value) for value in changes)
+        dtypes = [value for value in changes if isinstance(value, torch.dtype)]
+        return own if is_kept else next(iter(dtypes), None)
+    return own if name in _SAME_DTYPE else None
+
+
+def _is_device_or_size(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(part, int) or _is_device_or_size(part) for part in value)
+    if not isinstance(value, fx.Node):
+        return False
+    if value.op == "call_function" and value.target is operator.getitem:
+        return _is_device_or_size(value.args[0])
+    asks = value.args[1] if value.op == "call_function" and value.target is getattr else value.target
+    return asks in ("device", "shape", "size") and value.op in ("call_function", "call_method")
+
+
+def _dtype(value: Any, root: nn.Module) -> torch.dtype | None:
+    return spec_of(value, root).dtype if isinstance(value, fx.Node) else None
 
 
 def _of_function(node: fx.Node, root: nn.Module) -> int | None:

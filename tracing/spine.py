@@ -25,6 +25,7 @@ from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
 from nxdpp.tracing.proxy import RecordingProxy
+from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
@@ -145,9 +146,9 @@ class SpineTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """The truth of a value that follows from the specs and sizes of the inputs.
 
-        For another value it is the truth with which the code does not raise.
+        For another value it is the truth with which the code does not raise, or with which data select items.
 
-        Raises ``TraceError`` if the code does more than raise.
+        Raises ``TraceError`` for other code.
         """
         constant = constant_of(obj.node, self.root)
         if constant is not None:
@@ -157,6 +158,8 @@ class SpineTracer(fx.Tracer):
         except UnknownSizeError as error:
             # The asking code is two frames up, above the proxy's __bool__.
             if (answer := self._data_checks.answer(obj, sys._getframe(2))) is not None:
+                return answer
+            if (answer := answer_with_items(obj)) is not None:
                 return answer
             raise self.refused(
                 TraceError(

@@ -68,13 +68,21 @@ def run_backward(
 ) -> Sequence[torch.Tensor | None]:
     """Run ``torch.autograd.backward`` from ``roots``; with ``accumulate=False`` return the gradients of ``inputs``.
 
-    This calls autograd's engine without the Python code around it, which costs more than a small call.
+    This calls autograd's engine without the Python code around it, which costs more than a small call. Autocast is off
+    in it, as torch advises: an operation that ran in float32 inside autocast has its backward in float32.
 
     Args:
         gradients: the roots' gradients, of their shapes and dtypes; not checked.
         retain: keep the graph for another backward.
     """
-    found: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), retain, False, tuple(inputs), allow_unreachable=True, accumulate_grad=accumulate
-    )
+    with torch._C._DisableAutocast():
+        found: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
+            tuple(roots),
+            tuple(gradients),
+            retain,
+            False,
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=accumulate,
+        )
     return found

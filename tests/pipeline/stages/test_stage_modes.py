@@ -55,7 +55,7 @@ def check(model: nn.Module, stages: int = 3, around: Callable[[], AbstractContex
         for part in x.chunk(2):
             with around() if around else torch.enable_grad():
                 loss = whole(part)
-                (loss / 2).backward()
+            (loss / 2).backward()
             expected.append(loss.detach())
         with around() if around else torch.enable_grad():
             losses = pipeline.train({"x": x}, 2)
