@@ -23,6 +23,8 @@ from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.errors import calling_line, model_line
 from nxdpp.tracing.input_specs import UNKNOWN
 from nxdpp.tracing.listings import unwrapped
+from nxdpp.tracing.metadata import is_metadata
+from nxdpp.tracing.sizes import UnknownSizeError
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _MUST_RUN = "must_run"
@@ -89,10 +91,23 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
     """``isinstance`` for traced code: a proxy is a tensor, unless its node says otherwise."""
     if not builtins.isinstance(value, fx.Proxy):
         return builtins.isinstance(value, classes)
+    if value.node.op != "placeholder" and is_metadata(value.node):
+        return issubclass(_type_of_metadata(value), classes)
     answer = issubclass(_type_of(value.node), classes)
     if value.node.op != "placeholder":
         value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
     return answer
+
+
+def _type_of_metadata(value: fx.Proxy) -> type:
+    tracer: Any = value.tracer
+    try:
+        found: type = tracer.fact(value.node, type)
+    except UnknownSizeError as error:
+        raise tracer.refused(
+            TypeError(f"the type of {value.node.name} is asked, which is unknown ({error})")
+        ) from error
+    return found
 
 
 def traced_is_tensor(value: Any) -> bool:

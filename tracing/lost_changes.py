@@ -18,9 +18,9 @@ from nxdpp.tracing.proxy import assign_item
 
 _VIEWS = frozenset(
     {"chunk", "contiguous", "data", "detach", "diagonal", "expand", "expand_as", "expect_type", "expect_value",
-     "flatten", "getitem", "movedim", "mT", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split",
-     "squeeze", "swapaxes", "T", "t", "to", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
-     "view_as"}
+     "flatten", "getitem", "movedim", "mT", "narrow", "permute", "ravel", "rearrange", "reshape", "reshape_as",
+     "select", "split", "squeeze", "swapaxes", "T", "t", "to", "transpose", "unbind", "unflatten", "unfold",
+     "unsqueeze", "view", "view_as"}
 )  # fmt: skip
 _METADATA = frozenset({"device", "dtype"})
 # Attributes that transformers' models set for a later step of generation, and training never reads.

@@ -11,8 +11,10 @@ from torch import fx
 
 from nxdpp.tracing.checks import mask_with_items, value_or_none
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
+from nxdpp.tracing.metadata import has_name
 from nxdpp.tracing.modes import applied, current_modes
-from nxdpp.tracing.sizes import UnknownSizeError, number_of_items, whole_number
+from nxdpp.tracing.number_proxy import NumberProxy
+from nxdpp.tracing.sizes import UnknownSizeError, number_of_items
 
 
 def assign_item(value: Any, index: Any, item: Any) -> Any:
@@ -25,14 +27,8 @@ def assign_item(value: Any, index: Any, item: Any) -> Any:
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 
 
-class _SizedProxy(fx.Proxy):
+class _SizedProxy(NumberProxy):
     """A traced value that gives its length and its items where they follow from specs or sizes of the inputs."""
-
-    def __index__(self) -> int:
-        return _whole_number(self)
-
-    def __int__(self) -> int:
-        return _whole_number(self)
 
     def __len__(self) -> int:
         size = _length(self)
@@ -58,6 +54,8 @@ class RecordingProxy(_SizedProxy):
             return fact
         if name.endswith("_") and not name.endswith("__"):
             return _InPlaceMethod(self, name)
+        if not has_name(self.node, name):
+            raise AttributeError(name)
         return RecordingAttribute(self, name)
 
     def __getitem__(self, index: Any) -> fx.Proxy | None:
@@ -77,6 +75,11 @@ class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
     def __init__(self, root: fx.Proxy, attr: str) -> None:
         super().__init__(root, attr)
         self._modes = current_modes()
+
+    def __getattr__(self, name: str) -> Any:
+        if not has_name(self.node, name):
+            raise AttributeError(name)
+        return super().__getattr__(name)
 
     @property
     def node(self) -> fx.Node:
@@ -117,15 +120,6 @@ def _spec(proxy: fx.Proxy) -> InputSpec:
 def _tracer(proxy: fx.Proxy) -> Any:
     # SpineTracer, which imports this module.
     return proxy.tracer
-
-
-def _whole_number(proxy: fx.Proxy) -> int:
-    try:
-        return int(_tracer(proxy).fact(proxy.node, whole_number))
-    except UnknownSizeError as error:
-        raise TypeError(
-            f"{proxy.node.name} is needed as a whole number, which only the data tells ({error})"
-        ) from error
 
 
 def _length(proxy: fx.Proxy) -> int | None:

@@ -200,7 +200,7 @@ def shapes_of(inputs: Mapping[str, Any]) -> Shapes:
 
 
 def whole_number(value: Any) -> int:
-    """A size for ``int()``, ``range()`` and indexing."""
+    """A size for ``range()`` and indexing."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UnknownSizeError(f"a {type(value).__name__} is not a size")
     return value

@@ -18,6 +18,7 @@ from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recor
 from nxdpp.tracing.checks import mark_must_run, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
+from nxdpp.tracing.einops_calls import recorded_einops
 from nxdpp.tracing.errors import StaleValueError, calling_line
 from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.input_specs import constant_of
@@ -97,6 +98,7 @@ class SpineTracer(fx.Tracer):
             # fx looks for wrapped functions in the globals of forward, and a decorator hides these.
             own = sources(self.spine_modules(model), _TORCH)
             stack.enter_context(recorded_checks(own))
+            stack.enter_context(recorded_einops())
             for source in own:
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}

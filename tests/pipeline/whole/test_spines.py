@@ -1,14 +1,25 @@
 """Spines as people write them: losses and gradients of the stages are those of one process, to the last bit."""
 
+import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nxdpp.tracing.errors import TracingError
 from tests.support.exact import assert_exact
 from tests.support.plain_models import WIDTH, Base
+
+try:
+    import einops
+except ImportError:
+    einops = None  # type: ignore[assignment]
+needs_einops = pytest.mark.skipif(einops is None, reason="einops is not installed")
 
 X = torch.linspace(-1, 1, 4 * 6 * WIDTH).reshape(4, 6, WIDTH)
 Forward = Callable[["Spine", Tensor], Any]
@@ -89,3 +100,84 @@ def _weighs_by_hidden_states(self: Spine, x: Tensor) -> Tensor:
 )
 def test_a_module_made_in_forward_holds_traced_values(spine: Forward) -> None:
     assert_exact(Spine(spine), {"x": X}, "Block")
+
+
+TABLE = {"size 6": 2.0, "size 5": 3.0}
+Number = Callable[[Tensor, int], Any]
+# Of a tensor (B, T, C) and its T, which is 6.
+NUMBERS: dict[str, Number] = {
+    "square root": lambda x, n: int(n**0.5),
+    "math": lambda x, n: int(math.sqrt(n)) + math.floor(n / 4) + math.ceil(n / 4) + math.trunc(n / 4) + math.gcd(n, 4),
+    "round": lambda x, n: round(n / 4) + round(n / 7, 2),
+    "numpy": lambda x, n: int(numpy.sqrt(n)) + numpy.log(n) + numpy.prod(x.shape),
+    "float": lambda x, n: float(n) + n // 2.0 + n**-0.5,
+    "divmod": lambda x, n: divmod(n, 4)[1] + divmod(20, n)[0] + pow(n, 2) + abs(n - 9),
+    "extremes": lambda x, n: max(n, 4) + min(n, 4) + sum(x.shape) + sorted(x.shape)[0] + max([n, 3], key=lambda m: -m),
+    "key": lambda x, n: {6: 2.0, 5: 3.0}[n] + {6: 2.0}.get(n, 1.0) + {(2, 6): 5.0}.get((2, x.shape[1]), 1.0),
+    "key of text": lambda x, n: TABLE[f"size {n}"] + TABLE["size %d" % n] + TABLE.get("size " + str(n), 1.0),  # noqa: UP031
+    "format": lambda x, n: float(f"{n / 7:.3f}") + float("{:5.2f}".format(n / 7)),  # noqa: UP032
+    "member": lambda x, n: (2 if n in (1, 6) else 3) * (5 if n in {6, 7} else 7) * (2 if n in range(3, 9) else 3),
+    "set": lambda x, n: len({n, x.shape[1], x.shape[2]}),
+    "remainder": lambda x, n: 2 if n % 2 == 0 and 3 < n < 9 and hash(n) == 6 else 3,
+    "product": lambda x, n: functools.reduce(operator.mul, x.shape) + math.prod(x.shape[1:]) + x.shape.numel(),
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS.keys())
+def test_sizes_are_numbers_for_python(number: Number) -> None:
+    def spine(self: Spine, x: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        result: Tensor = hidden.square().mean() * number(x, x.shape[1]) * number(hidden, hidden.size(1))
+        return result
+
+    pipeline = assert_exact(Spine(spine), {"x": X}, "Block")
+    # Other sizes have a graph of their own where the number differs.
+    (loss, _) = pipeline.train({"x": X[:, :5]}, 2)
+    assert torch.equal(loss, Spine(spine).eval()(X[:2, :5]))
+
+
+def _rearranges(self: Spine, x: Tensor) -> Tensor:
+    heads = einops.rearrange(self.hidden(x), "b t (h d) -> b h t d", h=2)
+    joined = einops.rearrange(heads, "b h t d -> b t (h d)")
+    mean = einops.reduce(joined, "b t d -> b d", "mean")
+    result: Tensor = (joined + einops.repeat(mean, "b d -> b t d", t=joined.shape[1])).square().mean()
+    return result
+
+
+def _packs(self: Spine, x: Tensor) -> Tensor:
+    hidden = self.hidden(x)
+    packed, shapes = einops.pack([hidden, hidden[:, 0]], "b * d")
+    first, second = einops.unpack(packed, shapes, "b * d")
+    result: Tensor = first.square().mean() + second.mean() * einops.parse_shape(hidden, "b t _")["t"]
+    return result
+
+
+def _multiplies(self: Spine, x: Tensor) -> Tensor:
+    hidden = einops.einsum(self.hidden(x), self.head.weight, "b t d, e d -> b t e")
+    result: Tensor = einops.reduce([hidden, hidden * 2], "k b (t s) e -> b t", "max", s=2).mean()
+    return result
+
+
+def _rearranges_inputs(self: Spine, x: Tensor) -> Tensor:
+    patches = einops.rearrange(x, "b (t p) c -> b t p c", p=x.shape[1] // 3)
+    hidden = self.hidden(einops.rearrange(patches, "b t p c -> b (t p) c"))
+    result: Tensor = (hidden * einops.reduce(x, "b t c -> b t ()", "sum")).square().mean()
+    return result
+
+
+@needs_einops
+@pytest.mark.parametrize("spine", [_rearranges, _packs, _multiplies, _rearranges_inputs])
+def test_einops(spine: Forward) -> None:
+    assert_exact(Spine(spine), {"x": X}, "Block")
+
+
+@needs_einops
+def test_a_change_of_a_rearranged_view_is_not_lost() -> None:
+
+    def spine(self: Spine, x: Tensor) -> Tensor:
+        hidden = self.hidden(x) * 1
+        einops.rearrange(hidden, "b t c -> t b c")[0] = 0.0
+        return hidden.square().mean()
+
+    with pytest.raises(TracingError, match="in place"):
+        assert_exact(Spine(spine), {"x": X}, "Block")

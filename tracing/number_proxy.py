@@ -1,0 +1,94 @@
+"""A proxy that Python may use as a number, a key or a text where its value follows from sizes of the inputs.
+
+``int(n ** 0.5)``, ``round(n / 2)``, ``np.sqrt(n)``, ``table[n]``, ``n in {1, 2}`` and ``f"{n}"`` need the value itself.
+It becomes a fact of the graph.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import fx
+
+from nxdpp.tracing.metadata import is_metadata
+from nxdpp.tracing.sizes import UnknownSizeError, whole_number
+
+_CONSTANTS = (bool, int, float, str, tuple, torch.dtype, torch.layout, torch.device, type(None))
+
+
+class NumberProxy(fx.Proxy):
+    """A traced value that is a number for Python, where its value follows from sizes of the inputs."""
+
+    def __index__(self) -> int:
+        return int(self._fact(whole_number, "a whole number"))
+
+    def __int__(self) -> int:
+        tracer: Any = self.tracer
+        try:
+            return int(tracer.fact(self.node, whole_number))
+        except UnknownSizeError:
+            return int(self._number())
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self._number(), digits)
+
+    def __trunc__(self) -> int:
+        return math.trunc(self._number())
+
+    def __floor__(self) -> int:
+        return math.floor(self._number())
+
+    def __ceil__(self) -> int:
+        return math.ceil(self._number())
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return numpy.asarray(self._fact(_constant, "an array of NumPy"), *args)
+
+    def __hash__(self) -> int:
+        """The hash of the value of a number, a shape or a dtype. A tensor has its own, and so has an ended trace."""
+        tracer: Any = self.tracer
+        if tracer.finished or not is_metadata(self.node):
+            return object.__hash__(self)
+        return hash(self._fact(_constant, "a key"))
+
+    def __str__(self) -> str:
+        return str(self._fact(_constant, "a text")) if is_metadata(self.node) else repr(self)
+
+    def __format__(self, form: str) -> str:
+        return format(self._fact(_constant, "a text") if is_metadata(self.node) else repr(self), form)
+
+    def _number(self) -> float:
+        number: float = self._fact(_number, "a number")
+        return number
+
+    def _fact(self, read: Callable[[Any], Any], needed: str) -> Any:
+        tracer: Any = self.tracer
+        try:
+            return tracer.fact(self.node, read)
+        except UnknownSizeError as error:
+            raise tracer.refused(
+                TypeError(f"{self.node.name} is needed as {needed}, which only the data tells ({error})")
+            ) from error
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float):
+        raise UnknownSizeError(f"a {type(value).__name__} is not a number")
+    return value
+
+
+def _constant(value: Any) -> Any:
+    if not isinstance(value, _CONSTANTS):
+        raise UnknownSizeError(f"a {type(value).__name__} is not a constant")
+    return value
