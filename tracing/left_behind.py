@@ -171,6 +171,9 @@ class LeftBehind:
                 )
             if name not in self._stored.of(module) or isinstance(getattr(type(module), name, None), property):
                 return original(module, name)
+            if name in original(module, "_parameters"):
+                # A forward cannot set it to a value that it computes.
+                return original(module, name)
             return self._value(module, name, asks_only=_is_hasattr(sys._getframe(1)))
 
         self._stack.enter_context(patch.object(cls, "__getattribute__", get))

@@ -22,6 +22,7 @@ from nxdpp.tracing.einops_calls import recorded_einops
 from nxdpp.tracing.errors import StaleValueError, calling_line
 from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.input_specs import constant_of
+from nxdpp.tracing.kept_tensors import recorded_sizes
 from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
@@ -91,6 +92,7 @@ class SpineTracer(fx.Tracer):
             stack.enter_context(unchanged_modules(self.spine_modules(model)))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
+            stack.enter_context(recorded_sizes())
             leaves = [module for name, module in listings.named_modules(model) if name not in self._spine]
             self._left_behind = LeftBehind(self, model, self._spine, leaves)
             stack.enter_context(self._left_behind.watched())

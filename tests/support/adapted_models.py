@@ -66,16 +66,25 @@ ADAPTERS: dict[str, tuple[Make, Make]] = {
     ),
     "lora of t5": (_t5, lambda: peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **_LORA, target_modules=["q", "v"])),
 }
+_TOKENS: dict[str, Any] = {"num_virtual_tokens": 4}
+PROMPTS: dict[str, tuple[Make, Make]] = {
+    "prompt": (_llama, lambda: peft.PromptTuningConfig(**_CAUSAL, **_TOKENS)),
+    "prompt of gpt2": (_gpt2, lambda: peft.PromptTuningConfig(**_CAUSAL, **_TOKENS)),
+    "prompt of t5": (_t5, lambda: peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", **_TOKENS)),
+    "prompt of bert": (_bert, lambda: peft.PromptTuningConfig(task_type="SEQ_CLS", **_TOKENS)),
+    "p-tuning": (_llama, lambda: peft.PromptEncoderConfig(**_CAUSAL, **_TOKENS, encoder_hidden_size=16)),
+}
+_ALL = ADAPTERS | PROMPTS
 
 
 def base(name: str, seed: int = 1) -> Any:
     """The model that ``adapted(name)`` adapts, with weights from ``seed``."""
-    return initialised(ADAPTERS[name][0](), seed)
+    return initialised(_ALL[name][0](), seed)
 
 
 def adapted(name: str, seed: int = 3) -> Any:
     """An adapted model, whose trained tensors have random values from ``seed``."""
-    model = peft.get_peft_model(base(name), ADAPTERS[name][1]())
+    model = peft.get_peft_model(base(name), _ALL[name][1]())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

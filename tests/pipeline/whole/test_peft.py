@@ -3,12 +3,12 @@
 import pytest
 
 from tests.pipeline.whole.test_wrapped_transformers import check_exact
-from tests.support.adapted_models import ADAPTERS, adapted, inputs_for
+from tests.support.adapted_models import ADAPTERS, PROMPTS, adapted, inputs_for
 from tests.support.wrapped_models import batch
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("name", list(ADAPTERS))
+@pytest.mark.parametrize("name", [*ADAPTERS, *PROMPTS])
 def test_an_adapted_model_is_exact(name: str, stages: int) -> None:
     inputs = inputs_for(name, batch("input_ids", "attention_mask", "labels"))
 

@@ -49,7 +49,7 @@ def check_exact(model: nn.Module, inputs: Mapping[str, Any], stages: int) -> InP
         gradient = theirs[name].grad
         assert (parameter.grad is None) == (gradient is None), name
         assert gradient is None or (parameter.grad is not None and torch.equal(parameter.grad, gradient)), name
-    assert sum(parameter.grad is not None for parameter in theirs.values()) > LAYERS
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in theirs.values())
     return pipeline
 
 
