@@ -13,7 +13,7 @@ Code reaches the names in its code objects: globals, closure cells, defaults, an
 torch, transformers, NumPy and the standard library, and the modules below the spine, are not looked into.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx, nn
 
 from nxdpp.tracing.put_back import MISSING
-from nxdpp.tracing.state_walk import HOOKS, PLAIN, StateWalk, is_framework, names_in
+from nxdpp.tracing.state_walk import HOOKS, PLAIN, DataWalk, StateWalk, is_framework, names_in
 
 
 class Difference:
@@ -114,6 +114,11 @@ class Snapshot:
         ]
 
 
+def snapshot_of_data(values: Mapping[Any, Any]) -> Snapshot:
+    """The content of the containers and objects in ``values``, by name; tensors by identity."""
+    return Snapshot(DataWalk(values))
+
+
 def has_user_code(spine: Iterable[nn.Module]) -> bool:
     """Return whether code of neither torch nor transformers runs in the ``forward`` of the modules ``spine``."""
     classes = {type(module) for module in spine}
@@ -127,6 +132,8 @@ def _shown(key: Any) -> str:
         return "nothing"
     if isinstance(key, str):
         return key
+    if not isinstance(key, tuple):
+        return "a tensor"
     kind, *rest = key
     if isinstance(kind, type) and rest:
         return repr(rest[0]) if kind in PLAIN else f"a {kind.__name__} of {rest[0]}"

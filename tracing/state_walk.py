@@ -106,6 +106,9 @@ class StateWalk:
         self._pending: deque[tuple[Any, str, str, int]] = deque()
         for module in spine:
             self._visit(module, type(module).__name__, type(module).__name__, 0)
+        self._enter_all()
+
+    def _enter_all(self) -> None:
         while self._pending and len(self._seen) < _MOST_OBJECTS:
             self._enter(*self._pending.popleft())
 
@@ -324,6 +327,24 @@ class StateWalk:
     def _put_back_items(self, items: dict[str, Any], names: Iterable[str]) -> None:
         old = {name: items.get(name, MISSING) for name in names}
         self.undo.append(functools.partial(set_items, items, old, counters(old)))
+
+
+class DataWalk(StateWalk):
+    """One pass over the containers and objects in ``values``, by name, without the code of their classes."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        super().__init__((), _ANY_ATTRIBUTE)
+        for name, value in values.items():
+            self._visit(value, str(name), str(name), 0)
+        self._enter_all()
+
+    def _visit(self, value: Any, path: str, name: str, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            # A change in place is in the tensor itself.
+            self.kept.append(value)
+            self.keys[path, name] = id(value)
+        elif not isinstance(value, type | FunctionType | MethodType | nn.Module):
+            super()._visit(value, path, name, depth)
 
 
 def _content(cell: CellType) -> Any:

@@ -73,7 +73,8 @@ class StageRunner:
         timer: StepTimer,
     ) -> None:
         self.results: dict[int, list[Any]] = {}
-        self._module = program.module
+        self._program = program
+        self._module = program.first_run or program.module
         self._plan = program.plan
         self._names = program.plan.made
         self._channels_in = channels_in
@@ -118,6 +119,8 @@ class StageRunner:
         # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
         with self._timer:
             values = self._module.forward(*arguments)
+        if self._module is not self._program.module:
+            self._module, self._program.first_run = self._program.module, None
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
         made = dict(zip(self._names, values, strict=True))

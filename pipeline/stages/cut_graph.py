@@ -7,8 +7,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
-from nxdpp.pipeline.stages.program import RankProgram
+from nxdpp.pipeline.stages.program import RankProgram, StageProgram
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.nested import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.trace import TracedGraph
@@ -66,6 +67,13 @@ class CutGraph:
     def build(self, plan: StagePlan) -> fx.GraphModule:
         """Return the module of one stage. It shares the parameters of the model."""
         return build_stage(plan, self.traced, self.partition.module, self.assigned)
+
+    def build_program(self, plan: StagePlan) -> StageProgram:
+        """Return the program of one stage. Its first run is watched where code of the user is in the spine."""
+        module, state = self.partition.module, self.traced.state
+        watch = None if state is None else FirstRun(state, module)
+        first_run = None if watch is None else build_stage(plan, self.traced, module, self.assigned, watch)
+        return StageProgram(plan, self.build(plan), first_run)
 
 
 def fill_output(output: Any, values: Mapping[str, Any]) -> Any:

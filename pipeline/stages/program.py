@@ -9,12 +9,20 @@ from nxdpp.pipeline.agreement.fingerprint import Fingerprint
 from nxdpp.pipeline.stages.split import StagePlan
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StageProgram:
-    """One stage: ``module`` maps inputs, received values and metadata placeholders to ``plan.made``."""
+    """One stage.
+
+    Attributes:
+        plan: the plan of the stage.
+        module: maps inputs, received values and metadata placeholders to ``plan.made``.
+        first_run: the same module, which verifies that its layers change nothing that the spine reads; ``None`` after
+            the first run, and where the spine has no code of the user.
+    """
 
     plan: StagePlan
     module: fx.GraphModule
+    first_run: fx.GraphModule | None = None
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.pipeline.stages.meta_copy import meta_copy
-from nxdpp.pipeline.stages.program import RankProgram, StageProgram
+from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.tracing import listings
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
@@ -179,7 +179,7 @@ class ProgramCache:
             with self._partition.remedy_named():
                 plans = cut.plans(results)
             lines = graph_lines(cut.traced, cut.assigned, self._module)
-        stages = {stage: StageProgram(plans[stage], cut.build(plans[stage])) for stage in self._local_stages}
+        stages = {stage: cut.build_program(plans[stage]) for stage in self._local_stages}
         edges = frozenset((source, plan.stage) for plan in plans for source in plan.received.values())
         mode = f"the {ends_with} in {'training' if cut.training else 'evaluation'} mode"
         return RankProgram(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
+from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.in_place_guard import Guard, may_change_arguments
 from nxdpp.pipeline.stages.stage_modes import StageModes
 from nxdpp.tracing.checks import must_run
@@ -101,9 +102,16 @@ def plan_stages(
 
 
 def build_stage(
-    plan: StagePlan, traced: TracedGraph, root: nn.Module, assigned: Mapping[fx.Node, int]
+    plan: StagePlan,
+    traced: TracedGraph,
+    root: nn.Module,
+    assigned: Mapping[fx.Node, int],
+    first_run: FirstRun | None = None,
 ) -> fx.GraphModule:
-    """Return a module that maps inputs, received values and metadata placeholders, in this order, to ``plan.made``."""
+    """Return a module that maps inputs, received values and metadata placeholders, in this order, to ``plan.made``.
+
+    ``first_run`` watches the modules of the stage.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders: dict[fx.Node, fx.Node] = {}
@@ -132,6 +140,8 @@ def build_stage(
                         over_one.begin(copies[argument], argument, node)
             modes.begin(node)
             copies[node] = _copy(graph, node, copies, placeholders)
+            if first_run is not None:
+                first_run.watch(copies[node], node)
             over_one.end()
     over_all.end()
     graph.output(tuple(copies[by_name[name]] for name in plan.made))

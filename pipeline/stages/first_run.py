@@ -1,0 +1,85 @@
+"""The first run of a stage: modules must not change objects that the spine reads, or that they are given.
+
+The trace has read such an object once, without the modules' changes. A change would be lost, or reach only the modules
+of its own stage::
+
+    layer:  AUX.append(loss)        spine:  return loss + sum(AUX)        traced as  loss + 0
+
+The first run of a stage compares these objects before and after each module. Later runs cost nothing.
+"""
+
+import operator
+from collections import UserDict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.reachable_state import Difference, ReachableState, snapshot_of_data
+from nxdpp.tracing.state_walk import is_framework
+
+
+class FirstRun:
+    """Watches the modules of one stage.
+
+    Args:
+        state: the state that the spine can reach.
+        root: the model.
+    """
+
+    def __init__(self, state: ReachableState, root: nn.Module) -> None:
+        self._state = state
+        self._root = root
+
+    def watch(self, node: fx.Node, original: fx.Node) -> None:
+        """Make ``node`` of a stage's graph, a copy of ``original`` of the traced graph, a watched call."""
+        given = [name for name, value in _arguments(original.args, original.kwargs) if not _is_of_one_user(value)]
+        if node.op == "call_module":
+            module = self._root.get_submodule(str(node.target))
+            name = f"{node.target} ({type(module).__name__})"
+            node.op, node.target = "call_function", _Watched(module, name, given, self._state)
+        elif isinstance(node.target, OpaqueCall) and not is_framework(_module_of(node.target.function)):
+            node.target = _Watched(node.target, node.target.__name__, [], self._state)
+
+
+class _Watched:
+    def __init__(self, call: Any, name: str, given: Sequence[int | str], state: ReachableState) -> None:
+        self.__name__ = "watched"
+        self._call = call
+        self._name = name
+        self._given = given
+        self._state = state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in _arguments(args, kwargs) if name in self._given}
+        state, data = self._state.snapshot(), snapshot_of_data(given)
+        output = self._call(*args, **kwargs)
+        self._refuse(state.differences(self._state.snapshot()), "", "the code between the layers reads it")
+        self._refuse(data.differences(snapshot_of_data(given)), "its argument ", "other users of it may be elsewhere")
+        return output
+
+    def _refuse(self, changes: list[Difference], kind: str, reason: str) -> None:
+        if changes:
+            raise RuntimeError(
+                f"{self._name} changes {kind}{changes[0]}, and {reason}; in a pipeline the change would be lost. "
+                f"Return the value from {self._name}, or set it as an attribute of the module (self.name = value in "
+                f"its forward), which is read after its run."
+            )
+
+
+def _arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
+    values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    # The trace follows the content of such a mapping.
+    return [(name, value) for name, value in values if not isinstance(value, UserDict)]
+
+
+def _is_of_one_user(value: Any) -> bool:
+    """Return whether ``value`` is a value of the graph that a module made, and that only one node uses."""
+    if not isinstance(value, fx.Node) or len(value.users) != 1:
+        return False
+    return value.op in ("call_module", "placeholder", "call_method") or value.target is operator.getitem
+
+
+def _module_of(function: Any) -> str:
+    return getattr(function, "__module__", None) or ""

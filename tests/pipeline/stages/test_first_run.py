@@ -1,0 +1,249 @@
+"""Changes that layers make to objects that the spine can reach are refused in the first run of a stage."""
+
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.exact import assert_exact
+from tests.support.in_process import InProcessPipeline
+
+LOSSES: list[Tensor] = []
+LOGGED: list[float] = []
+TOTALS: dict[str, Any] = {"loss": 0.0}
+
+
+class Manager:
+    """A singleton that collects losses."""
+
+    instance: "Manager | None" = None
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.runs = 0
+
+    def total(self) -> Any:
+        return sum(self.losses)
+
+    @classmethod
+    def get(cls) -> "Manager":
+        if cls.instance is None:
+            cls.instance = Manager()
+        return cls.instance
+
+
+class Collector:
+    """A class whose attribute collects losses."""
+
+    losses: list[Tensor] = []
+
+
+@dataclass
+class Filled:
+    loss: Any = 0.0
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> None:
+    LOSSES.clear()
+    Collector.losses.clear()
+    TOTALS["loss"] = 0.0
+    Manager.instance = Manager()
+
+
+class Layer(nn.Module):
+    """Tells its loss to ``tell``, beside its output."""
+
+    def __init__(self, tell: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.tell = tell
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        y = self.linear(x)
+        self.tell(self, y.square().mean(), *given)
+        return torch.tanh(y)
+
+
+class Model(nn.Module):
+    """Gives its layers ``given``, and adds the losses that ``read`` finds afterwards."""
+
+    def __init__(
+        self,
+        tell: Callable[..., Any],
+        read: Callable[[Any], Any],
+        given: Callable[[], tuple[Any, ...]] = tuple,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(tell) for _ in range(4))
+        self.read = read
+        self.given = given
+        self.features: list[Any] = []
+        self.settings = SimpleNamespace(loss=0.0)
+
+    def forward(self, x: Tensor) -> Any:
+        given = self.given()
+        for layer in self.layers:
+            x = layer(x, *given)
+        return x.square().mean() + self.read(self)
+
+
+def to_a_global(layer: Any, loss: Tensor) -> None:
+    LOSSES.append(loss)
+
+
+def to_an_entry(layer: Any, loss: Tensor) -> None:
+    TOTALS["loss"] = TOTALS["loss"] + loss
+
+
+def to_a_manager(layer: Any, loss: Tensor) -> None:
+    Manager.get().losses.append(loss)
+
+
+def to_a_class(layer: Any, loss: Tensor) -> None:
+    Collector.losses.append(loss)
+
+
+def to_nothing(layer: Any, loss: Tensor, *given: Any) -> None:
+    pass
+
+
+CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str]] = {
+    "global list": (to_a_global, lambda model: sum(LOSSES), r"test_first_run\.LOSSES"),
+    "global dict": (to_an_entry, lambda model: TOTALS["loss"], r"test_first_run\.TOTALS\['loss'\]"),
+    "manager": (to_a_manager, lambda model: Manager.get().total(), r"Manager\.instance\.losses"),
+    "class": (to_a_class, lambda model: sum(Collector.losses), r"Collector\.losses"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_change_of_an_object_that_the_spine_reads_is_refused(change: str, backward: bool) -> None:
+    tell, read, place = CHANGES[change]
+    model = Model(tell, read)
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+    with pytest.raises(RuntimeError, match=rf"(?s)layers\.0 \(Layer\) changes .*{place}.*Return .*attribute of the "):
+        pipeline.train({"x": torch.randn(4, 4)}, 2, backward)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_hooks_that_fill_a_list_of_the_model_are_refused() -> None:
+    model = Model(to_nothing, lambda model: sum(feature.mean() for feature in model.features))
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: model.features.append(output))
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+    with pytest.raises(RuntimeError, match=r"layers\.0 \(Layer\) changes Model\.features"):
+        pipeline.train({"x": torch.randn(4, 4)}, 2)
+
+
+def fills_the_first(layer: Any, loss: Tensor, given: Any) -> None:
+    if isinstance(given, dict):
+        given["loss"] = given.get("loss", 0.0) + loss
+    elif isinstance(given, list):
+        given.append(loss)
+    else:
+        given.loss = given.loss + loss
+
+
+@pytest.mark.parametrize("make", [lambda: {"a": 1}, lambda: [1.0], Filled], ids=["dict", "list", "dataclass"])
+def test_an_argument_that_a_layer_fills_is_refused(make: Callable[[], Any]) -> None:
+    model = Model(fills_the_first, lambda model: 0.0, lambda: (make(),))
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+    with pytest.raises(RuntimeError, match=r"layers\.0 \(Layer\) changes its argument 1"):
+        pipeline.train({"x": torch.randn(4, 4)}, 2)
+
+
+def counts_for_itself(layer: Any, loss: Tensor, *given: Any) -> None:
+    layer.runs = getattr(layer, "runs", 0) + 1
+    layer.cache = {"loss": loss}
+    LOGGED.append(float(loss))
+    Manager.get().runs += 1
+
+
+def test_a_change_that_the_spine_does_not_read_is_not_refused() -> None:
+    LOGGED.clear()
+    model = Model(counts_for_itself, lambda model: Manager.get().total(), lambda: ({"a": 1}, [2.0], (3, 4)))
+    assert_exact(model, {"x": torch.randn(4, 4)}, Layer)
+    assert LOGGED
+
+
+class Sharing(nn.Module):
+    """Layers that share a mapping, which the trace follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def share(layer: Any, loss: Tensor, shared: Any) -> None:
+            shared["loss"] = loss
+
+        self.layers = nn.ModuleList(Layer(share) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        shared: UserDict[str, Any] = UserDict()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x.square().mean()
+
+
+def test_a_mapping_that_is_followed_is_not_refused() -> None:
+    assert_exact(Sharing(), {"x": torch.randn(4, 4)}, Layer)
+
+
+def test_later_runs_are_not_watched() -> None:
+    model = Model(counts_for_itself, lambda model: 0.0)
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+    x = {"x": torch.randn(4, 4)}
+    program = pipeline.programs.program(pipeline.programs.cut_graph(x, True), "loss")
+    assert all(stage.first_run is not None for stage in program.stages.values())
+    pipeline.train(x, 2)
+    assert all(stage.first_run is None for stage in program.stages.values())
+
+
+def test_layers_in_a_spine_of_torch_are_not_watched() -> None:
+    model = nn.Sequential(Layer(to_a_global), Layer(to_a_global), nn.Linear(4, 1), nn.Flatten(0))
+    pipeline = InProcessPipeline(model, 2, {"input": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+    program = pipeline.programs.program(pipeline.programs.cut_graph({"input": torch.randn(2, 4)}, True), "output")
+    assert all(stage.first_run is None for stage in program.stages.values())
+
+
+class SettingLayer(Layer):
+    """Sets its loss as its attribute."""
+
+    loss: Any = 0.0
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        y = self.linear(x)
+        self.loss = y.square().mean()
+        return torch.tanh(y)
+
+
+class ReturningLayer(Layer):
+    """Returns its loss."""
+
+    def forward(self, x: Tensor, *given: Any) -> Any:
+        y = self.linear(x)
+        return torch.tanh(y), y.square().mean()
+
+
+class ReturningModel(Model):
+    def forward(self, x: Tensor) -> Any:
+        losses = []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses.append(loss)
+        return x.square().mean() + sum(losses)
+
+
+def test_the_remedies_are_exact() -> None:
+    setting = Model(to_nothing, lambda model: sum(layer.loss for layer in model.layers))
+    setting.layers = nn.ModuleList(SettingLayer(to_nothing) for _ in range(4))
+    assert_exact(setting, {"x": torch.randn(4, 4)}, SettingLayer)
+    returning = ReturningModel(to_nothing, lambda model: 0.0)
+    returning.layers = nn.ModuleList(ReturningLayer(to_nothing) for _ in range(4))
+    assert_exact(returning, {"x": torch.randn(4, 4)}, ReturningLayer)
