@@ -77,6 +77,12 @@ def check_split_inputs_fn(function: Any) -> None:
         raise TypeError(f"split_inputs_fn={function!r} must be a function of the inputs and num_microbatches.")
 
 
+def check_reference(name: Any) -> None:
+    """Raise ``ValueError`` unless ``name`` is ``None`` or ``"first"``."""
+    if name is not None and name != "first":
+        raise ValueError(f"check_against_module={name!r} must be 'first', for the first training step, or None.")
+
+
 def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool) -> None:
     """Raise ``ValueError`` for both kinds of returned loss at once."""
     if return_mb_loss and broadcast_and_average_loss:

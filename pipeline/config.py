@@ -53,6 +53,8 @@ class PipelineConfig:
         trace_file_path: file for the timeline of each step, a Chrome trace. Replicas other than the first write beside
             it (``trace.pipeline1.json``). An existing file is replaced. Ranks then end a step together.
         deallocate_pipeline_outputs: free an activation after it is sent. Its place in the autograd graph is kept.
+        check_against_module: ``"first"`` compares the losses and gradients of the first training step with those of the
+            unwrapped module. Every rank then holds and runs the whole model once. A difference is a ``RuntimeError``.
     """
 
     num_microbatches: int = 1
@@ -73,6 +75,7 @@ class PipelineConfig:
     param_init_fn: Any | None = None
     trace_file_path: str | None = None
     deallocate_pipeline_outputs: bool = False
+    check_against_module: str | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
@@ -91,6 +94,7 @@ class PipelineConfig:
         arguments.check_tracer(self.tracer_cls)
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
+        arguments.check_reference(self.check_against_module)
         if self.input_names is not None:
             arguments.check_names(module, self.input_names, "input_names")
             arguments.check_required(module, self.input_names, "input_names")

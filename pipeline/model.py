@@ -46,6 +46,7 @@ class NxDPPModel(LocalView):
         use_zero1_optimizer: leave the average of gradients over data-parallel ranks to the optimizer.
         auto_partition: split the layers evenly. Excludes ``pipeline_cuts``.
         deallocate_pipeline_outputs: free an activation after it is sent.
+        check_against_module: ``"first"`` compares the first training step with the unwrapped module, for small models.
         partition: ``"even"``, ``"balanced"``, ``"profiled"``, or a function of the traced graph and the number of
             stages that returns ``pipeline_cuts``. ``"profiled"`` makes construction collective over all ranks.
         partition_batch: inputs of one microbatch with labels, for costs and the trace at construction. Meta tensors
@@ -88,6 +89,7 @@ class NxDPPModel(LocalView):
         schedule: Written | None = None,
         post_partition_hooks: Sequence[PostPartitionHook] | None = None,
         split_inputs_fn: SplitInputs | None = None,
+        check_against_module: str | None = None,
     ) -> None:
         super().__init__()
         config = PipelineConfig.of(locals())

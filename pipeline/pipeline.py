@@ -24,6 +24,7 @@ from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.microbatch import join_outputs
+from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
 from nxdpp.pipeline.split_batch import split_batch
 from nxdpp.pipeline.stages.cut_graph import fill_output
@@ -97,6 +98,7 @@ class Pipeline:
             "num_microbatches": config.num_microbatches,
             **(agreed or {}),
             "writes a timeline": timeline_path is not None,
+            "check_against_module": config.check_against_module,
         }
         self._programs = ProgramCache(
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
@@ -104,6 +106,7 @@ class Pipeline:
         self._steps = StepRunner(self.schedule, self.rank, not config.deallocate_pipeline_outputs, timeline_path)
         self._input_names = None if config.input_names is None else tuple(config.input_names)
         self._replicas_verified = False
+        self._check_first = config.check_against_module is not None
         # From here on the parameters of other stages are freed.
         self.part = LocalPart(
             module,
@@ -182,10 +185,23 @@ class Pipeline:
         microbatches, distinct = self._microbatches(inputs)
         cut = self._programs.cut_graph_of_all(distinct, self.original_module.training)
         program = self._programs.program(cut, "loss")
+        check = self._first_check()
         self.part.tied.set_aside()
-        results = self._steps.run(program, microbatches, self.device, train=True, origin=self.part.origin)
+        results = self._steps.run(
+            program,
+            microbatches,
+            self.device,
+            train=True,
+            origin=self.part.origin,
+            once_verified=None if check is None else lambda: check.run(microbatches),
+        )
         self.part.tied.add_up(self._steps.transport(self.device))
-        return [result[0] for result in results if result]
+        losses = [result[0] for result in results if result]
+        if check is not None:
+            plans = cut.plans([cut.loss(self.config.output_loss_value_spec)])
+            check.compare(losses, plans)
+            self._check_first = False
+        return losses
 
     def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
         """Run the forward of all microbatches without gradients; collective over the pipeline.
@@ -277,6 +293,13 @@ class Pipeline:
                 f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
                 f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
             )
+
+    def _first_check(self) -> ReferenceStep | None:
+        if not self._check_first:
+            return None
+        group = parallel_state.get_pipeline_control_group()
+        spec = self.config.output_loss_value_spec
+        return ReferenceStep(self.part, self.partition.owners, group, spec, self.device)
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the inputs of each microbatch, and those of the ones that may differ in their shapes."""

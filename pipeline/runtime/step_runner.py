@@ -1,6 +1,6 @@
 """Steps of one rank: verified to be the same on all ranks, and run by the engine for their signature."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class StepRunner:
         device: torch.device,
         train: bool,
         origin: str | None,
+        once_verified: Callable[[], None] | None = None,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
@@ -84,6 +85,7 @@ class StepRunner:
             device: device of the stages.
             train: ``True`` if backwards follow.
             origin: the random numbers that this rank's initial weights are from; ``None`` when none were drawn.
+            once_verified: called when all ranks are known to run the same step, before it; may be collective.
 
         Returns:
             The results of each microbatch on the rank of the last stage, nothing on others.
@@ -102,6 +104,8 @@ class StepRunner:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         with failure_watch.reported():
             self._verifier.check(step, digest, known is None)
+        if once_verified is not None:
+            once_verified()
         # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
         with nullcontext() if self._timeline is None else self._timeline.step(device, train):

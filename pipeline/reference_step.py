@@ -1,0 +1,217 @@
+"""Comparison of a first training step with the unwrapped module (``check_against_module="first"``).
+
+Every rank gathers the present values of all ranks, runs a copy of the whole module on all microbatches, and compares
+its own gradients. The rank of the last stage compares the losses::
+
+    gather values ─▶ copy of the module ─▶ losses, gradients ─┐
+    step of the pipeline ─────────────────▶ losses, gradients ─┴▶ compare, gather differences, raise on all ranks
+"""
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp.initialization.allocation import with_type_of
+from nxdpp.parallel_layers import failure_watch
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.partition.assignment import Owners
+from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
+from nxdpp.pipeline.stages.split import StagePlan
+from nxdpp.tracing import listings
+from nxdpp.tracing.transformers_models import transformers_models
+
+_SHOWN = 5
+_DRAWS = (
+    "the module draws random numbers (dropout), other ones in a pipeline than in one process. Call eval() on the "
+    "wrapped model for the first step, or set the rates to 0"
+)
+_DIFFERS = (
+    "check_against_module: the first step differs from the module in one process. Code outside its layers may depend "
+    "on something that the trace has fixed: make the module that holds it a leaf (leaf_module_cls), or the function a "
+    "single node (autowrap_functions)"
+)
+# A tensor's value on the CPU, and whether it requires a gradient.
+_Value = tuple[torch.Tensor, bool]
+
+
+class ReferenceStep:
+    """The step of the unwrapped module; construct it before the step of the pipeline.
+
+    Args:
+        part: of this rank. Tensors of other ranks are on the meta device in its whole model.
+        owners: the stages of each parameter.
+        group: the ranks of the pipeline, for CPU tensors.
+        loss_spec: the output that is the loss.
+        device: of the tensors.
+    """
+
+    def __init__(
+        self,
+        part: LocalPart,
+        owners: Owners,
+        group: dist.ProcessGroup,
+        loss_spec: LossSpec,
+        device: torch.device,
+    ) -> None:
+        self._part = part
+        self._owners = owners
+        self._whole = part.root
+        self._local = part.module
+        self._group = group
+        self._loss_spec = loss_spec
+        self._device = device
+        self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(part.module)}
+        self._losses: list[torch.Tensor] = []
+        self._gradients: dict[str, torch.Tensor | None] = {}
+
+    def run(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
+        """Run the module before the step of the pipeline; collective over the pipeline.
+
+        Parameters, buffers, gradients and global random generators are as before.
+
+        Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process.
+        """
+        values = self._gather({name: (t.detach().cpu(), t.requires_grad) for name, t in _tensors(self._local)})
+
+        def act() -> list[str]:
+            with _unchanged_generators(self._device) as have_moved:
+                self._train(self._copy(values), microbatches)
+                return [_DRAWS] if have_moved() else []
+
+        self._raise_together(act, "check_against_module cannot compare this step")
+
+    def compare(self, losses: Sequence[torch.Tensor], plans: Sequence[StagePlan]) -> None:
+        """Compare after the step of the pipeline; collective over the pipeline.
+
+        Numbers are compared bit for bit, and to rounding where a sum has another order than in one process: for tied
+        weights, and for all gradients where several stages use one value. Two runs on a GPU may differ too, unless
+        deterministic algorithms are chosen.
+
+        Args:
+            losses: of each microbatch, on the rank of the last stage; empty on others.
+            plans: of all stages.
+
+        Raises ``RuntimeError``, on all ranks, with what differs and both numbers.
+        """
+        parameters = dict(listings.named_parameters(self._local))
+        varies = self._device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
+        in_another_order = varies or any(len(stages) > 1 for plan in plans for stages in plan.sent.values())
+
+        tied = {name for names in self._part.aliases for name in names}
+
+        def act() -> list[str]:
+            both = enumerate(zip(losses, self._losses, strict=False))
+            texts = [_difference(f"the loss of microbatch {i}", ours, theirs, varies) for i, (ours, theirs) in both]
+            for name, parameter in parameters.items():
+                is_rounded = in_another_order or name in tied or len(self._owners.get(name, ())) > 1
+                texts.append(_difference(f"the gradient of {name}", parameter.grad, self._gradients[name], is_rounded))
+            different = [text for text in texts if text is not None]
+            more = [f"and {len(different) - _SHOWN} more"] if len(different) > _SHOWN else []
+            return different[:_SHOWN] + more
+
+        self._raise_together(act, _DIFFERS)
+
+    def _copy(self, values: Sequence[Mapping[str, _Value]]) -> nn.Module:
+        """A copy of the whole module with the present values of all ranks."""
+        known: dict[str, _Value] = {}
+        for of_rank in reversed(values):
+            known |= of_rank
+        # The first owner's values, and gradients of this rank's parameters, for the module's own tensors.
+        memo: dict[int, Any] = {}
+        tensors = dict(_tensors(self._whole))
+        first = {name: names[0] for names in self._part.aliases for name in names}
+        by_name: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if first.get(name, name) in by_name:
+                memo[id(tensor)] = by_name[first[name]]
+            elif id(tensor) not in memo and name in known:
+                value, requires_grad = known[name]
+                made = with_type_of(value.to(self._device, copy=True), tensor).requires_grad_(requires_grad)
+                earlier = self._earlier.get(name)
+                made.grad = None if earlier is None else earlier.clone()
+                memo[id(tensor)] = by_name[first.get(name, name)] = made
+        if known.keys() - tensors.keys() or any(id(tensor) not in memo for tensor in tensors.values()):
+            raise RuntimeError("modules were replaced after wrapping, and other ranks do not know of it")
+        module = copy.deepcopy(self._whole, memo)
+        for model in transformers_models(module).values():
+            # A pipeline has no key-value cache.
+            model.config.use_cache = False
+        return module
+
+    def _train(self, module: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> None:
+        for microbatch in microbatches:
+            loss = pick_loss(module(**microbatch), self._loss_spec)
+            (loss / len(microbatches)).backward()
+            self._losses.append(loss.detach())
+        gradients = {n: parameter.grad for n, parameter in listings.named_parameters(module, remove_duplicate=False)}
+        self._gradients = {name: gradients[name] for name, _ in listings.named_parameters(self._local)}
+
+    def _raise_together(self, act: Callable[[], list[str]], message: str) -> None:
+        own: Exception | None = None
+        try:
+            found = act()
+        except Exception as error:
+            own, found = error, [f"{type(error).__name__}: {error}"]
+        everyones = self._gather(found)
+        if any(everyones):
+            lines = [f"  rank {rank}: {line}" for rank, of_rank in enumerate(everyones) for line in of_rank]
+            raise RuntimeError("\n".join([f"{message}:", *lines])) from own
+
+    def _gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        with failure_watch.reported():
+            dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from listings.named_parameters(module, remove_duplicate=False)
+    yield from listings.named_buffers(module, remove_duplicate=False)
+
+
+def _difference(what: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, is_rounded: bool) -> str | None:
+    """Text about a difference, with the two numbers that are farthest apart; ``None`` without one."""
+    if ours is None or theirs is None:
+        # A value that takes no part in the loss has a gradient of zero in a pipeline, and none in one process.
+        left = ours if theirs is None else theirs
+        if left is None or not left.any():
+            return None
+        places = ("one process", "the pipeline") if ours is None else ("the pipeline", "one process")
+        return f"{what} is {float(left.abs().max()):.9g} at most in {places[0]}, and missing in {places[1]}"
+    if torch.equal(ours, theirs):
+        return None
+    # Equal infinities and not-a-numbers are no difference.
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    apart = (ours - theirs).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0)
+    limit = float(theirs.abs().max()) * torch.finfo(theirs.dtype).eps ** 0.5 if is_rounded else 0.0
+    if float(apart.max()) <= limit:
+        return None
+    here, there = (float(each.reshape(-1)[int(apart.argmax())]) for each in (ours, theirs))
+    return f"{what} has {here:.9g} in the pipeline, {there:.9g} in one process"
+
+
+@contextmanager
+def _unchanged_generators(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Restore the global generators afterwards; give a function that returns whether one of them has moved."""
+    before = _generators(device)
+    try:
+        yield lambda: _generators(device) != before
+    finally:
+        torch.set_rng_state(torch.frombuffer(bytearray(before[0]), dtype=torch.uint8))
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(before[1]), dtype=torch.uint8), device)
+        random.setstate(before[2])
+        numpy.random.set_state(pickle.loads(before[3]))
+
+
+def _generators(device: torch.device) -> tuple[bytes, bytes, Any, bytes]:
+    of_device = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+    return torch.get_rng_state().numpy().tobytes(), of_device, random.getstate(), pickle.dumps(numpy.random.get_state())

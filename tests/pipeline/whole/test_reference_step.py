@@ -1,0 +1,148 @@
+"""``check_against_module="first"``: a difference of the first step is an error on every rank, and nothing else is."""
+
+import ctypes
+import random
+import re
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support import models
+from tests.support.models import gradient_differences, padded_batch, reference, train_in_one_process
+from tests.support.plain_models import Base, Block
+from tests.support.run_ranks import run_ranks
+
+_number = ctypes.c_double(1.0)
+
+
+class Grows(Block):
+    """Changes a number behind Python's back."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        ctypes.c_double.from_address(ctypes.addressof(_number)).value += 1
+        return super().forward(hidden)
+
+
+class Hidden(Base):
+    """Scales by the number that its blocks change."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(Grows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.through(self.blocks, self.embedding(x))
+        return self.close(hidden * ctypes.c_double.from_address(ctypes.addressof(_number)).value)
+
+
+def run_hidden(rank: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(Hidden(), Grows, 2, input_names=["x"], check_against_module="first")
+    with pytest.raises(RuntimeError) as error:
+        wrapped.run_train(x=torch.ones(4, 4))
+    return str(error.value)
+
+
+def test_a_wrong_pipeline_is_found_on_every_rank() -> None:
+    messages = run_ranks(2, run_hidden)
+    assert messages[0] == messages[1]
+    assert "leaf_module_cls" in messages[0]
+    assert re.search(r"rank 1: the loss of microbatch 0 has \S+ in the pipeline, \S+ in one process", messages[0])
+    assert re.search(r"rank 0: the gradient of embedding.weight has \S+ in the pipeline, \S+ in", messages[0])
+
+
+def state() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in numpy.random.get_state()]
+
+
+def step(model: Any, batch: dict[str, torch.Tensor], schedule: str, chunks: int, **arguments: Any) -> list[str]:
+    """What differs from one process after a checked step and a second one; nothing else may change."""
+    whole = reference(model)
+    wrapped = NxDPPModel(model, None, 4, chunks, schedule=schedule, check_against_module="first", **arguments)
+    wrapped.move_model_to_device()
+    different = []
+    for _ in range(2):
+        before = state()
+        wrapped.run_train(**batch)
+        different += [] if state() == before else ["generators"]
+        train_in_one_process(whole, batch, 4)
+        different += [name for name, distance in gradient_differences(wrapped, whole).items() if distance != 0]
+    return different
+
+
+TIED = {"transformer.wte.weight", "lm_head.weight"}
+TIED |= {"bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"}
+SCHEDULES = {2: [("1f1b", 1), ("interleaved", 2), ("zb-v", 1)], 3: [("1f1b", 1), ("zb-h1", 1)]}
+
+
+def train_all(rank: int, ranks: int) -> dict[Any, list[str]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    return {
+        (name, schedule): step(models.make(name), padded_batch(8), schedule, chunks)
+        for name in ("llama", "gpt2", "bert")
+        for schedule, chunks in SCHEDULES[ranks]
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_right_pipelines_pass(ranks: int) -> None:
+    for rank in run_ranks(ranks, train_all, ranks):
+        for case, different in rank.items():
+            assert set(different) <= TIED, case
+
+
+def train_with_dropout(rank: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(models.make("gpt2", dropout=0.1), None, 2, check_against_module="first")
+    batch = padded_batch(4)
+    wrapped.train()
+    with pytest.raises(RuntimeError, match="draws random numbers") as error:
+        wrapped.run_train(**batch)
+    # The remedy of the message.
+    wrapped.eval()
+    wrapped.run_train(**batch)
+    wrapped.train()
+    wrapped.run_train(**batch)
+    return str(error.value)
+
+
+def test_a_model_with_dropout_is_refused_with_a_remedy() -> None:
+    first, second = run_ranks(2, train_with_dropout)
+    assert first == second
+
+
+def train_changed(rank: int) -> None:
+    """Values loaded after wrapping, a buffer that changes, earlier gradients, a frozen and an unused parameter."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    model = Base(lambda: nn.Sequential(Block(), nn.BatchNorm1d(4)))
+    model.unused = nn.Linear(2, 2)
+    type(model).forward = lambda self, x: self.run(x)
+    wrapped = NxDPPModel(model, nn.Sequential, 2, input_names=["x"], check_against_module="first")
+    for name, parameter in wrapped.named_parameters():
+        parameter.requires_grad_(not name.startswith("blocks.0.0"))
+        with torch.no_grad():
+            parameter.add_(0.1)
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    wrapped.refresh()
+    wrapped.run_train(x=torch.linspace(-2, 2, 16).view(4, 4))
+    assert all(int(b) == 2 for name, b in wrapped.named_buffers() if name.endswith("num_batches_tracked"))
+
+
+def test_present_values_are_compared() -> None:
+    run_ranks(2, train_changed)
+
+
+def test_other_values_are_refused() -> None:
+    run_ranks(1, wrap_wrongly)
+
+
+def wrap_wrongly(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(ValueError, match="check_against_module='last' must be 'first'"):
+        NxDPPModel(models.make("llama"), check_against_module="last")
