@@ -30,7 +30,7 @@ from nxdpp.tracing.sizes import Shapes
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 
 # Files that raise the error of a construct that no graph can hold.
-_TRACERS = ("/tracing/", "/torch/fx/")
+_TRACERS = ("/nxdpp/tracing/", "/torch/fx/")
 
 
 def first_partition(

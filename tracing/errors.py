@@ -24,7 +24,7 @@ class StaleValueError(RuntimeError):
 def source_line(trace: TracebackType | None) -> str:
     """The innermost line of model code in a traceback, as ``file:line, in function: code``."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not _is_machinery(frame.filename)]
+    own = [frame for frame in frames if not is_machinery(frame.filename)]
     if not own:
         return _UNKNOWN
     frame = own[-1]
@@ -37,7 +37,7 @@ def calling_line() -> str | None:
     fx itself would read the code of every frame of the stack from its file, for each node.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_machinery(frame.f_code.co_filename):
+    while frame is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return frame and f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
 
@@ -45,7 +45,7 @@ def calling_line() -> str | None:
 def model_line(stack: str | None) -> str:
     """The innermost line of model code in a node's stack, as ``file:line, in function: code``."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack or "")
-    own = [frame for frame in frames if not _is_machinery(frame[0])]
+    own = [frame for frame in frames if not is_machinery(frame[0])]
     if not own:
         return _UNKNOWN
     file, line, function = own[-1]
@@ -59,5 +59,6 @@ def line_of(frame: FrameType) -> str:
 
 
 @cache
-def _is_machinery(file: str) -> bool:
+def is_machinery(file: str) -> bool:
+    """Return whether ``file`` holds code of torch, of this package or of Python, and none of a model."""
     return any(part in file for part in _MACHINERY)

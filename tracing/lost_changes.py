@@ -111,7 +111,7 @@ def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
         if isinstance(value, fx.Proxy) and module in modules and not _is_moved(value.node, module, name, value):
             raise RuntimeError(
                 f"forward sets {type(module).__name__}.{name} to a value that it computes; outside the transformer "
-                f"layers that would be lost"
+                f"layers that would be lost. Keep it in a variable of forward, or return it."
             )
         if module in modules and _is_number(value) and _is_number(old := vars(module).get(name)) and value != old:
             raise RuntimeError(

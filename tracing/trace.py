@@ -35,6 +35,7 @@ from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modu
 from nxdpp.tracing.modes import recorded_modes
 from nxdpp.tracing.nested import flatten
 from nxdpp.tracing.reachable_state import ReachableState, has_user_code
+from nxdpp.tracing.remedies import remedy
 from nxdpp.tracing.second_run import Carried, Run, refuse_differences
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import SpineTracer, spine_names
@@ -116,7 +117,7 @@ def trace(
         try:
             traced = run(tracer)
         except Exception as error:
-            raise TracingError(_explain(module, inputs, error)) from error
+            raise TracingError(_explain(module, inputs, error, tracer)) from error
         graph = traced.graph
         refuse_lost_changes(graph)
         _refuse_constants(module, graph)
@@ -268,10 +269,9 @@ def _name_after_module(graph: fx.Graph) -> None:
             node.target = node.target.removeprefix(f"{ROOT}.")
 
 
-def _explain(module: nn.Module, inputs: Mapping[str, InputSpec], error: Exception) -> str:
-    return (
+def _explain(module: nn.Module, inputs: Mapping[str, InputSpec], error: Exception, tracer: fx.Tracer) -> str:
+    told = (
         f"{type(module).__name__} could not be traced with the inputs {list(inputs)}: {type(error).__name__}: "
         f"{error}\n  at {source_line(error.__traceback__)}\n"
-        f"Make the module that holds this line a leaf (leaf_module_cls), the function a single node "
-        f"(autowrap_functions, or autowrap_modules for all of a Python module), or pass a tracer_cls of your own."
     )
+    return (told + remedy(error, any_tracer=not isinstance(tracer, SpineTracer))).rstrip()

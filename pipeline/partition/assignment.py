@@ -47,18 +47,19 @@ def check_layers_ran(traced: TracedGraph, layers: Sequence[str]) -> None:
         return
     missing = [layer for layer in layers if layer not in traced.layers]
     repeated = sorted({layer for layer in traced.layers if traced.layers.count(layer) > 1})
-    raise ValueError(
-        "a pipeline needs every transformer layer to run once, in the order of the model. "
-        + (f"Not run with the inputs {list(traced.inputs)}: {missing}. " if missing else "")
-        + (
-            f"Run several times: {repeated}; for one layer several times make a module for each time and share the "
-            f"weights between them (b.weight = a.weight). "
-            if repeated
-            else ""
+    told = "a pipeline needs every transformer layer to run once, in the order of the model. "
+    if missing:
+        told += f"Not run with the inputs {list(traced.inputs)}: {missing}. "
+    if repeated:
+        told += (
+            f"Run several times: {repeated}; for other rows each time (chosen and rejected answers, two towers) run "
+            f"the layers once for all rows (torch.cat) and split the result; for the same rows make a module for each "
+            f"time and share the weights between them (b.weight = a.weight). "
         )
-        + f"The order of execution is {list(traced.layers)}. Name another transformer_layer_cls, one whose "
-        f"instances follow each other."
-    )
+    told += f"The order of execution is {list(traced.layers)}."
+    if missing or not repeated:
+        told += " Name another transformer_layer_cls, one whose instances follow each other."
+    raise ValueError(told)
 
 
 def assign_nodes(

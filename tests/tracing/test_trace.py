@@ -101,7 +101,8 @@ def test_the_message_for_a_decision_in_the_spine_has_its_line_and_the_remedy() -
     message = str(caught.value)
     assert "BranchesInline could not be traced with the inputs ['x']" in message
     assert f"{Path(__file__)}:{first + 1}, in prepare: if hidden.sum() > 0:" in message
-    assert all(word in message for word in ("leaf_module_cls", "autowrap_functions", "autowrap_modules", "tracer_cls"))
+    assert message.endswith("or into a module of its own: either becomes a single node.")
+    assert "leaf_module_cls" not in message
     assert isinstance(caught.value.__cause__, Exception)
 
 

@@ -40,9 +40,7 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "roberta": lambda **labels: RobertaForSequenceClassification(RobertaConfig(**_ENCODER, **labels)),
     "bart": lambda **labels: BartForSequenceClassification(BartConfig(**_BART, **labels)),
     "t5": lambda **labels: T5ForSequenceClassification(T5Config(**_T5, **labels)),
-    "deberta": lambda **labels: DebertaV2ForSequenceClassification(
-        DebertaV2Config(**_ENCODER, **_POOLER, **labels)
-    ),
+    "deberta": lambda **labels: DebertaV2ForSequenceClassification(DebertaV2Config(**_ENCODER, **_POOLER, **labels)),
 }
 LABELS = {
     "classes": (CLASSES, torch.tensor([0, 2, 1, 0])),

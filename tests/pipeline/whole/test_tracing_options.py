@@ -55,7 +55,7 @@ class ChecksItself(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if (x == x).all():
             return self.run(x)
-        raise ValueError("not a number")
+        return self.run(torch.zeros(1, WIDTH))
 
 
 class TrustingTracer(fx.Tracer):

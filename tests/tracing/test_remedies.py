@@ -1,0 +1,154 @@
+"""Advice in the error of a trace: it is given where it helps, and each piece is followed here."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.tracing.errors import TracingError
+from tests.support import plain_functions
+from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
+
+X = torch.full((3, 4), 0.5)
+
+
+def sign_of(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden if hidden.sum() > 0 else -hidden
+
+
+def sign_by_another(hidden: torch.Tensor) -> torch.Tensor:
+    """The innermost function is not the one to wrap: ``forward`` calls this one."""
+    return sign_of(hidden)
+
+
+class InAFunction(PlainModel):
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return sign_by_another(hidden)
+
+
+class InForward(PlainModel):
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if hidden.sum() > 0 else -hidden
+
+
+class Sign(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if hidden.sum() > 0 else -hidden
+
+
+class InAModule(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sign: nn.Module = Sign()
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.sign(hidden)
+        return result
+
+
+def message_of(model: nn.Module, inputs: dict[str, Any] | None = None, **options: Any) -> str:
+    with pytest.raises(TracingError) as caught:
+        trace_with(model, inputs or {"x": X}, options_for(model, PlainLayer, **options))
+    return str(caught.value).splitlines()[-1]
+
+
+def is_right(model: nn.Module, **options: Any) -> bool:
+    traced = trace_with(model, {"x": X}, options_for(model, PlainLayer, **options))
+    return all(torch.equal(run_graph(model, traced, {"x": x}), model(x)) for x in (X, -X, 3 * X))
+
+
+def test_a_function_is_wrapped() -> None:
+    assert message_of(InAFunction()) == ("Make sign_by_another a single node: autowrap_functions=[sign_by_another].")
+    assert is_right(InAFunction(), autowrap_functions=(sign_by_another,))
+
+
+def test_the_functions_of_a_python_module_are_wrapped() -> None:
+    class CallsAModule(PlainModel):
+        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+            return plain_functions.sign_of(hidden)
+
+    name = "tests.support.plain_functions"
+    assert message_of(CallsAModule()) == f"Make its functions single nodes: import {name}; autowrap_modules=[{name}]."
+    assert is_right(CallsAModule(), autowrap_modules=(plain_functions,))
+
+
+def test_a_line_is_moved_into_a_module_or_a_function() -> None:
+    assert message_of(InForward()) == (
+        "Move this line into a function that autowrap_functions names, or into a module of its own: either becomes a "
+        "single node."
+    )
+    assert is_right(InAModule())
+    assert is_right(InAFunction(), autowrap_functions=(sign_by_another,))
+
+
+def test_plain_fx_has_other_remedies() -> None:
+    message = message_of(InAModule(), tracer_cls="torch")
+    assert message.startswith("Leave tracer_cls out, which traces through the modules above transformer layers alone;")
+    assert "leaf_module_cls=[Sign]" in message
+    assert is_right(InAModule())
+    assert is_right(InAModule(), leaves=(Sign,), tracer_cls="torch")
+
+
+class Raises(PlainModel):
+    def forward(self, x: torch.Tensor, y: Any = None, **more: Any) -> torch.Tensor:
+        if y is None and "z" not in more:
+            raise ValueError("give y or z")
+        return super().forward(x)
+
+
+class Looks(PlainModel):
+    def forward(self, **batch: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch["x"])
+
+
+@pytest.mark.parametrize(("model", "inputs"), [(Raises(), {"x": X}), (Looks(), {"z": X}), (PlainModel(), {"z": X})])
+def test_an_error_of_the_model_itself_needs_other_inputs(model: nn.Module, inputs: dict[str, Any]) -> None:
+    assert message_of(model, inputs) == (
+        "The model itself raises this error for these inputs. Change those of the step, or of partition_batch."
+    )
+
+
+class Keeps(PlainModel):
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.hidden = hidden * 2
+        return self.hidden
+
+
+class StaysLocal(PlainModel):
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 2
+
+
+def test_an_error_with_a_remedy_of_its_own_gets_no_other() -> None:
+    last = message_of(Keeps())
+    assert last.startswith("  at ")
+    with pytest.raises(TracingError, match="Keep it in a variable of forward, or return it"):
+        trace_with(Keeps(), {"x": X}, options_for(Keeps(), PlainLayer))
+    assert is_right(StaysLocal())
+
+
+class Draws(PlainModel):
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.randn(4)
+
+
+class Noise(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.randn(4)
+
+
+class DrawsInAModule(InAModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sign = Noise()
+
+
+def test_random_numbers_are_moved_into_a_module() -> None:
+    assert "into a module of its own" in message_of(Draws())
+    model = DrawsInAModule()
+    traced = trace_with(model, {"x": X}, options_for(model, PlainLayer))
+    torch.manual_seed(0)
+    expected = model(X)
+    torch.manual_seed(0)
+    assert torch.equal(run_graph(model, traced, {"x": X}), expected)

@@ -1,0 +1,94 @@
+"""Remedy for an error of a trace: advice that can help with this error.
+
+===========================================================  ====================================================
+the error                                                    remedy
+===========================================================  ====================================================
+raised by the model's own code, or a missing input           other inputs
+named by this package, with a second sentence                that sentence
+in a function that a module above layers calls               the function as a single node
+in a module that only plain fx goes through                  the module as a leaf, or the default tracer
+in a module above layers                                     the line in a function or module of its own
+===========================================================  ====================================================
+"""
+
+import dis
+import inspect
+import re
+from types import FrameType, FunctionType, TracebackType
+
+from torch import nn
+
+from nxdpp.tracing.errors import is_machinery
+
+_PROXY = re.compile(r"\b\w*Proxy\b")
+_BAD_CALL = re.compile(r"missing \d+ required|unexpected keyword argument|multiple values for argument")
+_OTHER_INPUTS = "The model itself raises this error for these inputs. Change those of the step, or of partition_batch."
+_OF_ITS_OWN = (
+    "Move this line into a function that autowrap_functions names, or into a module of its own: either becomes a "
+    "single node."
+)
+
+
+def remedy(error: Exception, any_tracer: bool) -> str:
+    """Return advice for ``error``, raised by a trace; empty where the error has its own.
+
+    ``any_tracer`` is ``True`` for a tracer that goes through other modules than those above layers.
+    """
+    frames = list(_frames(error.__traceback__))
+    last, at = frames[-1]
+    if _is_of_the_model(error, last, at):
+        return _OTHER_INPUTS
+    if "/nxdpp/tracing/" in last.f_code.co_filename and re.search(r"[a-z)]\. [A-Z]", str(error)):
+        return ""
+    own = [frame for frame, _ in frames if not is_machinery(frame.f_code.co_filename)]
+    return _remedy_for_line([frame for frame in own if not frame.f_code.co_name.startswith("<")], any_tracer)
+
+
+def _is_of_the_model(error: Exception, last: FrameType, at: int) -> bool:
+    if _PROXY.search(str(error)):
+        return False
+    if isinstance(error, KeyError) or (isinstance(error, TypeError) and _BAD_CALL.search(str(error))):
+        return True
+    file = last.f_code.co_filename
+    is_raised = dis.opname[last.f_code.co_code[at]] == "RAISE_VARARGS"
+    return is_raised and "/torch/" not in file and "/nxdpp/tracing/" not in file
+
+
+def _remedy_for_line(frames: list[FrameType], any_tracer: bool) -> str:
+    modules = [i for i, frame in enumerate(frames) if isinstance(frame.f_locals.get("self"), nn.Module)]
+    if not modules:
+        return _OF_ITS_OWN
+    innermost = frames[modules[-1]]
+    called = frames[modules[-1] + 1] if modules[-1] + 1 < len(frames) else None
+    if called is not None and (function := _function_of(called)) is not None:
+        if function in innermost.f_globals.values():
+            return f"Make {function.__qualname__} a single node: autowrap_functions=[{function.__qualname__}]."
+        return (
+            f"Make its functions single nodes: import {function.__module__}; autowrap_modules=[{function.__module__}]."
+        )
+    owner = innermost.f_locals["self"]
+    if any_tracer:
+        name = type(owner).__name__
+        return (
+            f"Leave tracer_cls out, which traces through the modules above transformer layers alone; or, if {name} "
+            f"holds no layer, make it a leaf: leaf_module_cls=[{name}]. {_OF_ITS_OWN}"
+        )
+    return _OF_ITS_OWN
+
+
+def _function_of(frame: FrameType) -> FunctionType | None:
+    """Return the function of a Python module that ``frame`` runs; ``None`` for a method and a nested function."""
+    module = inspect.getmodule(frame.f_code)
+    for value in vars(module).values() if module is not None else ():
+        function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+        if function is not None and function.__code__ is frame.f_code:
+            return value  # type: ignore[no-any-return]
+    return None
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    frames = []
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lasti))
+        trace = trace.tb_next
+    return frames
