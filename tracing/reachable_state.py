@@ -20,8 +20,11 @@ from typing import Any
 
 from torch import fx, nn
 
+from nxdpp.tracing import listings
+from nxdpp.tracing.code_names import is_framework, names_in, names_on_others
 from nxdpp.tracing.put_back import MISSING
-from nxdpp.tracing.state_walk import HOOKS, PLAIN, DataWalk, StateWalk, is_framework, names_in
+from nxdpp.tracing.state_walk import HOOKS, MOST_ITEMS, OF_MODULES, PLAIN, DataWalk, StateWalk
+from nxdpp.tracing.stored_names import stored_names
 
 
 class Difference:
@@ -32,6 +35,18 @@ class Difference:
         self.name = name
         self.before = before
         self.after = after
+
+    @property
+    def is_of_values(self) -> bool:
+        """``False`` for a new entry of a dict that holds no value, such as a class by its name in a registry."""
+        kind = self.after[0] if isinstance(self.after, tuple) else None
+        if isinstance(kind, type) and issubclass(kind, dict):
+            # Its entries are places too.
+            return bool(self.after[1] > MOST_ITEMS)
+        if self.before is not MISSING:
+            return True
+        is_item = self.path.endswith("]")
+        return kind in ("a tensor", "an array", "a generator") or (is_item and kind in (int, float, bool, complex))
 
     def __str__(self) -> str:
         return f"{self.path} ({_shown(self.before)}, then {_shown(self.after)})"
@@ -52,6 +67,7 @@ class ReachableState:
         self.spine = list(spine)
         self.functions: dict[FunctionType, None] = {}
         self.names = {"forward"}
+        self._of_leaves: list[tuple[nn.Module, str, str]] = []
         found = -1
         while found != len(self.functions):
             found = len(self.functions)
@@ -59,9 +75,24 @@ class ReachableState:
                 if function not in self.functions:
                     self.functions[function] = None
                     self.names |= names_in(function.__code__)
+        self._of_leaves = self._attributes_of_leaves()
 
     def _walk(self) -> StateWalk:
-        return StateWalk(self.spine, self.names)
+        return StateWalk(self.spine, self.names, self._of_leaves)
+
+    def _attributes_of_leaves(self) -> list[tuple[nn.Module, str, str]]:
+        """Attributes of leaves that code names, with module and path; without those that a run of the leaf stores."""
+        own = set(self.spine)
+        root = self.spine[0]
+        leaves = {part: path for path, part in listings.named_modules(root) if part not in own}
+        named = {name for function in self.functions for name in names_on_others(function.__code__)}
+        stored = stored_names(leaves)
+        return [
+            (part, f"{type(root).__name__}.{path}.{name}", name)
+            for part, path in leaves.items()
+            for name in sorted(named & vars(part).keys() - stored.of(part))
+            if name not in OF_MODULES
+        ]
 
     def snapshot(self) -> "Snapshot":
         """The state as it is now."""
@@ -136,5 +167,7 @@ def _shown(key: Any) -> str:
         return "a tensor"
     kind, *rest = key
     if isinstance(kind, type) and rest:
-        return repr(rest[0]) if kind in PLAIN else f"a {kind.__name__} of {rest[0]}"
+        # Floats are kept as texts.
+        shown = str(rest[0]) if kind in (float, complex) else repr(rest[0])
+        return shown if kind in PLAIN else f"a {kind.__name__} of {rest[0]}"
     return str(kind)

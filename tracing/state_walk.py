@@ -3,8 +3,6 @@
 import functools
 import itertools
 import random
-import re
-import sys
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +10,6 @@ from collections.abc import Set as AbstractSet
 from types import (
     BuiltinMethodType,
     CellType,
-    CodeType,
     FunctionType,
     GeneratorType,
     MethodType,
@@ -26,6 +23,7 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig
 
+from nxdpp.tracing.code_names import is_framework, names_in
 from nxdpp.tracing.put_back import (
     MISSING,
     counters,
@@ -39,11 +37,10 @@ from nxdpp.tracing.put_back import (
     set_set,
 )
 
-_FRAMEWORKS = re.compile(r"(torch|transformers|numpy|nxdpp|builtins)(\.|$)")
 _DEEPEST = 8
 _MOST_OBJECTS = 10_000
 # Items of a larger container are not looked at.
-_MOST_ITEMS = 1_000
+MOST_ITEMS = 1_000
 _MOST_BYTES = 1 << 20
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _ITERATORS: tuple[type, ...] = (
@@ -59,28 +56,13 @@ _ITERATORS: tuple[type, ...] = (
 _ANY_ATTRIBUTE = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__", "attrgetter"})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Attributes of every module; their content is the tracer's business.
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
-def is_framework(module: str | None) -> bool:
-    """Return whether a Python module is of torch, transformers, NumPy, nxdpp or the standard library."""
-    name = module or ""
-    return bool(_FRAMEWORKS.match(name)) or name.partition(".")[0] in sys.stdlib_module_names
-
-
-def names_in(code: CodeType) -> set[str]:
-    """Names of globals and attributes in ``code`` and the functions inside, and its strings."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return names
+OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class StateWalk:
     """One pass over the objects that the code of the modules ``spine`` can reach by the names ``reached``.
+
+    ``of_leaves`` has attributes of other modules, each as module, path and name.
 
     Attributes:
         functions: functions of the user.
@@ -91,7 +73,12 @@ class StateWalk:
         traced: traced values, with their paths.
     """
 
-    def __init__(self, spine: Iterable[nn.Module], reached: AbstractSet[str]) -> None:
+    def __init__(
+        self,
+        spine: Iterable[nn.Module],
+        reached: AbstractSet[str],
+        of_leaves: Iterable[tuple[nn.Module, str, str]] = (),
+    ) -> None:
         self.functions: dict[FunctionType, None] = {}
         self.caches: list[Any] = []
         self.keys: dict[tuple[str, str], Any] = {}
@@ -106,6 +93,9 @@ class StateWalk:
         self._pending: deque[tuple[Any, str, str, int]] = deque()
         for module in spine:
             self._visit(module, type(module).__name__, type(module).__name__, 0)
+        for leaf, path, name in of_leaves:
+            if not isinstance(vars(leaf).get(name), torch.Tensor | nn.Module):
+                self._visit(vars(leaf).get(name), path, name, 0)
         self._enter_all()
 
     def _enter_all(self) -> None:
@@ -271,7 +261,7 @@ class StateWalk:
         elif isinstance(value, numpy.ndarray):
             if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
                 self.undo.append(functools.partial(set_array, value, value.copy()))
-                self.keys[path, name] = (value.shape, value.dtype, value.tobytes())
+                self.keys[path, name] = ("an array", value.shape, value.dtype, value.tobytes())
         else:
             self._enter_object(value, path, name, depth)
             return
@@ -282,14 +272,14 @@ class StateWalk:
         # A key that is a traced value is another one in each run.
         items = [(key, item) for key, item in value.items() if not _holds_proxy(key)]
         self.keys[path, name] = (type(value), len(items))
-        if len(items) <= _MOST_ITEMS:
+        if len(items) <= MOST_ITEMS:
             for position, (key, item) in enumerate(items):
                 shown = repr(key) if type(key) in PLAIN or type(key) is tuple else f"key {position}"
                 self._visit(item, f"{path}[{shown}]", name, depth)
 
     def _visit_sequence(self, value: Any, path: str, name: str, depth: int) -> None:
         self.keys[path, name] = (type(value), len(value))
-        if len(value) <= _MOST_ITEMS:
+        if len(value) <= MOST_ITEMS:
             for position, item in enumerate(value):
                 self._visit(item, f"{path}[{position}]", name, depth)
 
@@ -308,7 +298,7 @@ class StateWalk:
                 if attribute in HOOKS and isinstance(value, nn.Module):
                     for hook in content.values():
                         self._visit(hook, f"{path}.{attribute}", attribute, depth)
-                elif is_reached and not (isinstance(value, nn.Module) and attribute in _OF_MODULES):
+                elif is_reached and not (isinstance(value, nn.Module) and attribute in OF_MODULES):
                     self._visit(content, f"{path}.{attribute}", attribute, depth)
         for slot in _slots(type(value)):
             content = getattr(value, slot, MISSING)

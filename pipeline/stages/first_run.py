@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx, nn
 
 from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.reachable_state import Difference, ReachableState, snapshot_of_data
-from nxdpp.tracing.state_walk import is_framework
 
 
 class FirstRun:
@@ -55,7 +55,8 @@ class _Watched:
         given = {name: value for name, value in _arguments(args, kwargs) if name in self._given}
         state, data = self._state.snapshot(), snapshot_of_data(given)
         output = self._call(*args, **kwargs)
-        self._refuse(state.differences(self._state.snapshot()), "", "the code between the layers reads it")
+        changes = [change for change in state.differences(self._state.snapshot()) if change.is_of_values]
+        self._refuse(changes, "", "the code between the layers reads it")
         self._refuse(data.differences(snapshot_of_data(given)), "its argument ", "other users of it may be elsewhere")
         return output
 

@@ -142,6 +142,31 @@ def test_hooks_that_fill_a_list_of_the_model_are_refused() -> None:
         pipeline.train({"x": torch.randn(4, 4)}, 2)
 
 
+def to_its_list(layer: Any, loss: Tensor) -> None:
+    layer.losses.append(loss)
+
+
+def to_its_object(layer: Any, loss: Tensor) -> None:
+    layer.state.loss = loss
+
+
+OWN: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "losses": (to_its_list, lambda layer: sum(layer.losses)),
+    "state": (to_its_object, lambda layer: layer.state.loss),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_object_of_a_layer_that_the_spine_reads_is_refused(name: str) -> None:
+    tell, read = OWN[name]
+    model = Model(tell, lambda model: sum(read(layer) for layer in model.layers))
+    for layer in model.layers:
+        vars(layer).update(losses=[], state=SimpleNamespace(loss=0.0))
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+    with pytest.raises(RuntimeError, match=rf"layers\.0 \(Layer\) changes Model\.layers\.0\.{name}"):
+        pipeline.train({"x": torch.randn(4, 4)}, 2)
+
+
 def fills_the_first(layer: Any, loss: Tensor, given: Any) -> None:
     if isinstance(given, dict):
         given["loss"] = given.get("loss", 0.0) + loss
@@ -171,6 +196,19 @@ def test_a_change_that_the_spine_does_not_read_is_not_refused() -> None:
     model = Model(counts_for_itself, lambda model: Manager.get().total(), lambda: ({"a": 1}, [2.0], (3, 4)))
     assert_exact(model, {"x": torch.randn(4, 4)}, Layer)
     assert LOGGED
+
+
+REGISTRY: dict[type, Any] = {}
+
+
+def registers_a_class(layer: Any, loss: Tensor, *given: Any) -> None:
+    REGISTRY.setdefault(type(loss), Manager())
+
+
+def test_a_registry_that_layers_fill_is_not_refused() -> None:
+    model = Model(registers_a_class, lambda model: len([*map(type, REGISTRY.values())]) * 0.0)
+    InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer).train({"x": torch.ones(4, 4)}, 2)
+    assert REGISTRY
 
 
 class Sharing(nn.Module):

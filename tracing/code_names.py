@@ -1,0 +1,47 @@
+"""Names in code objects: attributes and globals that code may reach."""
+
+import dis
+import re
+import sys
+from types import CodeType
+
+_FRAMEWORKS = re.compile(r"(torch|transformers|numpy|nxdpp|builtins|einops|einx)(\.|$)")
+
+
+def is_framework(module: str | None) -> bool:
+    """Return whether a Python module is of torch, transformers, NumPy, nxdpp or the standard library."""
+    name = module or ""
+    return bool(_FRAMEWORKS.match(name)) or name.partition(".")[0] in sys.stdlib_module_names
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Names of globals and attributes in ``code`` and the functions inside, and its strings."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return names
+
+
+def names_on_others(code: CodeType) -> set[str]:
+    """Names of attributes that ``code`` reads of other objects than ``self``, and its strings."""
+    owner = code.co_qualname.rpartition(".")[0]
+    is_method = bool(owner) and not owner.endswith("<locals>") and code.co_argcount > 0
+    own = {"self", code.co_varnames[0]} if is_method else {"self"}
+    names: set[str] = set()
+    loads_self = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and not loads_self:
+            names.add(instruction.argval)
+        # Newer versions of Python load two variables at once.
+        loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        is_load = instruction.opname.startswith("LOAD_FAST") or instruction.opname == "LOAD_DEREF"
+        loads_self = is_load and bool(loaded) and loaded[-1] in own
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_on_others(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return names
