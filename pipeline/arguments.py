@@ -24,36 +24,21 @@ def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_c
             raise TypeError(f"{name}={value!r} must be a list: {name}=[{value!r}].")
 
 
-def warn_of_lost_hooks(module: nn.Module, layers: Sequence[str]) -> None:
-    """Log a warning for hooks that will not run: those of modules that hold transformer layers."""
-    lost = []
+def warn_of_traced_hooks(module: nn.Module, layers: Sequence[str]) -> None:
+    """Log a warning for forward hooks of modules that hold transformer layers: they run while these are traced."""
+    traced = []
     for name, child in module.named_modules():
         holds_layers = not name or any(layer.startswith(f"{name}.") for layer in layers)
-        if holds_layers and (child._forward_hooks or child._forward_pre_hooks or child._backward_hooks):
-            lost.append(name or type(module).__name__)
-    if lost:
+        if holds_layers and (child._forward_hooks or child._forward_pre_hooks):
+            traced.append(name or type(module).__name__)
+    if traced:
         _logger.warning(
-            "hooks of %s will not run: these modules hold transformer layers, and no stage runs them as a whole; hooks "
-            "of layers and of the modules in them do run",
-            ", ".join(lost),
+            "hooks of %s run when a graph is traced, not in each step: what they compute of inputs and outputs is part "
+            "of every step, and other effects (prints, lists, counters) happen at the trace alone; these modules hold "
+            "transformer layers, and no stage runs them as a whole; hooks of layers and of the modules in them run in "
+            "each step",
+            ", ".join(traced),
         )
-
-
-def warn_of_own_listings(module: nn.Module) -> None:
-    """Log a warning for a ``module`` whose class has its own listing of parameters, such as of the trained ones."""
-    own = [name for name in ("parameters", "named_parameters") if _is_overridden(module, name)]
-    if own:
-        _logger.warning(
-            "%s has its own %s(), which the wrapped model does not use: its listings have all parameters of a rank. An "
-            "optimizer gets them all, unless they do not require gradients",
-            type(module).__name__,
-            "() and ".join(own),
-        )
-
-
-def _is_overridden(module: nn.Module, name: str) -> bool:
-    owner = next(cls for cls in type(module).__mro__ if name in vars(cls))
-    return not owner.__module__.startswith("torch.")
 
 
 def check_not_positional(values: Sequence[Any]) -> None:

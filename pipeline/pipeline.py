@@ -89,7 +89,7 @@ class Pipeline:
             config.input_names,
             config.partition_batch,
         )
-        arguments.warn_of_lost_hooks(module, self.partition.layers)
+        arguments.warn_of_traced_hooks(module, self.partition.layers)
         arguments.warn_of_own_listings(module)
         timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
         settings = {

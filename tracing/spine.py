@@ -3,7 +3,7 @@
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -58,6 +58,20 @@ def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[n
                 f"Wrap the module that it was given, and compile its layers: layers[i] = torch.compile(layers[i])."
             )
     return spine
+
+
+def refuse_backward_hooks(module: nn.Module, spine: Collection[str]) -> None:
+    """Raise ``ValueError`` for a backward hook of one of the modules named ``spine``, which no stage runs as a whole.
+
+    Their forward hooks run while they are traced, and what these compute is part of the graph.
+    """
+    for name in sorted(spine):
+        above = module.get_submodule(name)
+        if above._backward_hooks or above._backward_pre_hooks:
+            raise ValueError(
+                f"{name or 'the model'}, a {type(above).__name__}, has a backward hook, and holds transformer layers; "
+                f"no stage runs it as a whole. Register the hook on layers or on modules beside them, or remove it."
+            )
 
 
 class SpineTracer(fx.Tracer):

@@ -38,7 +38,7 @@ from nxdpp.tracing.reachable_state import ReachableState, has_user_code
 from nxdpp.tracing.remedies import remedy
 from nxdpp.tracing.second_run import Carried, Run, refuse_differences
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
-from nxdpp.tracing.spine import SpineTracer, spine_names
+from nxdpp.tracing.spine import SpineTracer, refuse_backward_hooks, spine_names
 from nxdpp.tracing.transformers_models import transformers_models
 
 
@@ -217,8 +217,9 @@ def _make_tracer(
         "autowrap_modules": (math, *options.autowrap_modules),
         "autowrap_functions": options.autowrap_functions,
     }
+    spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
+    refuse_backward_hooks(module, spine)
     if options.traces_the_spine:
-        spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
         if transformers_models(module, spine):
             refuse_untraceable(module, spine, constants)
             return HuggingFaceTracer(spine, shapes, guess, **wraps)

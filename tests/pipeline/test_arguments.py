@@ -78,11 +78,11 @@ def test_exact_names() -> None:
         arguments.check_exact_names([*expected, "position_ids"], expected)
 
 
-def test_warning_for_hooks_that_will_not_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_for_hooks_that_run_at_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama", layers=2)
     model.model.layers[0].register_forward_hook(print)
-    arguments.warn_of_lost_hooks(model, ["model.layers.0", "model.layers.1"])
+    arguments.warn_of_traced_hooks(model, ["model.layers.0", "model.layers.1"])
     assert not caplog.records
     model.model.register_forward_hook(print)
-    arguments.warn_of_lost_hooks(model, ["model.layers.0", "model.layers.1"])
-    assert "hooks of model will not run" in caplog.text
+    arguments.warn_of_traced_hooks(model, ["model.layers.0", "model.layers.1"])
+    assert "hooks of model run when a graph is traced, not in each step" in caplog.text
