@@ -46,8 +46,8 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
         microbatches: number of microbatches.
 
     Raises:
-        ValueError: where the tokens do not tell the row of each image, and for a microbatch without images beside
-            others that have some.
+        ValueError: where the tokens do not tell the row of each image or have no values (meta device), and for a
+            microbatch without images beside others that have some.
     """
     parts: list[dict[str, Any]] = [{} for _ in range(microbatches)]
     tokens = inputs.get("input_ids")
@@ -57,6 +57,11 @@ def split_images(module: nn.Module, inputs: Mapping[str, Any], microbatches: int
     for kind in _KINDS if config is not None else ():
         token = next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
         if isinstance(inputs.get(kind.pixels), torch.Tensor) and token is not None:
+            if tokens.is_meta or getattr(inputs.get(kind.grid), "is_meta", False):
+                raise ValueError(
+                    f"the tokens tell the rows of {kind.pixels}, and input_ids or {kind.grid} are on the meta device. "
+                    f"Give these inputs with values."
+                )
             counts = (tokens == token).sum(dim=1).tolist()
             for name, sizes in _sizes(kind, config, inputs, counts, microbatches).items():
                 for part, piece in zip(parts, inputs[name].split(sizes), strict=True):

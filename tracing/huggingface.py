@@ -34,6 +34,7 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.checks import traced_isinstance
+from nxdpp.tracing.data_checks import compilable_check
 from nxdpp.tracing.feature_methods import recorded_feature_methods
 from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.swap import StableSet, sources, swapped
@@ -247,7 +248,7 @@ def _makes_cache(config: PreTrainedConfig) -> bool:
 
 
 def _is_function(value: Any) -> bool:
-    traced_through = (traced_isinstance, masking_utils.create_masks_for_generate)
+    traced_through = (traced_isinstance, compilable_check, masking_utils.create_masks_for_generate)
     return isinstance(value, FunctionType) and value not in traced_through
 
 

@@ -6,6 +6,7 @@ It becomes a fact of the graph.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy
@@ -15,6 +16,8 @@ from torch import fx
 from nxdpp.tracing.metadata import is_metadata
 from nxdpp.tracing.sizes import UnknownSizeError, whole_number
 
+# The beginning of the name of a value that only the data tells.
+UNKNOWN_TEXT = "Proxy("
 _CONSTANTS = (bool, int, float, str, tuple, torch.dtype, torch.layout, torch.device, type(None))
 
 
@@ -63,10 +66,19 @@ class NumberProxy(fx.Proxy):
         return hash(self._fact(_constant, "a key"))
 
     def __str__(self) -> str:
-        return str(self._fact(_constant, "a text")) if is_metadata(self.node) else repr(self)
+        return str(self._for_text())
 
     def __format__(self, form: str) -> str:
-        return format(self._fact(_constant, "a text") if is_metadata(self.node) else repr(self), form)
+        known = self._for_text()
+        return known if isinstance(known, str) else format(known, form)
+
+    def _for_text(self) -> Any:
+        """The value for a text. A value that only the data tells has its name: the text is usually of an error."""
+        tracer: Any = self.tracer
+        if not tracer.finished and is_metadata(self.node):
+            with suppress(UnknownSizeError):
+                return tracer.fact(self.node, _constant)
+        return f"{UNKNOWN_TEXT}{self.node.name})"
 
     def _number(self) -> float:
         number: float = self._fact(_number, "a number")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.split_batch import split_batch
+from nxdpp.pipeline.split_images import split_images
 from tests.support.in_process import InProcessPipeline
 from tests.support.run_ranks import run_ranks
 from tests.support.vision_language import ROWS, VISION_LANGUAGE, make_vision_language
@@ -128,3 +129,11 @@ def test_a_microbatch_without_images_is_refused() -> None:
         CPU,
     )
     assert [len(part["pixel_values"]) for part in parts] == [1, 1]
+
+
+def test_tokens_without_values_are_refused_and_pixels_need_none() -> None:
+    model, batch = make_vision_language("internvl")
+    with pytest.raises(ValueError, match=r"input_ids or image_grid_thw are on the meta device. Give these inputs"):
+        split_batch(model, {name: value.to("meta") for name, value in batch.items()}, 2, None, torch.device("meta"))
+    meta = {**batch, "pixel_values": batch["pixel_values"].to("meta")}
+    assert [len(images["pixel_values"]) for images in split_images(model, meta, 2)] == [2, 2]
