@@ -32,6 +32,7 @@ from torch import fx, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.generic import ModelOutput
 
+from nxdpp.tracing.caches import Caches, recorded_with_shapes, without_cache
 from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.checks import traced_isinstance
 from nxdpp.tracing.data_checks import compilable_check
@@ -57,6 +58,7 @@ class HuggingFaceTracer(SpineTracer):
         """Record constructors and functions, and change the model's spine for tracing."""
         models = transformers_models(model, self._spine)
         device = next(iter(models.values())).device if first_input is None else first_input.device
+        self._caches = Caches()
         self._inner = {inner: _returns_tuples(inner) for inner in models.values() if inner is not model}
         spine = {name: model.get_submodule(name) for name in sorted(self._spine)}
         with ExitStack() as stack:
@@ -72,11 +74,13 @@ class HuggingFaceTracer(SpineTracer):
         """
         returns_tuples = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
         if returns_tuples is None:
+            if m in (self.submodule_paths or {}) and self.is_leaf_module(m, self.path_of_module(m)):
+                args, kwargs = self._caches.for_layer(m, args, kwargs)
             return super().call_module(m, forward, args, kwargs)
         _refuse_captures(kwargs, f" for {type(m).__name__}")
         if kwargs.get("use_cache"):
             kwargs = {**kwargs, "use_cache": False}
-        output = super().call_module(m, forward, args, kwargs)
+        output = without_cache(super().call_module(m, forward, args, kwargs))
         if returns_tuples and kwargs.get("return_dict") is None and isinstance(output, ModelOutput):
             return output.to_tuple()
         return output
@@ -90,6 +94,7 @@ def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapp
     _refuse_captures(constants)
     if constants.get("use_cache"):
         raise ValueError(_refusal("use_cache", constants["use_cache"]))
+    _refuse_regularised(model)
     for name, inner in transformers_models(model, spine).items():
         _refuse_configured(inner, f"{name}." if name else "")
 
@@ -105,6 +110,16 @@ def _refusal(flag: str, value: Any, where: str = "") -> str:
         f"{flag}={value!r}{where}: values that layers collect beside their output do not cross pipeline stages. Leave "
         f"{flag} out."
     )
+
+
+def _refuse_regularised(model: nn.Module) -> None:
+    configurations = getattr(model, "peft_config", None)
+    for adapter in configurations.values() if isinstance(configurations, dict) else ():
+        if str(getattr(adapter, "peft_type", "")).endswith("ADALORA"):
+            raise ValueError(
+                "AdaLoRA adds a loss of the adapters of all layers, and moves ranks between them; each stage holds "
+                "those of its own layers. Train with a LoraConfig."
+            )
 
 
 def _refuse_configured(model: PreTrainedModel, prefix: str) -> None:
@@ -160,7 +175,9 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
         own = sources([module for module in spine if module in inside], _FRAMEWORKS)
         for source in sources(spine, _FRAMEWORKS):
             functions = {
-                n: recorded(f) for n, f in vars(source).items() if _is_function(f) and (source in own or _is_theirs(f))
+                n: recorded_with_shapes(f)
+                for n, f in vars(source).items()
+                if _is_function(f) and (source in own or _is_theirs(f))
             }
             stack.enter_context(swapped(vars(source), functions))
         stack.enter_context(recorded_masks())
@@ -214,7 +231,7 @@ def _unless_whole(slice_inputs: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def recorded_masks() -> Iterator[None]:
     """Record each mask that ``create_masks_for_generate`` makes as a node of its own."""
-    functions: dict[str, Any] = {name: recorded(getattr(masking_utils, name)) for name in _ONE_MASK}
+    functions: dict[str, Any] = {name: recorded_with_shapes(getattr(masking_utils, name)) for name in _ONE_MASK}
     by_layer_type = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
     with ExitStack() as stack:
         stack.enter_context(swapped(by_layer_type, {key: _recorded(value) for key, value in by_layer_type.items()}))
@@ -224,11 +241,11 @@ def recorded_masks() -> Iterator[None]:
 
 def _recorded(functions: Any) -> Any:
     if isinstance(functions, dict):
-        return {name: recorded(function) for name, function in functions.items()}
+        return {name: recorded_with_shapes(function) for name, function in functions.items()}
     if isinstance(functions, partial):
         # ``makes_mask`` reads the Python module of the function.
         functions = update_wrapper(partial(functions), functions.func)
-    return recorded(functions)
+    return recorded_with_shapes(functions)
 
 
 def _configurations(model: PreTrainedModel, prefix: str) -> dict[str, PreTrainedConfig]:

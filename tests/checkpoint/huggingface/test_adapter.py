@@ -15,8 +15,8 @@ from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import batch
 
 NAMES = list(ADAPTERS)
-SAVED = [*ADAPTERS, "prompt", "p-tuning"]
-LOADED = [*ADAPTERS, "prompt"]
+SAVED = [*ADAPTERS, "prompt", "p-tuning", "prefix"]
+LOADED = [*ADAPTERS, "prompt", "prefix"]
 ON_META = ["lora", "dora", "lora of t5"]
 
 
