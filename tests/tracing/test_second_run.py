@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from nxdpp.tracing.errors import TracingError
+from tests.support.exact import assert_exact
+from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 CALLS = 0
@@ -376,3 +378,70 @@ def test_the_spine_of_torch_and_transformers_runs_once() -> None:
         patch.setattr(nn.Sequential, "forward", counted)
         _trace(model)
     assert runs == 1
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls.clone()
+
+
+class Draws(nn.Module):
+    """Draws a number in each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.random.random()
+
+
+class Remembers(nn.Module):
+    """Adds its last input."""
+
+    last: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, self.last = self.last, x.detach()
+        return x + last
+
+
+class Remedied(PlainModel):
+    """Has its state in a module without layers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def prepare(self, hidden: Tensor) -> Tensor:
+        return self.module(hidden)  # type: ignore[no-any-return]
+
+
+class Given(PlainModel):
+    """Is given its number."""
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x * factor)
+
+
+@pytest.mark.parametrize("module", [Counter, Draws, Remembers])
+def test_state_in_a_module_without_layers_is_exact(module: type[nn.Module]) -> None:
+    assert_exact(Remedied(module()), {"x": torch.randn(4, 4)}, PlainLayer)
+
+
+def test_a_number_that_is_an_input_is_exact() -> None:
+    model = Given()
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4), "factor": 1.5}, transformer_layer_cls=PlainLayer)
+    for factor in (2.0, 3.0):
+        x = torch.randn(4, 4)
+        losses = pipeline.train({"x": x, "factor": factor}, 2)
+        assert torch.equal(torch.stack(losses), torch.stack([model(part, factor) for part in x.chunk(2)]))
