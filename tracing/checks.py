@@ -23,7 +23,7 @@ from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.errors import calling_line, model_line
 from nxdpp.tracing.input_specs import UNKNOWN
 from nxdpp.tracing.listings import unwrapped
-from nxdpp.tracing.metadata import is_metadata
+from nxdpp.tracing.metadata import is_metadata, is_shape
 from nxdpp.tracing.sizes import UnknownSizeError
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
@@ -93,14 +93,34 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
         return builtins.isinstance(value, classes)
     if value.node.op != "placeholder" and is_metadata(value.node):
         return issubclass(_type_of_metadata(value), classes)
-    answer = issubclass(_type_of(value.node), classes)
+    answer = issubclass(_type_of(value), classes)
     if value.node.op != "placeholder":
         value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
     return answer
 
 
+def class_of(value: fx.Proxy) -> type:
+    """The class that ``isinstance`` sees in code whose ``isinstance`` is Python's own: torch and helper modules.
+
+    The graph checks in every step that the value is of it, where it may be another one.
+    """
+    tracer: Any = value.tracer
+    if tracer.finished:
+        return torch.Tensor
+    node = value.node
+    if node.op != "placeholder" and is_metadata(node):
+        return _type_of_metadata(value)
+    found = _type_of(value)
+    is_sure = node.op in ("placeholder", "get_attr") or passes_on(node)
+    if not is_sure and not (node.op == "call_module" and is_from_torch(tracer.root.get_submodule(str(node.target)))):
+        value.node = record_opaque_call(expect_type, (value, found, True), {}).node
+    return found
+
+
 def _type_of_metadata(value: fx.Proxy) -> type:
     tracer: Any = value.tracer
+    if is_shape(value.node):
+        return torch.Size
     try:
         found: type = tracer.fact(value.node, type)
     except UnknownSizeError as error:
@@ -115,7 +135,19 @@ def traced_is_tensor(value: Any) -> bool:
     return traced_isinstance(value, torch.Tensor)
 
 
-def _type_of(node: fx.Node) -> type:
+def reads_parameter(value: fx.Proxy) -> bool:
+    """Return whether ``value`` is a parameter of the model."""
+    if value.node.op != "get_attr":
+        return False
+    tracer: Any = value.tracer
+    owner, _, name = str(value.node.target).rpartition(".")
+    return name in tracer.root.get_submodule(owner)._parameters
+
+
+def _type_of(value: fx.Proxy) -> type:
+    node = value.node
+    if reads_parameter(value):
+        return nn.Parameter
     if builtins.isinstance(node.target, OpaqueCall) and node.target.declares_dict:
         return dict
     return node.meta.get("spec", UNKNOWN).number or torch.Tensor

@@ -23,7 +23,7 @@ _CONSTRUCTORS = (
     "triu_indices", "zeros",
 )  # fmt: skip
 _RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
-_TYPE_LIMITS = ("finfo", "iinfo")
+_OF_METADATA = ("broadcast_shapes", "finfo", "iinfo")
 _DRAWN_ONCE = "be drawn once for all steps"
 
 
@@ -35,7 +35,7 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     """
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
-    replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _TYPE_LIMITS}
+    replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _OF_METADATA}
     replacements["is_tensor"] = traced_is_tensor
     with swapped_in_this_thread(vars(torch), replacements):
         yield

@@ -15,7 +15,9 @@ _METHODS = frozenset(
     {"dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_signed", "ndimension",
      "nelement", "numel", "size", "storage_offset", "stride"}
 )  # fmt: skip
-_FUNCTIONS = frozenset({torch.is_complex, torch.is_floating_point, torch.finfo, torch.iinfo, torch.numel})
+_FUNCTIONS = frozenset(
+    {torch.broadcast_shapes, torch.finfo, torch.iinfo, torch.is_complex, torch.is_floating_point, torch.numel}
+)
 
 
 # Attributes and methods of shapes, numbers, texts, dtypes and devices.
@@ -54,6 +56,13 @@ def _is_metadata(node: fx.Node) -> bool:
         return True
     arithmetic = getattr(target, "__module__", "") in (operator.__name__, "_operator", math.__name__)
     return (arithmetic or target is getattr) and _follows(node)
+
+
+def is_shape(node: fx.Node) -> bool:
+    """Return whether ``node`` reads the shape of a tensor."""
+    if node.op == "call_method":
+        return node.target == "size" and len(node.args) == 1 and not node.kwargs
+    return node.op == "call_function" and node.target is getattr and node.args[1] == "shape"
 
 
 def _follows(node: fx.Node) -> bool:

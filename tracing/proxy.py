@@ -2,6 +2,7 @@
 
 import dis
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from nxdpp.tracing.checks import mask_with_items, value_or_none
+from nxdpp.tracing.checks import class_of, mask_with_items, reads_parameter, value_or_none
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.metadata import has_name
 from nxdpp.tracing.modes import applied, current_modes
@@ -23,12 +24,20 @@ def assign_item(value: Any, index: Any, item: Any) -> Any:
     return value
 
 
+_TRACING_CODE = re.compile(r"/(nxdpp/(tracing|pipeline)|torch/fx|torch/utils)/|/torch/nn/modules/module\.py$")
+# Code that asks on behalf of its caller.
+_ON_BEHALF = re.compile(r"^<frozen|/(abc|copy|dataclasses|functools|inspect|typing|torch/nn/parameter)\.py$")
 # Attributes of a traced value that its spec has, with their names there.
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
 
 
 class _SizedProxy(NumberProxy):
     """A traced value that gives its length and its items where they follow from specs or sizes of the inputs."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class for ``isinstance`` in all code, also in torch and in helper modules; a proxy's own for fx."""
+        return type(self) if _is_tracing_code(sys._getframe(1)) else class_of(self)
 
     def __len__(self) -> int:
         size = _length(self)
@@ -54,6 +63,9 @@ class RecordingProxy(_SizedProxy):
             return fact
         if name.endswith("_") and not name.endswith("__"):
             return _InPlaceMethod(self, name)
+        if name in ("_is_param", "_is_buffer"):
+            # ``isinstance(x, nn.Parameter)`` asks.
+            return name == "_is_param" and reads_parameter(self)
         if not has_name(self.node, name):
             raise AttributeError(name)
         return RecordingAttribute(self, name)
@@ -111,6 +123,12 @@ class _InPlaceMethod:
         changed = tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
         self._owner.node = changed.node
         return self._owner
+
+
+def _is_tracing_code(frame: FrameType | None) -> bool:
+    while frame is not None and _ON_BEHALF.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and _TRACING_CODE.search(frame.f_code.co_filename) is not None
 
 
 def _spec(proxy: fx.Proxy) -> InputSpec:

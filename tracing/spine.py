@@ -31,6 +31,7 @@ from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
+from nxdpp.tracing.torch_transformer import recorded_transformers
 
 _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
 
@@ -115,6 +116,7 @@ class SpineTracer(fx.Tracer):
             own = sources(self.spine_modules(model), _TORCH)
             stack.enter_context(recorded_checks(own))
             stack.enter_context(recorded_einops())
+            stack.enter_context(recorded_transformers())
             for source in own:
                 functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
@@ -206,8 +208,10 @@ class SpineTracer(fx.Tracer):
 
         Raises ``StaleValueError`` for a value of another trace.
         """
-        if isinstance(a, fx.Proxy) and a.tracer is not self:
-            raise self.refused(StaleValueError("a value of another trace is used"))
+        if isinstance(a, fx.Proxy):
+            if a.tracer is not self:
+                raise self.refused(StaleValueError("a value of another trace is used"))
+            return a.node
         try:
             return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
         except NotImplementedError:

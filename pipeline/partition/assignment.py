@@ -13,6 +13,7 @@ from nxdpp.tracing.checks import asks_for_none
 from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.left_behind import reads_left_behind
 from nxdpp.tracing.shared_state import contents
+from nxdpp.tracing.torch_transformer import pads_a_result
 from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import (
     draws_random_numbers,
@@ -231,7 +232,7 @@ def _by_module(owners: Owners) -> _Owned:
 
 def _reads_a_result(node: fx.Node) -> bool:
     """Return whether ``node`` only picks an item of another node's value, or checks it, and so stays on its stage."""
-    if asks_for_none(node) or reads_left_behind(node):
+    if asks_for_none(node) or pads_a_result(node) or reads_left_behind(node):
         return True
     return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 

@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy
@@ -181,3 +182,35 @@ def test_a_change_of_a_rearranged_view_is_not_lost() -> None:
 
     with pytest.raises(TracingError, match="in place"):
         assert_exact(Spine(spine), {"x": X}, "Block")
+
+
+# Of hidden states, asked by code of this module and of another one, in which ``isinstance`` is Python's own.
+QUESTIONS: dict[str, Callable[[Any], bool]] = {
+    "tensor": lambda x: isinstance(x, Tensor),
+    "no tuple": lambda x: isinstance(x, tuple),
+    "shape": lambda x: isinstance(x.shape, tuple) and not isinstance(x.shape, list),
+    "size": lambda x: isinstance(x.size(-1), int) and not isinstance(x.size(-1), float),
+    "parameter": lambda x: isinstance(x, nn.Parameter),
+    "equal shapes": lambda x: x.shape == (2, 6, WIDTH) and x.shape[-2:] == (6, WIDTH),
+    "size object": lambda x: torch.Size([x.shape[0], 1]).numel() == 2,
+    "broadcast": lambda x: torch.broadcast_shapes(x.shape, (1, WIDTH)) == x.shape,
+    "dtype": lambda x: x.dtype.is_floating_point and x.is_floating_point() and torch.is_floating_point(x),
+    "layout": lambda x: x.layout == torch.strided and not x.is_sparse and x.is_contiguous(),
+    "strides": lambda x: x.stride() == (6 * WIDTH, WIDTH, 1) and x.element_size() == 4,
+    "gradient": lambda x: x.requires_grad,
+    "compiling": lambda x: torch.compiler.is_compiling(),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_traced_value_answers_as_the_value(question: Callable[[Any], bool], elsewhere: bool) -> None:
+    space: dict[str, Any] = {"__name__": "elsewhere", "question": question, "WIDTH": WIDTH, "torch": torch}
+    ask = FunctionType(question.__code__, {**globals(), **space}) if elsewhere else question
+
+    def spine(self: Spine, x: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        factor = (2 if ask(hidden) else 3) * (5 if ask(self.scale) else 7) * (11 if ask(x) else 13)
+        return hidden.square().mean() * factor
+
+    assert_exact(Spine(spine), {"x": X}, "Block")
