@@ -412,7 +412,7 @@ class Remembers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         last, self.last = self.last, x.detach()
-        return x + last
+        return x + last  # type: ignore[no-any-return]
 
 
 class Remedied(PlainModel):
