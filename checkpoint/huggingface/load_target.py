@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.files.safetensors_reader import Mapping as MappedFile
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, read_header
@@ -18,6 +19,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 _FITTING = (
     "Wrap a model with the class and configuration of the checkpoint. To change its class, load it once with "
     "transformers' CLASS.from_pretrained and save that model."
+)
+_INSIDE = (
+    "Give a directory that nxdpp.save_pretrained wrote for such a module, or build the module around "
+    "CLASS.from_pretrained(DIRECTORY)."
 )
 
 
@@ -63,7 +68,11 @@ def target_of(model: PipelinedModel, directory: Path) -> tuple[Target, dict[str,
 
 def _whole(model: PipelinedModel) -> Target:
     module = model.original_module
-    return Target(module, tensors_of(module), tensors_of(model.local_module), tied_names_of(model))
+    holds_model = any(isinstance(child, PreTrainedModel) for child in module.modules())
+    remedy = _INSIDE if holds_model and not isinstance(module, PreTrainedModel) else _FITTING
+    return Target(
+        module, tensors_of(module), tensors_of(model.local_module), tied_names_of(model), is_whole=True, remedy=remedy
+    )
 
 
 def _adapter(model: PipelinedModel) -> Target:

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from nxdpp import NxDPPModel, load_pretrained, parallel_state
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, wrap
 from tests.support.models import llama
+from tests.support.wrapped_models import RewardHead, initialised
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +168,19 @@ def test_parameters_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> N
         load_pretrained(model, tmp_path)
 
     assert not any(parameter.is_inference() for parameter in model.local_parameters())
+
+
+def test_a_module_around_a_model_has_its_own_names(tmp_path: Path) -> None:
+    module: Any = initialised(RewardHead())
+    save_pretrained(wrap(module), tmp_path / "module")
+    module.model.save_pretrained(tmp_path / "model")
+    other: Any = initialised(RewardHead(), seed=5)
+
+    with pytest.raises(ValueError, match=r"not those of this RewardHead(.|\n)*around CLASS\.from_pretrained"):
+        load_pretrained(wrap(other), tmp_path / "model")
+    load_pretrained(wrap(other), tmp_path / "module")
+    assert differing(other.state_dict(), module.state_dict()) == []
+
+    # The remedy.
+    other.model = type(module.model).from_pretrained(tmp_path / "model")
+    assert differing(other.model.state_dict(), module.model.state_dict()) == []
