@@ -7,6 +7,7 @@ in the model                           while it is traced
 =====================================  ===============================================================
 the configuration of a spine module    a copy with ``use_cache=False`` and ``return_dict=True``
 functions beside the models' classes   one node each for calls with a traced value (masks, balancing losses)
+an empty cache given to a layer        ``None``
 functions of transformers elsewhere    the same, where the code above a model calls them
 ``create_masks_for_generate``          traced through: one node for each mask of its dictionary
 ``loss_function``                      one node
@@ -36,6 +37,7 @@ from nxdpp.tracing.caches import Caches, recorded_with_shapes, without_cache
 from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.checks import traced_isinstance
 from nxdpp.tracing.data_checks import compilable_check
+from nxdpp.tracing.empty_caches import without_empty_caches
 from nxdpp.tracing.feature_methods import recorded_feature_methods
 from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.swap import StableSet, sources, swapped
@@ -84,6 +86,10 @@ class HuggingFaceTracer(SpineTracer):
         if returns_tuples and kwargs.get("return_dict") is None and isinstance(output, ModelOutput):
             return output.to_tuple()
         return output
+
+    def _run(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[..., Any]) -> Any:
+        args, kwargs = without_empty_caches(m, args, kwargs)
+        return super()._run(m, args, kwargs, record)
 
 
 def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapping[str, Any]) -> None:

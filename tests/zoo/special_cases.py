@@ -86,6 +86,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
     "reformer": {"axial_pos_embds": False},
     "bit": {"num_groups": 8},
+    "hrm_text": {"H_cycles": 1, "L_cycles": 1},
+    "rwkv": {"rescale_every": 0},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
     "encoder-decoder": {"pad_token_id": 0},
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 2},
@@ -154,6 +156,8 @@ NO_GRADIENT_IN_EVAL = {"levit"}
 NOTES = {
     "levit": "eval mode: the loss alone, because the second backward of the unwrapped model fails",
     "albert": "num_hidden_groups=4, a group for each layer",
+    "hrm_text": "H_cycles=1, L_cycles=1, each layer once",
+    "rwkv": "rescale_every=0: otherwise eval mode changes weights in place, which is refused",
     "perceiver": "num_blocks=1, each layer once",
 }
 
