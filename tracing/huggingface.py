@@ -77,7 +77,7 @@ class HuggingFaceTracer(SpineTracer):
         returns_tuples = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
         if returns_tuples is None:
             if m in (self.submodule_paths or {}) and self.is_leaf_module(m, self.path_of_module(m)):
-                args, kwargs = self._caches.for_layer(m, args, kwargs)
+                args, kwargs = self._caches.for_layer(m, *without_empty_caches(m, args, kwargs))
             return super().call_module(m, forward, args, kwargs)
         _refuse_captures(kwargs, f" for {type(m).__name__}")
         if kwargs.get("use_cache"):
@@ -86,10 +86,6 @@ class HuggingFaceTracer(SpineTracer):
         if returns_tuples and kwargs.get("return_dict") is None and isinstance(output, ModelOutput):
             return output.to_tuple()
         return output
-
-    def _run(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[..., Any]) -> Any:
-        args, kwargs = without_empty_caches(m, args, kwargs)
-        return super()._run(m, args, kwargs, record)
 
 
 def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapping[str, Any]) -> None:

@@ -238,6 +238,11 @@ class LeftBehind:
     def _store(self, module: nn.Module, name: str, value: Any) -> None:
         place = self._place(module, name)
         called = _join(place, name)
+        if isinstance(value, nn.Module):
+            raise RuntimeError(
+                f"forward replaces {called}, a module, by another one. Give the model the configuration in which it "
+                f"does not (BigBird: attention_type='original_full'), or replace the module before wrapping"
+            )
         if not isinstance(value, bool | int | float | str | None):
             raise RuntimeError(
                 f"forward stores a {type(value).__name__} in {called}, an attribute of a module that runs as one node. "

@@ -5,7 +5,7 @@ its base, is not. The graph may read that name before the change runs, or on ano
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -92,15 +92,16 @@ def _is_view(node: fx.Node) -> bool:
 
 
 @contextmanager
-def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
+def unchanged_modules(modules: list[nn.Module], helpers: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Refuse changes of attributes of ``modules`` inside, and restore all attributes and buffers afterwards.
 
     Moving an attribute is allowed (``self.table = self.table.to(x.device)``): only the move itself is repeated in
-    each step.
+    each step. ``helpers`` may keep what they compute; they are restored too. An error restores every attribute.
 
     Raises ``RuntimeError`` with the module's class and the attribute, at the line that sets it.
     """
-    stores = [store for module in modules for store in (vars(module), module._buffers, module._parameters)]
+    changed = (*modules, *helpers)
+    stores = [store for module in changed for store in (vars(module), module._buffers, module._parameters)]
     before = [dict(store) for store in stores]
     tensors = [(m, n, v, v._version) for m in modules for n, v in vars(m).items() if isinstance(v, torch.Tensor)]
     set_attribute = nn.Module.__setattr__
@@ -129,6 +130,11 @@ def unchanged_modules(modules: list[nn.Module]) -> Iterator[None]:
                     f"forward changes {type(owner).__name__}.{name}, a tensor that is neither buffer nor parameter, in "
                     f"place; that would happen at tracing only. Make it a buffer of a module that changes it."
                 )
+    except BaseException:
+        for store, old in zip(stores, before, strict=True):
+            store.clear()
+            store.update(old)
+        raise
     finally:
         for store, old in zip(stores, before, strict=True):
             for name in [name for name, value in store.items() if isinstance(value, fx.Proxy)]:

@@ -149,6 +149,8 @@ class Sizes:
             raise UnknownSizeError(told) from error
 
     def _value(self, node: fx.Node) -> Any:
+        if _is_device(node):
+            return torch.device("cpu")
         if node.op == "placeholder":
             if str(node.target) not in self._shapes:
                 raise UnknownInputError(f"the shape of {node.target} is not known here; partition_batch may tell it")
@@ -183,12 +185,18 @@ class Sizes:
         return self._copies.tensor(value) if isinstance(value, torch.Tensor) else value
 
 
+def _is_device(node: fx.Node) -> bool:
+    """Return whether the node reads a device. All fakes are on the CPU, also one whose size data decide."""
+    return node.op == "call_function" and node.target is getattr and node.args[1] == "device"
+
+
 def _in_order(node: fx.Node) -> list[fx.Node]:
-    """``node`` and all nodes that it depends on, in the order of the graph."""
+    """``node`` and all nodes that its size depends on, in the order of the graph."""
     needed = {node}
     pending = [node]
     while pending:
-        new = [argument for argument in pending.pop().all_input_nodes if argument not in needed]
+        last = pending.pop()
+        new = [] if _is_device(last) else [argument for argument in last.all_input_nodes if argument not in needed]
         needed.update(new)
         pending += new
     return sorted(needed)

@@ -75,6 +75,16 @@ def refuse_backward_hooks(module: nn.Module, spine: Collection[str]) -> None:
             )
 
 
+def _without_forward(model: nn.Module, spine: set[str]) -> list[nn.Module]:
+    """Modules beside the layers that never run: the spine calls their methods, which are traced through (Funnel)."""
+    children = (child for name in sorted(spine) for child in model.get_submodule(name).children())
+    return [
+        child
+        for child in children
+        if type(child).forward is nn.Module.forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+    ]
+
+
 class SpineTracer(fx.Tracer):
     """Trace the spine alone.
 
@@ -104,11 +114,13 @@ class SpineTracer(fx.Tracer):
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
         """Record tensors that ``model`` makes and wrapped functions that it calls."""
         with ExitStack() as stack:
-            stack.enter_context(unchanged_modules(self.spine_modules(model)))
+            helpers = _without_forward(model, self._spine)
+            stack.enter_context(unchanged_modules(self.spine_modules(model), helpers))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
             stack.enter_context(recorded_sizes())
-            leaves = [module for name, module in listings.named_modules(model) if name not in self._spine]
+            named = listings.named_modules(model)
+            leaves = [module for name, module in named if name not in self._spine and module not in helpers]
             self._left_behind = LeftBehind(self, model, self._spine, leaves)
             stack.enter_context(self._left_behind.watched())
             stack.enter_context(recorded_direct_calls(self, leaves))

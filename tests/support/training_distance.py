@@ -30,7 +30,9 @@ def distance(pipeline: InProcessPipeline, model: Any, whole: Any, batch: dict[st
             (loss / parts).backward()
         theirs.append(loss.detach())
     losses = [relative(a, b, 1e-6) for a, b in zip(ours, theirs, strict=True)]
-    buffers = [relative(a, b, 1e-6) for a, b in zip(model.buffers(), whole.buffers(), strict=True)]
+    # A forward may register buffers of its own, to keep what it computed.
+    theirs_by_name = dict(whole.named_buffers())
+    buffers = [relative(buffer, theirs_by_name[name], 1e-6) for name, buffer in model.named_buffers()]
     return max(*losses, *buffers, *(gradient_distances(model, whole) if backward else []))
 
 

@@ -37,7 +37,7 @@ def test_a_cache_that_holds_something_stays() -> None:
 
 
 def test_a_cache_that_a_layer_needs_stays() -> None:
-    given = (1, DynamicCache()), {}
+    given: Any = ((1, DynamicCache()), {})
 
     assert without_empty_caches(NeedsCache(), *given) == given
 

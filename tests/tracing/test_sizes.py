@@ -177,3 +177,15 @@ def test_a_tensor_has_one_copy() -> None:
         assert not copied.requires_grad
         assert copied.shape == (3, 2)
         assert copied.stride() == weight.stride()
+
+
+def test_the_device_of_a_value_whose_size_data_decide_is_known() -> None:
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        ends = x[x > 0]
+        labels = torch.arange(x.size(0)).to(ends.device)
+        return ends.sum() if labels.dtype == torch.int64 else x.sum()
+
+    x = torch.randn(2, 3, WIDTH)
+    model, traced = _trace(ask, x)
+
+    assert torch.equal(run_graph(model, traced, {"x": x}), model(x))

@@ -1,6 +1,5 @@
 """Compare a model cut into stages with its unwrapped copy: losses, gradients and buffers."""
 
-import copy
 import os
 import re
 import traceback
@@ -23,6 +22,7 @@ Batch = Mapping[str, torch.Tensor]
 
 def compare(
     model: Any,
+    whole: Any,
     batches: Sequence[Batch],
     stages: Sequence[int],
     modes: Sequence[bool] = (True,),
@@ -30,16 +30,16 @@ def compare(
     without_gradient: Sequence[bool] = (),
     notes: Sequence[str] = (),
 ) -> Verdict:
-    """Train ``model`` in each number of ``stages`` and in each mode (True is training) on ``batches``.
+    """Train ``model`` in each number of ``stages``, and its copy ``whole``, on ``batches`` in each mode.
 
+    True is the training mode.
     ``given`` are arguments of ``NxDPPModel``. Modes in ``without_gradient`` compare the loss alone. ``notes`` are
     repeated in the verdict of a right model, before ``given``.
     """
     without_randomness(model)
-    whole = _without_cache(copy.deepcopy(model))
+    without_randomness(whole)
+    _without_cache(whole)
     given, how = dict(given or {}), list(notes)
-    if (fault := _own_fault(whole, batches[0])) is not None:
-        return Verdict("does not build", fault)
     worst, received = 0.0, ""
     for count in stages:
         try:
@@ -52,6 +52,8 @@ def compare(
                         worst = max(worst, distance(pipeline, model, whole, dict(batch), MICROBATCHES))
             received = _received(pipeline, batches[0])
         except Exception as error:
+            if (fault := _own_fault(whole, batches)) is not None:
+                return Verdict("does not build", fault)
             result = "refused" if is_refusal(error) else "failing"
             return Verdict(result, f"{count} stages: {type(error).__name__}: {error}")
     how += [f"{name}={value}" for name, value in given.items()]
@@ -89,11 +91,11 @@ def _pipeline(model: Any, stages: int, given: dict[str, Any], batch: Batch) -> t
         return InProcessPipeline(model, stages, split_inputs(batch, MICROBATCHES)[0], **given), True
 
 
-def _own_fault(whole: Any, batch: Batch) -> str | None:
-    """The error of the unwrapped model, if it cannot train on ``batch`` by itself."""
+def _own_fault(whole: Any, batches: Sequence[Batch]) -> str | None:
+    """The error of the unwrapped model, if it cannot train on ``batches`` by itself."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            loss = loss_of(copy.deepcopy(whole)(**split_inputs(batch, MICROBATCHES)[0]))
+        for batch in batches:
+            loss = loss_of(whole(**split_inputs(batch, MICROBATCHES)[0]))
             if not isinstance(loss, torch.Tensor):
                 return "its forward returns no loss"
             loss.backward()
@@ -107,9 +109,8 @@ def _received(pipeline: InProcessPipeline, batch: Batch) -> str:
     return " ".join(str(len(plan.received)) for plan in plans[1:])
 
 
-def _without_cache(model: Any) -> Any:
+def _without_cache(model: Any) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
             config.use_cache = False
-    return model

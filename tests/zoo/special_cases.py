@@ -85,6 +85,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "reformer": {"axial_pos_embds": False},
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "bit": {"num_groups": 8},
     "hrm_text": {"H_cycles": 1, "L_cycles": 1},
     "rwkv": {"rescale_every": 0},
@@ -156,6 +158,8 @@ NO_GRADIENT_IN_EVAL = {"levit"}
 NOTES = {
     "levit": "eval mode: the loss alone, because the second backward of the unwrapped model fails",
     "albert": "num_hidden_groups=4, a group for each layer",
+    "big_bird": "attention_type='original_full': a first short input would replace modules, which is refused",
+    "bigbird_pegasus": "attention_type='original_full', as big_bird",
     "hrm_text": "H_cycles=1, L_cycles=1, each layer once",
     "rwkv": "rescale_every=0: otherwise eval mode changes weights in place, which is refused",
     "perceiver": "num_blocks=1, each layer once",

@@ -12,6 +12,7 @@ in train mode on two shapes. Loss and every gradient are compared. A type is
 - WRONG: anything else.
 """
 
+import copy
 from typing import Any
 
 from tests.support.in_process import InProcessPipeline
@@ -41,4 +42,5 @@ def judge(task: str, model_type: str) -> Verdict:
     modes = (True, False) if thorough else (True,)
     without_gradient = (False,) if model_type in NO_GRADIENT_IN_EVAL else ()
     stages = (2, 4) if thorough else (3,)
-    return compare(with_loss(task, bare), batches, stages, modes, given, without_gradient, notes)
+    model = with_loss(task, bare)
+    return compare(model, copy.deepcopy(model), batches, stages, modes, given, without_gradient, notes)

@@ -160,7 +160,6 @@ CASES = {
     "resnetv2": _case("resnetv2_18", "PreActBasic", 64, layers=(1, 1, 2, 1), channels=(8, 8, 16, 16)),
     "regnet": _case("regnetx_002", "Bottleneck", 64),
     "densenet": _case("densenet121", "DenseLayer", 64, block_config=(2, 2, 2), growth_rate=8),
-    "vgg": _case("vgg11", ["Conv2d"], 64),
     "efficientnet": _case("efficientnet_lite0", ["DepthwiseSeparableConv", "InvertedResidual"], 64),
     "mobilenetv3": _case("mobilenetv3_small_050", ["DepthwiseSeparableConv", "InvertedResidual"], 64),
     "mobilenetv4": _case("mobilenetv4_conv_small_035", ["UniversalInvertedResidual", "ConvBnAct"], 64),
