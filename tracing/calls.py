@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -154,6 +155,5 @@ class _DirectCall:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the module (a fake copy) runs and is not traced.
         forward = self._forward
-        if isinstance(forward, MethodType) and forward.__self__ is self._leaf:
-            return MethodType(forward.__func__, memo[id(self._leaf)])
-        return forward
+        # Activation checkpointing puts the method into a partial.
+        return copy.deepcopy(forward, memo) if isinstance(forward, MethodType | partial) else forward

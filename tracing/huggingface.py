@@ -43,7 +43,6 @@ from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.swap import StableSet, sources, swapped
 from nxdpp.tracing.transformers_models import transformers_models
 
-_CAPTURES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _ONE_MASK = ("create_causal_mask", "create_chunked_causal_mask", "create_sliding_window_causal_mask")
 # Gemma 4's layers that share keys and values compute only the positions whose logits are kept.
@@ -70,16 +69,12 @@ class HuggingFaceTracer(SpineTracer):
             yield
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a module. The code around a transformers model gets no cache from it, and no captured outputs.
-
-        Raises ``ValueError`` where that code asks for outputs that layers collect.
-        """
+        """Record a module. The code around a transformers model gets no cache from it."""
         returns_tuples = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
         if returns_tuples is None:
             if m in (self.submodule_paths or {}) and self.is_leaf_module(m, self.path_of_module(m)):
                 args, kwargs = self._caches.for_layer(m, *without_empty_caches(m, args, kwargs))
             return super().call_module(m, forward, args, kwargs)
-        _refuse_captures(kwargs, f" for {type(m).__name__}")
         if kwargs.get("use_cache"):
             kwargs = {**kwargs, "use_cache": False}
         output = without_cache(super().call_module(m, forward, args, kwargs))
@@ -93,25 +88,13 @@ def refuse_untraceable(model: nn.Module, spine: Collection[str], constants: Mapp
 
     Reads the configurations of the transformers models among the modules named ``spine``.
     """
-    _refuse_captures(constants)
     if constants.get("use_cache"):
-        raise ValueError(_refusal("use_cache", constants["use_cache"]))
+        raise ValueError(
+            f"use_cache={constants['use_cache']!r}: a cache does not cross pipeline stages. Leave use_cache out."
+        )
     _refuse_regularised(model)
     for name, inner in transformers_models(model, spine).items():
         _refuse_configured(inner, f"{name}." if name else "")
-
-
-def _refuse_captures(arguments: Mapping[str, Any], where: str = "") -> None:
-    for flag in _CAPTURES:
-        if arguments.get(flag):
-            raise ValueError(_refusal(flag, arguments[flag], where))
-
-
-def _refusal(flag: str, value: Any, where: str = "") -> str:
-    return (
-        f"{flag}={value!r}{where}: values that layers collect beside their output do not cross pipeline stages. Leave "
-        f"{flag} out."
-    )
 
 
 def _refuse_regularised(model: nn.Module) -> None:
@@ -126,12 +109,6 @@ def _refuse_regularised(model: nn.Module) -> None:
 
 def _refuse_configured(model: PreTrainedModel, prefix: str) -> None:
     for name, config in _configurations(model, prefix).items():
-        for flag in _CAPTURES:
-            if getattr(config, flag, False):
-                raise ValueError(
-                    f"{name}.{flag} is on: intermediate outputs are collected by hooks inside layers and do not "
-                    f"cross pipeline stages. Set {flag}=False in the configuration."
-                )
         for rate in _LAYER_DROPS:
             if getattr(config, rate, 0):
                 raise ValueError(

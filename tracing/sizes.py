@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.input_specs import COMPARISONS
@@ -62,8 +63,10 @@ class FakeCopies:
         if module not in self._modules:
             for part in listings.modules(module):
                 for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
-                    if isinstance(value, torch.Tensor):
-                        self.tensor(value)
+                    # Containers may hold results of the last run, which have a graph and cannot be copied.
+                    for tensor in pytree.tree_leaves(value) if isinstance(value, tuple | list | dict) else (value,):
+                        if isinstance(tensor, torch.Tensor):
+                            self.tensor(tensor)
             self._modules[module] = copy.deepcopy(module, dict(self._memo))
         return self._modules[module]
 

@@ -15,6 +15,7 @@ from torch.fx.proxy import TraceError
 from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
+from nxdpp.tracing.captured_outputs import call_capturing
 from nxdpp.tracing.checks import mark_must_run, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
@@ -163,9 +164,13 @@ class SpineTracer(fx.Tracer):
     def _run(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[..., Any]) -> Any:
         if self._left_behind is None:
             return call_sharing(self, m, args, kwargs, record)
+
+        def share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return call_sharing(self, m, args, kwargs, record)
+
         name = self.path_of_module(m).removeprefix(f"{ROOT}.")
         args, kwargs = self._left_behind.before_run(name, args, kwargs)
-        output = call_sharing(self, m, args, kwargs, record)
+        output = call_capturing(self, m, args, kwargs, share)
         self._left_behind.after_run(name, output)
         return output
 

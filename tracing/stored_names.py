@@ -48,14 +48,14 @@ class StoredNames:
 def stored_names(modules: Iterable[nn.Module]) -> StoredNames:
     """Return the names that forwards, and hooks, of ``modules`` store."""
     classes: dict[type, None] = {}
-    functions: list[FunctionType] = []
+    functions: list[tuple[FunctionType, type | None]] = []
     for module in modules:
         classes[type(module)] = None
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            functions += _functions_in(hook)
+            functions += _functions_with_owners(hook)
         if "forward" in vars(module):
-            functions += _functions_in(vars(module)["forward"])
-    own = [function for function in functions if not _is_library(function)]
+            functions += _functions_with_owners(vars(module)["forward"])
+    own = [found for found in functions if not _is_library(found[0])]
     if own:
         return _search(tuple(classes), tuple(own))
     return _of_classes(tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__, id(cls)))))
@@ -66,12 +66,12 @@ def _of_classes(classes: tuple[type, ...]) -> StoredNames:
     return _search(classes, ())
 
 
-def _search(classes: tuple[type, ...], functions: tuple[FunctionType, ...]) -> StoredNames:
+def _search(classes: tuple[type, ...], functions: tuple[tuple[FunctionType, type | None], ...]) -> StoredNames:
     search = _Search()
     for cls in classes:
         search.add_class(cls)
-    for function in functions:
-        search.reach(function, None)
+    for function, owner in functions:
+        search.reach(function, owner)
     search.reach_name("forward")
     search.reach_name("__call__")
     search.run()
@@ -217,6 +217,14 @@ def _functions_in(value: Any) -> list[FunctionType]:
         return _functions_in(value.func)
     call = vars(type(value)).get("__call__")
     return [call] if isinstance(call, FunctionType) else []
+
+
+def _functions_with_owners(value: Any) -> list[tuple[FunctionType, type | None]]:
+    """The functions of a hook or a replaced ``forward``, each with the class of the module that it is a method of."""
+    if isinstance(value, functools.partial):
+        return [found for part in (value.func, *value.args) for found in _functions_with_owners(part)]
+    owner = type(value.__self__) if isinstance(value, MethodType) else None
+    return [(function, owner) for function in _functions_in(value)]
 
 
 def _wrapped_by(function: FunctionType) -> Iterator[FunctionType]:

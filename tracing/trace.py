@@ -26,6 +26,7 @@ from transformers.utils.generic import ModelOutput
 from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import recorded_autograd_functions
+from nxdpp.tracing.captured_outputs import lasting_hooks
 from nxdpp.tracing.constructors import refused_random_numbers, refused_random_tensors
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
@@ -113,6 +114,7 @@ def trace(
     tracer = make_tracer()
     state = _reachable_state(module, options)
     with ExitStack() as stack:
+        stack.enter_context(lasting_hooks())
         before = None if state is None else stack.enter_context(state.put_back())
         try:
             traced = run(tracer)

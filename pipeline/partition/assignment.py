@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx, nn
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.captured_outputs import ends_capture
 from nxdpp.tracing.checks import asks_for_none
 from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.left_behind import reads_left_behind
@@ -232,7 +233,7 @@ def _by_module(owners: Owners) -> _Owned:
 
 def _reads_a_result(node: fx.Node) -> bool:
     """Return whether ``node`` only picks an item of another node's value, or checks it, and so stays on its stage."""
-    if asks_for_none(node) or pads_a_result(node) or reads_left_behind(node):
+    if asks_for_none(node) or pads_a_result(node) or reads_left_behind(node) or ends_capture(node):
         return True
     return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 

@@ -129,10 +129,10 @@ def refuse(rank: int) -> None:
     two_layers = llama(layers=1)
     with pytest.raises(ValueError, match="1 transformer layers cannot be split over 2 pipeline stages"):
         NxDPPModel(two_layers)
-    model.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="output_hidden_states"):
+    model.config.layerdrop = 0.1
+    with pytest.raises(ValueError, match="layerdrop"):
         NxDPPModel(model)
-    model.config.output_hidden_states = False
+    model.config.layerdrop = 0.0
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
@@ -151,7 +151,7 @@ def refuse_inputs(rank: int) -> None:
         ({**batch, "labels": batch["labels"].to("meta")}, ValueError, "labels is on meta"),
         ({**batch, "past_key_values": [1]}, TypeError, "past_key_values is a list"),
         ({**batch, "use_cache": True}, ValueError, "use_cache=True"),
-        ({**batch, "output_attentions": True}, ValueError, "output_attentions=True"),
+        ({**batch, "use_cache": True}, ValueError, "use_cache=True"),
         ({"input_ids": batch["input_ids"]}, ValueError, "no loss"),
     ]
     for inputs, kind, message in bad:

@@ -176,6 +176,27 @@ def test_an_attribute_of_a_module_inside_a_layer(name: str) -> None:
     check_exact(Asking(Nested), layer="Nested")
 
 
+def test_another_trace_after_a_step_is_the_same() -> None:
+    class Asking(Model):
+        def auxiliary(self) -> Any:
+            first, (second,) = self.layers[0].moe.gate.pair
+            return 0 if first is None else second
+
+    model = Asking(Nested)
+    pipeline = InProcessPipeline(model, 2, transformer_layer_cls="Nested")
+    graphs = []
+    for is_checkpointed in (False, True):
+        for size in (4, 6):
+            pipeline.programs.forget()
+            pipeline.train({"x": torch.randn(size, WIDTH)}, 2)
+            graph = pipeline.programs.cut_graph({"x": torch.randn(size // 2, WIDTH)}, model.training).traced
+            graphs.append((str(graph.graph), [(str(fact.node), fact.answer) for fact in graph.facts]))
+        if not is_checkpointed:
+            for layer in model.layers:
+                _checkpoint(layer)
+    assert len(set(map(str, graphs))) == 1
+
+
 @pytest.mark.parametrize("name", ["by_name", "other"])
 def test_all_modules_are_asked_for_an_attribute(name: str) -> None:
     class Asking(Model):
@@ -273,7 +294,7 @@ def test_an_attribute_that_no_run_stores_adds_no_node() -> None:
     class Quiet(PlainLayer):
         scale = 2
 
-    pipeline = InProcessPipeline(Scaled(Quiet), 2, transformer_layer_cls="Quiet")
+    pipeline = InProcessPipeline(Scaled(Quiet), 2, {"x": torch.randn(2, WIDTH)}, transformer_layer_cls="Quiet")
     assert not [node for node in pipeline.cut.traced.graph.nodes if "left" in node.name or node.op == "get_attr"]
 
 

@@ -79,6 +79,13 @@ def test_a_hook_stores_on_any_module() -> None:
     assert names(linear) == {"seen"}
 
 
+def test_a_forward_of_a_module_of_its_own() -> None:
+    module = Storing()
+    apply = functools.partial(lambda function, x: function(x), module.forward)
+    module.forward = apply  # type: ignore[method-assign]
+    assert stored_names([module]) == stored_names([Storing()])
+
+
 def test_only_a_constructor_makes_an_attribute_before_the_first_run() -> None:
     stored = stored_names([module := Storing()])
     assert stored.has_from_construction(module, "at_construction")
