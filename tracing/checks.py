@@ -14,6 +14,8 @@ module's output becomes a plain ``None`` where a run on fake tensors gives ``Non
 import builtins
 import inspect
 import operator
+import re
+import types
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,6 +30,10 @@ from nxdpp.tracing.sizes import UnknownSizeError
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _MUST_RUN = "must_run"
+# Methods of outputs that are mappings.
+_METHODS_OF_MAPPINGS = frozenset({"get", "items", "keys", "pop", "to_tuple", "values"})
+_READS = ("call_function", "call_method")
+_LIBRARIES = re.compile(r"(torch|transformers|nxdpp|einops)\b")
 
 
 def expect_type(value: Any, classes: Any, expected: bool) -> Any:
@@ -96,6 +102,7 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
     answer = issubclass(_type_of(value), classes)
     if value.node.op != "placeholder":
         value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
+        mark_must_run(value.node)
     return answer
 
 
@@ -154,12 +161,13 @@ def _type_of(value: fx.Proxy) -> type:
 
 
 def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
-    """``value``, checked to be one where a module may return ``None`` for it; ``None`` where the module does.
+    """``value``, checked to be one where a module or a wrapped function may return ``None`` for it, or ``None``.
 
     A whole output whose annotation excludes ``None`` is a value. The graph checks in every step that a first item, and
-    an output without an annotation, are values too. A run on fake tensors decides about a later item, and about an
-    output whose annotation names ``None``. It guesses where the answer depends on data, and the graph then checks a
-    ``None`` too. A check runs although no node uses it: code may only compare with ``None``.
+    an output without an annotation, are values too. A run on fake tensors decides about a later item or a field, about
+    an output whose annotation names ``None``, and about the result of a wrapped function. It guesses where the answer
+    depends on data, and the graph then checks a ``None`` too. A check runs although no node uses it: code may only
+    compare with ``None``.
     """
     tracer: Any = value.tracer
     expected = _expectation(value.node, tracer.root)
@@ -196,8 +204,14 @@ def _line() -> str:
 def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably", "either"]:
     """Return the expectation of an output, or an item of it: surely a value, probably a value, or possibly ``None``."""
     is_first = is_whole = True
-    while node.op == "call_function" and node.args and builtins.isinstance(source := node.args[0], fx.Node):
+    while node.op in _READS and node.args and builtins.isinstance(source := node.args[0], fx.Node):
         if passes_on(node):
+            node = source
+            continue
+        if node.op == "call_method" and node.target != "get":
+            break
+        if node.target in (getattr, "get"):
+            is_first = is_whole = False
             node = source
             continue
         if node.target is not operator.getitem:
@@ -209,8 +223,14 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably",
         is_first = is_first and start in (0, None)
         is_whole = False
         node = source
-    if node.op != "call_module" or is_from_torch(module := root.get_submodule(str(node.target))):
+    if is_user_function(node):
+        return "either"
+    if node.op != "call_module":
         return "value"
+    module = unwrapped(root.get_submodule(str(node.target)))
+    if is_from_torch(module):
+        # Attention without its weights is the only module of torch that returns None.
+        return "either" if builtins.isinstance(module, nn.MultiheadAttention) and not is_first else "value"
     if not is_whole:
         return "probably" if is_first else "either"
     declared = _return_annotation(module)
@@ -219,9 +239,27 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably",
     return "probably" if declared is Any else "value"
 
 
+def is_user_function(node: fx.Node) -> bool:
+    """Return whether ``node`` calls a function of ``autowrap_functions`` that the user, or another library, wrote."""
+    if not builtins.isinstance(node.target, OpaqueCall):
+        return False
+    function = node.target.function
+    return builtins.isinstance(function, types.FunctionType) and not _LIBRARIES.match(function.__module__ or "")
+
+
+def is_field(node: fx.Node, name: str) -> bool:
+    """Return whether ``name`` is a field of an object that a module or a function returns: no tensor has it."""
+    while node.op == "call_function" and (passes_on(node) or node.target in (getattr, operator.getitem)):
+        if not builtins.isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    returns = node.op == "call_module" or is_user_function(node)
+    return returns and not hasattr(torch.Tensor, name) and name not in _METHODS_OF_MAPPINGS
+
+
 def _return_annotation(module: nn.Module) -> Any:
     """Return the annotation of the result of ``module.forward``, ``Any`` for a missing or an unusual one."""
     try:
-        return inspect.get_annotations(type(unwrapped(module)).forward, eval_str=True).get("return", Any)
+        return inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)
     except Exception:  # such as a name for type checkers alone
         return Any

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from nxdpp.tracing.checks import class_of, mask_with_items, reads_parameter, value_or_none
+from nxdpp.tracing.checks import class_of, is_field, mask_with_items, reads_parameter, value_or_none
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.metadata import has_name
 from nxdpp.tracing.modes import applied, current_modes
@@ -68,6 +68,8 @@ class RecordingProxy(_SizedProxy):
             return name == "_is_param" and reads_parameter(self)
         if not has_name(self.node, name):
             raise AttributeError(name)
+        if is_field(self.node, name):
+            return value_or_none(self.tracer.create_proxy("call_function", getattr, (self, name), {}))
         return RecordingAttribute(self, name)
 
     def __getitem__(self, index: Any) -> fx.Proxy | None:
@@ -110,7 +112,8 @@ class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
         dimensions = _spec(self.root).dimensions
         if self.attr in ("dim", "ndimension") and dimensions is not None:
             return dimensions
-        return super().__call__(*args, **kwargs)
+        called = super().__call__(*args, **kwargs)
+        return value_or_none(called) if self.attr == "get" else called
 
 
 class _InPlaceMethod:

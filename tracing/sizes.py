@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.generators import unchanged_generators
 from nxdpp.tracing.input_specs import COMPARISONS
 from nxdpp.tracing.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.swap import swapped
@@ -139,7 +140,8 @@ class Sizes:
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         try:
-            with swapped(vars(_LOG), {"disabled": True}), self._mode, applied_to_fakes(self._modes):
+            quiet = swapped(vars(_LOG), {"disabled": True})
+            with quiet, unchanged_generators(), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
                     if needed not in self._values:
                         with applied(modes_of(needed)):

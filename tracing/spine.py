@@ -131,7 +131,9 @@ class SpineTracer(fx.Tracer):
             stack.enter_context(recorded_einops())
             stack.enter_context(recorded_transformers())
             for source in own:
-                functions = {n: recorded(f) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids}
+                functions = {
+                    n: _or_none(recorded(f)) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids
+                }
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
             yield
@@ -300,3 +302,13 @@ class SpineTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node."""
         return RecordingProxy(node, self)
+
+
+def _or_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, recorded; its result is ``None`` where the function returns that."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return value_or_none(result) if isinstance(result, fx.Proxy) else result
+
+    return call

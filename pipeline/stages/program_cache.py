@@ -1,5 +1,6 @@
 """One program for each spec of inputs: traced and cut once, then kept."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,12 +29,12 @@ from nxdpp.tracing.trace import TracingOptions, trace
 class _Variant:
     """Inputs that one graph is traced for.
 
-    ``traced`` inputs have a spec. ``constants`` have a type and a value, because 1 is not ``True``. ``modes`` are those
-    of torch around the model, for which code may ask.
+    ``traced`` inputs have a spec. ``constants`` have a type, a sign and a value, because 1 is not ``True`` and 0.0 is
+    not -0.0. ``modes`` are those of torch around the model, for which code may ask.
     """
 
     traced: tuple[tuple[str, InputSpec], ...]
-    constants: tuple[tuple[str, type, Any], ...]
+    constants: tuple[tuple[str, tuple[type, float], Any], ...]
     training: bool
     modes: Modes
 
@@ -190,5 +191,10 @@ def signature(inputs: Mapping[str, Any]) -> list[Any]:
     return [(n, v.shape, v.dtype) if isinstance(v, torch.Tensor) else (n, v) for n, v in sorted(inputs.items())]
 
 
-def _constants(values: Mapping[str, Any]) -> tuple[tuple[str, type, Any], ...]:
-    return tuple((name, type(value), value) for name, value in sorted(values.items()))
+def _constants(values: Mapping[str, Any]) -> tuple[tuple[str, tuple[type, float], Any], ...]:
+    return tuple((name, (type(value), _sign(value)), value) for name, value in sorted(values.items()))
+
+
+def _sign(value: Any) -> float:
+    # 0.0 and -0.0 are equal, and give different numbers.
+    return math.copysign(1.0, value) if isinstance(value, float) else 1.0
