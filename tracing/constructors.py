@@ -4,7 +4,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,12 @@ _CONSTRUCTORS = (
 )  # fmt: skip
 _RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
 _OF_METADATA = ("broadcast_shapes", "finfo", "iinfo")
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+_DEVICE_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
 _DRAWN_ONCE = "be drawn once for all steps"
+_ORIGINALS = {
+    id(getattr(torch, name)): name for name in (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, *_SEEDS, "is_tensor")
+}
 
 
 @contextmanager
@@ -46,6 +51,26 @@ def refused_random_tensors() -> Iterator[None]:
     """Refuse random tensors without a traced argument: a tracer that does not record them would draw them once."""
     replacements = {name: _refusal(name, _DRAWN_ONCE, getattr(torch, name)) for name in _RANDOM}
     with swapped_in_this_thread(vars(torch), replacements):
+        yield
+
+
+@contextmanager
+def refused_seeds() -> Iterator[None]:
+    """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so."""
+    with ExitStack() as stack:
+        for module, names in ((torch, _SEEDS), (torch.cuda, _DEVICE_SEEDS)):
+            refusals = {name: _refusal(name, "have no effect") for name in names}
+            stack.enter_context(swapped_in_this_thread(vars(module), refusals))
+        yield
+
+
+@contextmanager
+def under_all_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Replace functions of torch in ``namespaces`` (``from torch import arange``) as they are now in ``torch``."""
+    with ExitStack() as stack:
+        for namespace in (vars(torch.random), *namespaces):
+            found = {n: _ORIGINALS[id(value)] for n, value in namespace.items() if id(value) in _ORIGINALS}
+            stack.enter_context(swapped(namespace, {n: vars(torch)[original] for n, original in found.items()}))
         yield
 
 

@@ -27,7 +27,12 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import recorded_autograd_functions
 from nxdpp.tracing.captured_outputs import lasting_hooks
-from nxdpp.tracing.constructors import refused_random_numbers, refused_random_tensors
+from nxdpp.tracing.constructors import (
+    refused_random_numbers,
+    refused_random_tensors,
+    refused_seeds,
+    under_all_names,
+)
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_specs import InputSpec
@@ -103,7 +108,7 @@ def trace(
         return _make_tracer(module, constants, options, shapes or {}, guess)
 
     def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
-        entry = _Entry(module, inputs, constants, tracer, carried)
+        entry = _Entry(module, inputs, constants, tracer, carried, namespaces)
         graph = tracer.trace(entry)
         assert entry.output_spec is not None
         if not isinstance(tracer, SpineTracer):
@@ -113,6 +118,7 @@ def trace(
 
     tracer = make_tracer()
     state = _reachable_state(module, options)
+    namespaces = [] if state is None else list({id(f.__globals__): f.__globals__ for f in state.functions}.values())
     with ExitStack() as stack:
         stack.enter_context(lasting_hooks())
         before = None if state is None else stack.enter_context(state.put_back())
@@ -155,6 +161,7 @@ class _Entry(nn.Module):
         constants: Mapping[str, Any],
         tracer: fx.Tracer,
         carried: Carried | None,
+        namespaces: list[dict[str, Any]],
     ) -> None:
         super().__init__()
         self.add_module(ROOT, module)
@@ -162,6 +169,7 @@ class _Entry(nn.Module):
         self._constants = constants
         self._tracer = tracer
         self._carried = carried
+        self._namespaces = namespaces
         self.output_spec: pytree.TreeSpec | None = None
 
     def forward(self) -> list[Any]:
@@ -179,6 +187,8 @@ class _Entry(nn.Module):
             else:
                 stack.enter_context(refused_random_tensors())
                 stack.enter_context(unchanged_modules(list(listings.modules(module))))
+            stack.enter_context(refused_seeds())
+            stack.enter_context(under_all_names(self._namespaces))
             output = module(**proxies, **self._constants)
         if (
             isinstance(output, ModelOutput)

@@ -9,10 +9,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import arange, finfo, is_tensor, nn, rand
+from torch import zeros as nothing
 
 from nxdpp.tracing.constructors import refused_random_numbers
 from nxdpp.tracing.errors import TracingError
+from tests.support import other_names
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 
@@ -74,6 +76,60 @@ def test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(
 def test_a_random_number_in_the_spine_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(TracingError, match=r"torch\.(rand|bern)\w* is used outside the transformer layers"):
         _trace(Prepared(function))
+
+
+def _by_helper(hidden: torch.Tensor) -> torch.Tensor:
+    return other_names.positions(hidden)
+
+
+OTHER_NAMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "arange": lambda h: h + arange(h.shape[0]).unsqueeze(1),
+    "zeros under a name of its own": lambda h: h + nothing(h.size(0), 4, dtype=h.dtype),
+    "finfo": lambda h: h.clamp(max=finfo(h.dtype).eps),
+    "is_tensor": lambda h: h * 2 if is_tensor(h) else h,
+    "a function of another file": _by_helper,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_constructors_under_other_names(name: str) -> None:
+    test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(OTHER_NAMES[name])
+
+
+@pytest.mark.parametrize("tracer", ["hf", "torch"])
+def test_random_functions_under_other_names(tracer: str) -> None:
+    for function in (lambda h: h * rand(1), lambda h: h + other_names.draw()):
+        model = Prepared(function)
+        with pytest.raises(TracingError, match=r"torch\.randn? is used outside the transformer layers"):
+            trace_with(model, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
+
+
+def _forked(hidden: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return hidden * 2
+
+
+SEEDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "manual_seed": lambda h: torch.manual_seed(0),
+    "manual_seed of torch.random": lambda h: torch.random.manual_seed(0),
+    "set_rng_state": lambda h: torch.set_rng_state(torch.get_rng_state()),
+    "manual_seed of CUDA": lambda h: torch.cuda.manual_seed(0),
+    "set_rng_state by fork_rng": _forked,
+}
+
+
+@pytest.mark.parametrize("tracer", ["hf", "torch"])
+@pytest.mark.parametrize("name", SEEDS)
+def test_the_state_of_the_generators_is_not_set(name: str, tracer: str) -> None:
+    def prepare(hidden: torch.Tensor) -> torch.Tensor:
+        SEEDS[name](hidden)
+        return hidden
+
+    model = Prepared(prepare)
+    before = torch.get_rng_state()
+    with pytest.raises(TracingError, match=rf"torch.{name.split()[0]} is used outside .* would have no effect"):
+        trace_with(model, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_constructors_are_torchs_own_afterwards() -> None:
