@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from nxdpp.pipeline.agreement.fingerprint import canonical, differing_lines, fingerprint, graph_lines, parameter_lines
-from tests.support.traced_models import make_inputs, make_model, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
 
 
 def added(amount: int) -> Any:
@@ -52,6 +52,18 @@ def test_the_same_model_gives_the_same_text(architecture: str) -> None:
     assert fingerprint(first) == fingerprint(second)
     assert " at 0x" not in "".join(first)
     assert fingerprint(first).lines == first
+
+
+def test_the_modes_of_a_node_are_part_of_its_line() -> None:
+    class Blocks(PlainModel):
+        def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return torch.sin(hidden)
+
+    model = Blocks()
+    lines = graph_lines(trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer)), {}, model)
+    (line,) = (line for line in lines if "sin" in line.partition(" = ")[0])
+    assert line.endswith("(embedding) under [['gradients', False]] in block 0")
 
 
 def test_the_first_differences_are_shown() -> None:

@@ -270,3 +270,65 @@ def test_the_least_recently_used_graphs_are_forgotten() -> None:
         assert traces.call_count == 4
     assert graphs[0] is graphs[2] is graphs[4]
     assert graphs[1] is not graphs[5]
+
+
+class AsksForModes(PlainModel):
+    """Asks for the modes of torch around it, itself and in a module that returns ``None`` without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optional = Optional()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if torch.is_grad_enabled():
+            hidden = hidden * 3
+        if torch.is_autocast_enabled("cpu"):
+            hidden = hidden * 5
+        if hidden.requires_grad:
+            hidden = hidden * 7
+        if (hidden @ hidden.mT).dtype == torch.bfloat16:
+            hidden = hidden * 11
+        _, extra = self.optional(hidden)
+        if extra is not None:
+            hidden = hidden + extra
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+class Optional(nn.Module):
+    """A second output with gradients alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return x, self.linear(x) if torch.is_grad_enabled() else None
+
+
+def test_a_graph_belongs_to_the_modes_of_torch_around_it() -> None:
+    model = AsksForModes()
+    x = torch.ones(2, 4)
+    cache = _cache(model, PlainLayer, batch={"x": x})
+    with patch.object(programs, "trace", wraps=trace) as traces:
+        for _ in range(2):
+            for gradients in (True, False):
+                for low in (True, False):
+                    with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16, enabled=low):
+                        assert torch.equal(_run(cache, {"x": x}), model(x))
+    assert traces.call_count == 4
+
+
+def test_training_and_evaluation_are_two_graphs_of_a_llama() -> None:
+    model = make_model("llama", layers=2)
+    cache = _cache(model)
+    inputs = make_inputs("llama")
+    with patch.object(programs, "trace", wraps=trace) as traces:
+        for _ in range(2):
+            cache.cut_graph(inputs, True)
+            with torch.no_grad():
+                cache.cut_graph(inputs, False)
+    assert traces.call_count == 2
