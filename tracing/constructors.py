@@ -27,9 +27,7 @@ _OF_METADATA = ("broadcast_shapes", "finfo", "iinfo")
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 _DEVICE_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
 _DRAWN_ONCE = "be drawn once for all steps"
-_ORIGINALS = {
-    id(getattr(torch, name)): name for name in (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, *_SEEDS, "is_tensor")
-}
+_ORIGINALS = {id(getattr(torch, name)): name for name in (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, "is_tensor")}
 
 
 @contextmanager
@@ -55,12 +53,19 @@ def refused_random_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def refused_seeds() -> Iterator[None]:
-    """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so."""
+def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Refuse to set the state of torch's generators, also by ``fork_rng``: no step would do so.
+
+    ``namespaces`` may have the functions under names of their own.
+    """
+    # torch.compile replaces torch.manual_seed, and not torch.random.manual_seed.
+    names = {id(vars(module)[name]): name for module in (torch, torch.random) for name in _SEEDS}
     with ExitStack() as stack:
-        for module, names in ((torch, _SEEDS), (torch.cuda, _DEVICE_SEEDS)):
-            refusals = {name: _refusal(name, "have no effect") for name in names}
-            stack.enter_context(swapped_in_this_thread(vars(module), refusals))
+        for namespace in (vars(torch), vars(torch.random), *namespaces):
+            refusals = {n: _refusal(names[id(v)], "have no effect") for n, v in namespace.items() if id(v) in names}
+            stack.enter_context(swapped_in_this_thread(namespace, refusals))
+        refusals = {name: _refusal(f"cuda.{name}", "have no effect") for name in _DEVICE_SEEDS}
+        stack.enter_context(swapped_in_this_thread(vars(torch.cuda), refusals))
         yield
 
 
@@ -68,7 +73,7 @@ def refused_seeds() -> Iterator[None]:
 def under_all_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Replace functions of torch in ``namespaces`` (``from torch import arange``) as they are now in ``torch``."""
     with ExitStack() as stack:
-        for namespace in (vars(torch.random), *namespaces):
+        for namespace in namespaces:
             found = {n: _ORIGINALS[id(value)] for n, value in namespace.items() if id(value) in _ORIGINALS}
             stack.enter_context(swapped(namespace, {n: vars(torch)[original] for n, original in found.items()}))
         yield

@@ -187,7 +187,7 @@ class _Entry(nn.Module):
             else:
                 stack.enter_context(refused_random_tensors())
                 stack.enter_context(unchanged_modules(list(listings.modules(module))))
-            stack.enter_context(refused_seeds())
+            stack.enter_context(refused_seeds(self._namespaces))
             stack.enter_context(under_all_names(self._namespaces))
             output = module(**proxies, **self._constants)
         if (

@@ -63,7 +63,7 @@ def test_the_modes_of_a_node_are_part_of_its_line() -> None:
     model = Blocks()
     lines = graph_lines(trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer)), {}, model)
     (line,) = (line for line in lines if "sin" in line.partition(" = ")[0])
-    assert line.endswith("(embedding) under [['gradients', False]] in block 0")
+    assert line.endswith("(model_embedding) under [['gradients', False]] in block 0")
 
 
 def test_the_first_differences_are_shown() -> None:
