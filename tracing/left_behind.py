@@ -150,7 +150,7 @@ class LeftBehind:
         self._outputs[leaf] = output
         for values in (self._read, self._given):
             for module, name in list(values):
-                if name in self._stored.of(module) and _holds(leaf, self._place(module, name)):
+                if self._stored.stores(module, name) and _holds(leaf, self._place(module, name)):
                     del values[module, name]
 
     def _watch_reads(self, cls: type) -> None:
@@ -169,7 +169,10 @@ class LeftBehind:
                     f"forward reads the __dict__ of {type(module).__name__}, a module that sets attributes when it "
                     f"runs. Read the attribute itself (module.name, getattr(module, name))"
                 )
-            if name not in self._stored.of(module) or isinstance(getattr(type(module), name, None), property):
+            known = getattr(type(module), name, None)
+            if isinstance(known, property) or callable(known) or name in module._modules:
+                return original(module, name)
+            if not self._stored.stores(module, name):
                 return original(module, name)
             if name in original(module, "_parameters"):
                 # A forward cannot set it to a value that it computes.

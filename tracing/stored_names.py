@@ -21,6 +21,9 @@ _OPCODES = frozenset({dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"]})
 _REGISTER = "register_buffer"
 _BY_STRING = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", _REGISTER})
 _DICTIONARIES = frozenset({"__dict__", "vars"})
+_BUILD_STRING = dis.opmap["BUILD_STRING"]
+# Marks a text that is part of a name.
+_PART = "*"
 _STORE_ITEM = dis.opmap["STORE_SUBSCR"]
 
 
@@ -39,6 +42,11 @@ class StoredNames:
     def of(self, module: nn.Module) -> frozenset[str]:
         """Names that a run may store on ``module``."""
         return self.on_self.get(type(module), frozenset()) | self.on_others
+
+    def stores(self, module: nn.Module, name: str) -> bool:
+        """Return whether a run may store that name on ``module``."""
+        names = self.of(module)
+        return name in names or any(n[:1] == _PART and n[1:] in name for n in names)
 
     def has_from_construction(self, module: nn.Module, name: str) -> bool:
         """Return whether ``module`` has the attribute before its first run, from its class or its ``__init__``."""
@@ -158,7 +166,11 @@ class _Search:
         if by_string:
             is_self = cls is not None and by_string <= {_REGISTER, "setattr", "delattr"} and _all_on_self(code)
             names = self.on_self.setdefault(cls, set()) if is_self else self.on_others
-            names.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+            constants = [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+            names.update(constants)
+            # A name that is put together, or given from elsewhere, is known in parts only.
+            if "setattr" in by_string and (_BUILD_STRING in opcodes or not constants):
+                names.update(f"{_PART}{c}" for c in constants or [""])
 
 
 def _stores(code: CodeType) -> Iterator[tuple[str, bool]]:

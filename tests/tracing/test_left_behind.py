@@ -231,6 +231,19 @@ def test_a_hook_that_sets_an_attribute() -> None:
     check_exact(model, layer="Quiet")
 
 
+def test_names_that_are_put_together() -> None:
+    class Named(Layer):
+        def leave(self, y: Tensor) -> None:
+            for part in ("a", "b"):
+                setattr(self, f"aux_{part}", y.pow(2).mean())
+
+    class Asking(Model):
+        def auxiliary(self) -> Any:
+            return sum(layer.aux_a * layer.aux_b for layer in self.layers)
+
+    check_exact(Asking(Named), layer="Named")
+
+
 def test_layers_in_a_wrapper_that_passes_attributes_on() -> None:
     model = Model()
     for i in range(4):
