@@ -52,7 +52,7 @@ CASES = {
     "SimpleViT": _case(simple_vit.SimpleViT, _VIT, _PAIR),
     "SimpleViT with registers": _case(simple_vit_with_register_tokens.SimpleViT, _VIT, _PAIR),
     "SimpleViT with query-key norm": _case(simple_vit_with_qk_norm.SimpleViT, _VIT, _PAIR),
-    "SimpleViT with value residual": _case(simple_vit_with_value_residual.SimpleViT, _VIT, _PAIR),
+    "SimpleViT with value residual": _case(simple_vit_with_value_residual.SimpleViT, _VIT, "Attention"),
     "ViT with patch dropout": _case(vit_with_patch_dropout.ViT, _VIT | {"patch_dropout": 0.0}, _PAIR),
     "ViT for small datasets": _case(vit_for_small_dataset.ViT, _VIT, ["LSA", "FeedForward"]),
     "DeepViT": _case(deepvit.DeepViT, _VIT, _PAIR),
