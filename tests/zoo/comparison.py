@@ -32,18 +32,19 @@ def compare(
 ) -> Verdict:
     """Train ``model`` in each number of ``stages``, and its copy ``whole``, on ``batches`` in each mode.
 
-    True is the training mode.
-    ``given`` are arguments of ``NxDPPModel``. Modes in ``without_gradient`` compare the loss alone. ``notes`` are
-    repeated in the verdict of a right model, before ``given``.
+    True is the training mode. ``given`` are arguments of ``NxDPPModel``. Modes in ``without_gradient`` compare the loss
+    alone. ``notes`` are repeated in the verdict of a right model, before ``given``. A model that ``whole`` cannot train
+    either does not build.
     """
     without_randomness(model)
     without_randomness(whole)
     _without_cache(whole)
     given, how = dict(given or {}), list(notes)
-    worst, received = 0.0, ""
+    worst, received, assumed = 0.0, "", False
     for count in stages:
         try:
-            pipeline, late = _pipeline(model, count, given, batches[0])
+            pipeline = InProcessPipeline(model, count, **given)
+            assumed = assumed or pipeline.partition.assumed
             for training in modes:
                 model.train(training)
                 whole.train(training)
@@ -57,7 +58,7 @@ def compare(
             result = "refused" if is_refusal(error) else "failing"
             return Verdict(result, f"{count} stages: {type(error).__name__}: {error}")
     how += [f"{name}={value}" for name, value in given.items()]
-    if late:
+    if assumed:
         how.append("traced at the first step")
     if worst == 0:
         return Verdict("exact", "; ".join(how), received)
@@ -69,10 +70,12 @@ def without_randomness(model: torch.nn.Module) -> None:
     """Turn off dropout: two runs draw different numbers."""
     for module in model.modules():
         name = type(module).__name__
+        rates = ["dropout_prob"]
         if "drop" in name.lower() or name == "StochasticDepth":
-            for rate in ("p", "drop_prob", "drop_rate"):
-                if isinstance(getattr(module, rate, None), float):
-                    setattr(module, rate, 0.0)
+            rates += ["p", "drop_prob", "drop_rate"]
+        for rate in rates:
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
 
 
 def is_refusal(error: Exception) -> bool:
@@ -80,15 +83,6 @@ def is_refusal(error: Exception) -> bool:
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     is_ours = type(error) in (TracingError, ValueError, RuntimeError) and f"{os.sep}nxdpp{os.sep}" in raised_in
     return is_ours and re.search(r"\.py:\d+|transformer_layer_cls", str(error)) is not None
-
-
-def _pipeline(model: Any, stages: int, given: dict[str, Any], batch: Batch) -> tuple[InProcessPipeline, bool]:
-    """The pipeline, and whether its trace needs the shapes of the first step."""
-    try:
-        return InProcessPipeline(model, stages, **given), False
-    except TracingError:
-        given = {name: value for name, value in given.items() if name != "input_names"}
-        return InProcessPipeline(model, stages, split_inputs(batch, MICROBATCHES)[0], **given), True
 
 
 def _own_fault(whole: Any, batches: Sequence[Batch]) -> str | None:
