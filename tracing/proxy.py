@@ -93,6 +93,9 @@ class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
     def __getattr__(self, name: str) -> Any:
         if not has_name(self.node, name):
             raise AttributeError(name)
+        if name == "type" and self.attr == "device":
+            # torch.autocast takes no traced text.
+            return _device_type(self)
         return super().__getattr__(name)
 
     @property
@@ -156,6 +159,14 @@ def _length_for_unpacking(proxy: fx.Proxy, caller: FrameType) -> int | None:
     if dis.opname[code[caller.f_lasti]] == "UNPACK_SEQUENCE":
         return code[caller.f_lasti + 1]
     return _fact(proxy, number_of_items)
+
+
+def _device_type(device: fx.Proxy) -> Any:
+    question = device.tracer.create_proxy("call_function", getattr, (device, "type"), {})
+    try:
+        return _tracer(device).fact(question.node, str)
+    except UnknownSizeError:
+        return question
 
 
 def _fact(proxy: fx.Proxy, read: Callable[[Any], int]) -> int | None:

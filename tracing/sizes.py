@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
 from nxdpp.tracing.generators import unchanged_generators
 from nxdpp.tracing.input_specs import COMPARISONS
 from nxdpp.tracing.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
@@ -125,6 +127,10 @@ class Sizes:
         self._values: dict[fx.Node, Any] = {}
         self._modes = modes or current_modes()
 
+    @cached_property
+    def _device(self) -> torch.device:
+        return device_of_model(self._root)
+
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value of node)``. Raises ``UnknownSizeError`` if that depends on more than sizes."""
         # The tracer does not record in another thread.
@@ -146,11 +152,17 @@ class Sizes:
                     if needed not in self._values:
                         with applied(modes_of(needed)):
                             self._values[needed] = self._value(needed)
+                if asks_for_device(node) and self._device.type != "cpu":
+                    return read(answer_for(node, self._device, self._values.__getitem__))
                 return read(self._values[node])
         except UnknownInputError:
             raise
         except Exception as error:
-            told = str(error) if isinstance(error, UnknownSizeError) else f"{type(error).__name__}: {error}"
+            told = (
+                str(error)
+                if isinstance(error, UnknownSizeError | ElsewhereError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise UnknownSizeError(told) from error
 
     def _value(self, node: fx.Node) -> Any:
