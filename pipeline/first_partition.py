@@ -6,7 +6,8 @@ trace for example inputs                               partition
 succeeds                                               of its graph
 asks for sizes of inputs of unknown shape, or fails    of a graph in which such questions are guessed: it
 for a guessed kind of input                            has the modules in the order of execution
-fails with guesses too, in the model's own code        of the modules in the order of their registration
+fails with guesses too, in the model's own code        of the modules that a trace reached, in its order, and
+                                                       the others in the order of their registration
 meets a construct that no shapes make traceable        none: the error is raised
 =====================================================  =====================================================
 
@@ -71,19 +72,21 @@ def _assumed_graph(
     if shapes:
         # The likely kinds of these inputs may be wrong, too.
         attempts.append((dict.fromkeys(specs, UNKNOWN), {}, False))
+    reached = reason.reached
     for attempted, known, guess in attempts:
         try:
             return trace(module, attempted, {}, options, known, guess)
         except TracingError as error:
             if _is_a_construct(error):
                 raise error from reason
+            reached = max(reached, error.reached, key=len)
     if not reads_layers_alone(policy):
         raise ValueError(
             f"partition={getattr(policy, '__qualname__', policy)} reads the traced graph, and this model cannot be "
             f"traced before its inputs are known. Give partition_batch: the inputs of one microbatch with labels. "
             f"{reason}"
         ) from reason
-    return graph_by_registration(module, list(specs), options)
+    return graph_by_registration(module, list(specs), options, reached)
 
 
 def _is_a_construct(error: TracingError) -> bool:

@@ -14,7 +14,12 @@ _UNKNOWN = "an unknown place"
 
 
 class TracingError(RuntimeError):
-    """A model cannot be traced; the message has the construct, the file, the line and the remedy."""
+    """A model cannot be traced; the message has the construct, the file, the line and the remedy.
+
+    ``reached`` are the modules, parameters and buffers that the trace used before the error, in order.
+    """
+
+    reached: tuple[str, ...] = ()
 
 
 class StaleValueError(RuntimeError):

@@ -125,7 +125,9 @@ def trace(
         try:
             traced = run(tracer)
         except Exception as error:
-            raise TracingError(_explain(module, inputs, error, tracer)) from error
+            failed = TracingError(_explain(module, inputs, error, tracer))
+            failed.reached = _reached(tracer)
+            raise failed from error
         graph = traced.graph
         refuse_lost_changes(graph)
         _refuse_constants(module, graph)
@@ -274,6 +276,14 @@ def _refuse_constants(module: nn.Module, graph: fx.Graph) -> None:
             f"Leave tracer_cls out, register them as buffers, or make the function that makes them a single node "
             f"(autowrap_functions)."
         )
+
+
+def _reached(tracer: fx.Tracer) -> tuple[str, ...]:
+    graph: fx.Graph | None = getattr(tracer, "graph", None)
+    if graph is None:
+        return ()
+    _name_after_module(graph)
+    return tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")))
 
 
 def _name_after_module(graph: fx.Graph) -> None:

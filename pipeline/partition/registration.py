@@ -1,7 +1,7 @@
-"""Graph of a model in the order in which its modules are registered."""
+"""Graph of a model that no trace finishes: what a trace reached, then the order in which modules are registered."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import fx, nn
@@ -12,21 +12,37 @@ from nxdpp.tracing.spine import spine_names
 from nxdpp.tracing.trace import TracedGraph, TracingOptions
 
 
-def graph_by_registration(module: nn.Module, inputs: Sequence[str], options: TracingOptions) -> TracedGraph:
-    """Return a graph that runs all modules in the order of ``named_modules``, each with the result of the last one.
+def graph_by_registration(
+    module: nn.Module, inputs: Sequence[str], options: TracingOptions, reached: Sequence[str] = ()
+) -> TracedGraph:
+    """Return a graph that runs each module with the result of the last one.
 
-    A module above layers uses its own parameters before the modules in it. The graph decides a partition; it is never
-    run.
+    It runs the modules and parameters of ``reached`` first, in that order, and then the others in the order of
+    ``named_modules``. A module above layers uses its own parameters before the modules in it. The graph decides a
+    partition; it is never run.
     """
     layers = layer_names(module, options.layer_classes)
     spine = spine_names(module, layers, options.leaf_classes)
     graph = fx.Graph()
     value = graph.call_function(torch.zeros, (1,))
+    places = {name: place for place, name in enumerate(reached)}
+    steps = sorted(_registered(module, spine), key=lambda step: places.get(step[1], len(places)))
+    for op, name in steps:
+        if op == "get_attr":
+            value = graph.call_function(operator.add, (value, graph.get_attr(name)))
+        else:
+            value = graph.call_module(name, (value,))
+    graph.output([value])
+    known = set(layers)
+    called = tuple(name for _, name in steps if name in known)
+    return TracedGraph(graph, tuple(inputs), pytree.tree_structure([0]), called)
+
+
+def _registered(module: nn.Module, spine: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the operation and the name of each parameter of the spine, and of each module below it."""
     for name, child in module.named_modules():
         if name in spine:
             for key, _ in child.named_parameters(recurse=False):
-                value = graph.call_function(operator.add, (value, graph.get_attr(f"{name}.{key}" if name else key)))
+                yield "get_attr", f"{name}.{key}" if name else key
         elif name.rpartition(".")[0] in spine:
-            value = graph.call_module(name, (value,))
-    graph.output([value])
-    return TracedGraph(graph, tuple(inputs), pytree.tree_structure([0]), tuple(layers))
+            yield "call_module", name

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.partition.partition import GivenCuts, Partition, PartitionPolicy, even
@@ -125,6 +126,28 @@ def test_a_head_that_is_registered_first_is_refused_with_the_remedy() -> None:
         InProcessPipeline(HeadFirst(), 2, transformer_layer_cls=Block).train(vectors(4), 2)
     pipeline = InProcessPipeline(HeadFirst(), 2, vectors(2), transformer_layer_cls=Block)
     assert len(pipeline.train(vectors(4), 2)) == 2
+
+
+class LooksUpWidth(HeadFirst):
+    """Code after the blocks fails for guessed sizes."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.embedding(x) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        divisor = {WIDTH: 2.0}[int(hidden.shape[-1])]
+        return F.mse_loss(self.head(hidden) / divisor, y)
+
+
+def test_the_order_up_to_a_failure_is_known() -> None:
+    model, batch = LooksUpWidth(), vectors(4)
+    whole = copy.deepcopy(model)
+    losses = train_whole(whole, batch, 2)
+    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=Block)
+    assert pipeline.partition.assumed
+    assert all(map(torch.equal, pipeline.train(batch, 2), losses))
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
 
 
 class NormOfManyRows(TakesAnyInputs):
