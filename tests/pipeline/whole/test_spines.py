@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import einops
 import numpy
 import pytest
 import torch
@@ -15,12 +16,6 @@ from torch import Tensor, nn
 from nxdpp.tracing.errors import TracingError
 from tests.support.exact import assert_exact
 from tests.support.plain_models import WIDTH, Base
-
-try:
-    import einops
-except ImportError:
-    einops = None  # type: ignore[assignment]
-needs_einops = pytest.mark.skipif(einops is None, reason="einops is not installed")
 
 X = torch.linspace(-1, 1, 4 * 6 * WIDTH).reshape(4, 6, WIDTH)
 Forward = Callable[["Spine", Tensor], Any]
@@ -166,13 +161,11 @@ def _rearranges_inputs(self: Spine, x: Tensor) -> Tensor:
     return result
 
 
-@needs_einops
 @pytest.mark.parametrize("spine", [_rearranges, _packs, _multiplies, _rearranges_inputs])
 def test_einops(spine: Forward) -> None:
     assert_exact(Spine(spine), {"x": X}, "Block")
 
 
-@needs_einops
 def test_a_change_of_a_rearranged_view_is_not_lost() -> None:
 
     def spine(self: Spine, x: Tensor) -> Tensor:
