@@ -5,9 +5,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -106,12 +105,13 @@ def recorded_autograd_functions() -> Iterator[None]:
 
     Raises ``RuntimeError`` for a Function with modules as arguments (a reversible network), which cannot be cut.
     """
-    original: Any = torch.autograd.Function.__dict__["apply"]
+    method: Any = torch.autograd.Function.__dict__["apply"].__func__
+    original = FunctionType(method.__code__, method.__globals__, closure=method.__closure__)
     tracing_thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != tracing_thread or not has_proxy(args, kwargs):
-            return original.__get__(None, cls)(*args, **kwargs)
+            return original(cls, *args, **kwargs)
         if _has_module(args, kwargs):
             raise RuntimeError(
                 f"{cls.__name__} is an autograd Function that runs the modules it is given, forward and backward, "
@@ -119,8 +119,27 @@ def recorded_autograd_functions() -> Iterator[None]:
             )
         return record_opaque_call(_Apply(cls), args, kwargs)
 
-    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
-        yield
+    # Code may hold the method (``scale = Scale.apply``), so the method itself runs other code.
+    code = method.__code__
+    with swapped(method.__globals__, {_HOOK: apply}):
+        method.__code__ = _calls_hook(None).__code__
+        try:
+            yield
+        finally:
+            method.__code__ = code
+
+
+_HOOK = "_nxdpp_apply"
+
+
+def _calls_hook(__class__: Any) -> Any:
+    """A method that calls ``_HOOK``, with the closure of a method that uses ``super()``."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        __class__  # noqa: B018
+        return _nxdpp_apply(cls, *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+    return apply
 
 
 class _Apply:

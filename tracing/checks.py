@@ -106,6 +106,31 @@ def traced_isinstance(value: Any, classes: Any) -> bool:
     return answer
 
 
+class _AnyType(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and builtins.isinstance(args[0], fx.Proxy):
+            return class_of(args[0])
+        return builtins.type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return builtins.isinstance(instance, builtins.type)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is builtins.type
+
+    def __hash__(cls) -> int:
+        return hash(builtins.type)
+
+
+class TracedType(builtins.type, metaclass=_AnyType):
+    """``type`` for traced code: the type of a traced value is that of the value."""
+
+
+def traced_callable(value: Any) -> bool:
+    """``callable`` for traced code: a traced value is none."""
+    return not builtins.isinstance(value, fx.Proxy) and callable(value)
+
+
 def class_of(value: fx.Proxy) -> type:
     """The class that ``isinstance`` sees in code whose ``isinstance`` is Python's own: torch and helper modules.
 

@@ -125,6 +125,8 @@ class LeftBehind:
 
     def hasattr(self, owner: Any, name: str) -> bool:
         """``hasattr`` for traced code."""
+        if name == "keys" and isinstance(owner, fx.Proxy) and self._tracer.is_tensor(owner.node):
+            return False  # a proxy has it
         return hasattr(owner, name)
 
     def before_run(self, leaf: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -12,15 +12,20 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 from nxdpp.tracing.errors import TracingError, model_line
-from nxdpp.tracing.proxy import assign_item
+from nxdpp.tracing.metadata import is_metadata
+from nxdpp.tracing.proxy import IN_PLACE_OPERATORS, assign_item, changes_argument
 
 _VIEWS = frozenset(
-    {"chunk", "contiguous", "data", "detach", "diagonal", "expand", "expand_as", "expect_type", "expect_value",
-     "flatten", "getitem", "movedim", "mT", "narrow", "permute", "ravel", "rearrange", "reshape", "reshape_as",
-     "select", "split", "squeeze", "swapaxes", "T", "t", "to", "transpose", "unbind", "unflatten", "unfold",
-     "unsqueeze", "view", "view_as"}
+    {"H", "T", "adjoint", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "broadcast_to", "chunk",
+     "contiguous", "cpu", "cuda", "data", "detach", "diagonal", "double", "dsplit", "expand", "expand_as",
+     "expect_type", "expect_value", "flatten", "float", "getitem", "half", "hsplit", "imag", "int", "long", "mH", "mT",
+     "moveaxis", "movedim", "narrow", "permute", "positive", "ravel", "real", "rearrange", "reshape", "reshape_as",
+     "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "to", "transpose",
+     "type", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "view_as_complex",
+     "view_as_real", "vsplit"}
 )  # fmt: skip
 _METADATA = frozenset({"device", "dtype"})
 # Attributes that transformers' models set for a later step of generation, and training never reads.
@@ -33,11 +38,12 @@ def refuse_lost_changes(graph: fx.Graph) -> None:
     """Raise ``TracingError`` for an in-place change of memory that is read later under another name, or is kept."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if not changes_in_place(node) or not isinstance(node.args[0], fx.Node):
+        changed = _changed(node) if changes_in_place(node) else None
+        if changed is None:
             continue
-        _refuse_lasting_change(node)
-        for alias in _aliases(node.args[0]):
-            late = [user for user in alias.users if user is not node and position[user] > position[node]]
+        _refuse_lasting_change(node, changed)
+        for alias in _aliases(changed):
+            late = [user for user in _sharing(alias, changed) if position[user] > position[node] and _reads(user, node)]
             if late:
                 raise TracingError(
                     f"{node.name} changes a value in place, and {late[0].name} reads the same memory afterwards under "
@@ -51,7 +57,10 @@ def changes_in_place(node: fx.Node) -> bool:
     """Return whether ``node`` changes its first argument in place."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.op == "call_function" and (node.target is assign_item or node.kwargs.get("inplace") is True)
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    return target is assign_item or target in IN_PLACE_OPERATORS or changes_argument(target, node.kwargs)
 
 
 def _aliases(node: fx.Node) -> Iterator[fx.Node]:
@@ -60,17 +69,46 @@ def _aliases(node: fx.Node) -> Iterator[fx.Node]:
     while pending:
         alias = pending.pop()
         yield alias
-        pending += [user for user in alias.users if _is_view(user) and user.args[0] is alias]
+        pending += [user for user in _sharing(alias, node) if _is_view(user) and user.args[0] is alias]
+
+
+def _changed(node: fx.Node) -> fx.Node | None:
+    """The value that ``node`` changes in place."""
+    value = next(iter((*node.args, *node.kwargs.values())), None)
+    return value if isinstance(value, fx.Node) else None
+
+
+def _reads(user: fx.Node, node: fx.Node) -> bool:
+    """Return whether ``user`` reads memory that ``node`` changes. ``x[i] += y`` assigns the changed item."""
+    return not is_metadata(user) and not (user.target is assign_item and user.args[2] is node)
+
+
+def _sharing(alias: fx.Node, changed: fx.Node) -> list[fx.Node]:
+    """The users of ``alias`` without items that share nothing with ``changed``: ``x[0]`` and ``x[1]``."""
+    taken = _item_number(next((node for node in _path(changed) if node.args and node.args[0] is alias), alias))
+    numbers = {user: _item_number(user) for user in alias.users}
+    return [user for user, number in numbers.items() if None in (taken, number) or number == taken]
+
+
+def _item_number(node: fx.Node) -> int | None:
+    is_item = node.target is operator.getitem and isinstance(node.args[1], int)
+    return node.args[1] if is_item else None  # type: ignore[return-value]
+
+
+def _path(node: fx.Node) -> Iterator[fx.Node]:
+    """``node`` and the values that it is a view of, up to the base."""
+    yield node
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        yield node
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    while _is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return list(_path(node))[-1]
 
 
-def _refuse_lasting_change(node: fx.Node) -> None:
-    changed = _viewed(node.args[0]) if isinstance(node.args[0], fx.Node) else node
+def _refuse_lasting_change(node: fx.Node, changed: fx.Node) -> None:
+    changed = _viewed(changed)
     if changed.op == "get_attr":
         name = str(changed.target).removeprefix(f"{ROOT}.")
         raise TracingError(
@@ -88,6 +126,8 @@ def _is_view(node: fx.Node) -> bool:
         return False
     if node.target is getattr:
         return node.args[1] in _VIEWS
+    if node.target is functional.dropout:
+        return node.kwargs.get("training") is False
     return node.target is operator.getitem or getattr(node.target, "__name__", "") in _VIEWS
 
 

@@ -4,15 +4,16 @@ import dis
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx
 
 from nxdpp.tracing.checks import class_of, is_field, mask_with_items, reads_parameter, value_or_none
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
-from nxdpp.tracing.metadata import has_name
+from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.modes import applied, current_modes
 from nxdpp.tracing.number_proxy import NumberProxy
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items
@@ -24,11 +25,16 @@ def assign_item(value: Any, index: Any, item: Any) -> Any:
     return value
 
 
-_TRACING_CODE = re.compile(r"/(nxdpp/(tracing|pipeline)|torch/fx|torch/utils)/|/torch/nn/modules/module\.py$")
+# C code behind torch.autograd and torch.func takes an object of class Tensor for one, and crashes on a proxy.
+_TRACING_CODE = re.compile(
+    r"/(nxdpp/(tracing|pipeline)|torch/(fx|utils|autograd|_functorch))/|/torch/nn/modules/module\.py$"
+)
 # Code that asks on behalf of its caller.
 _ON_BEHALF = re.compile(r"^<frozen|/(abc|copy|dataclasses|functools|inspect|typing|torch/nn/parameter)\.py$")
 # Attributes of a traced value that its spec has, with their names there.
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
+# Attributes of a tensor that may be None, and tell how it was made or what a backward has left.
+_OF_AUTOGRAD = frozenset({"_base", "_grad", "_grad_fn", "grad", "grad_fn"})
 
 
 class _SizedProxy(NumberProxy):
@@ -57,6 +63,19 @@ class RecordingProxy(_SizedProxy):
     has reads and writes in their order, and dead-code elimination keeps the writes.
     """
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "requires_grad":
+            self.requires_grad_(value)
+        elif hasattr(torch.Tensor, name) and not isinstance(value, property):
+            raise _tracer(self).refused(
+                RuntimeError(
+                    f"forward sets {self.node.name}.{name}, which changes a tensor outside the transformer layers "
+                    f"under all its names. Make a new tensor, or change this one with a method (x.copy_(y))."
+                )
+            )
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         known = _KNOWN.get(name)
         if known is not None and (fact := getattr(_spec(self), known)) is not None:
@@ -68,9 +87,22 @@ class RecordingProxy(_SizedProxy):
             return name == "_is_param" and reads_parameter(self)
         if not has_name(self.node, name):
             raise AttributeError(name)
+        if name in _OF_AUTOGRAD:
+            raise _tracer(self).refused(
+                RuntimeError(
+                    f"forward reads {self.node.name}.{name} outside the transformer layers; it is another one in each "
+                    f"step, or on each stage. Read it outside the model."
+                )
+            )
+        if not hasattr(torch.Tensor, name) and not is_metadata(self.node) and self._is_tensor():
+            raise AttributeError(f"a tensor between layers has no attribute {name}")
         if is_field(self.node, name):
             return value_or_none(self.tracer.create_proxy("call_function", getattr, (self, name), {}))
-        return RecordingAttribute(self, name)
+        return RecordingShape(self, name) if name == "shape" else RecordingAttribute(self, name)
+
+    def _is_tensor(self) -> bool:
+        """Return whether the value is a tensor for inputs of the sizes at hand, which is then a fact of the graph."""
+        return not _tracer(self).finished and _tracer(self).is_tensor(self.node)
 
     def __getitem__(self, index: Any) -> fx.Proxy | None:
         item = (mask_with_items(self), index)
@@ -78,6 +110,35 @@ class RecordingProxy(_SizedProxy):
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node
+
+
+class _InPlaceOperator:
+    """``x += y``: every name of ``x`` has the new value, in the dtype of ``x``. A number stays as it is."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = f"i{name}"
+        self._operation = getattr(operator, name)
+
+    def __call__(self, value: Any, other: Any) -> Any:
+        # The value is not changed in its memory: autograd forbids that for a tensor that a stage has received.
+        changed = self._operation(value, other)
+        return changed.to(value.dtype) if isinstance(value, torch.Tensor) else changed
+
+
+IN_PLACE_OPERATORS = tuple(
+    _InPlaceOperator(name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "matmul")
+)
+
+
+def _in_place(function: _InPlaceOperator) -> Callable[[Any, Any], Any]:
+    def change(self: Any, other: Any) -> Any:
+        if is_metadata(self.node):
+            return NotImplemented
+        self.node = self.tracer.create_proxy("call_function", function, (self, other), {}).node
+        return self
+
+    return change
 
 
 class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
@@ -119,6 +180,23 @@ class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
         return value_or_none(called) if self.attr == "get" else called
 
 
+for _function in IN_PLACE_OPERATORS:
+    for _class in (RecordingProxy, RecordingAttribute):
+        setattr(_class, f"__{_function.__name__.strip('_')}__", _in_place(_function))
+
+
+class RecordingShape(RecordingAttribute):
+    """``x.shape``, a sequence for ``match``."""
+
+
+class RecordingSize(RecordingProxy):
+    """``x.size()``, a sequence for ``match``."""
+
+
+Sequence.register(RecordingShape)
+Sequence.register(RecordingSize)
+
+
 class _InPlaceMethod:
     def __init__(self, owner: fx.Proxy, name: str) -> None:
         self._owner = owner
@@ -129,6 +207,38 @@ class _InPlaceMethod:
         changed = tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
         self._owner.node = changed.node
         return self._owner
+
+
+def change_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: fx.Proxy) -> None:
+    """Rebind the argument of a function that changes it in place (``torch.relu_(x)``, ``F.relu(x, inplace=True)``).
+
+    Raises ``RuntimeError`` for a function that changes several, or one that it returns nothing of.
+    """
+    name = getattr(function, "__name__", "")
+    if kwargs.get("out") is not None or (name.startswith("_foreach_") and name.endswith("_")):
+        raise _tracer(changed).refused(
+            RuntimeError(
+                f"{name} changes tensors that it is given, outside the transformer layers. Use its result "
+                f"(y = torch.mul(x, 2), without out), or a method of the tensor (x.mul_(2))."
+            )
+        )
+    if changes_argument(function, kwargs):
+        owner = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
+        if owner is not None:
+            owner.node = changed.node
+
+
+def changes_argument(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function of torch changes its first argument in place, and returns it."""
+    name = getattr(function, "__name__", "")
+    is_named_so = name.endswith("_") and not name.endswith("__") and not isinstance(function, _InPlaceOperator)
+    is_torch = (getattr(function, "__module__", None) or "torch").startswith("torch")
+    return (is_named_so and is_torch) or kwargs.get("inplace") is True
+
+
+def proxy_of(node: fx.Node, tracer: Any) -> RecordingProxy:
+    """The proxy of a node."""
+    return (RecordingSize if is_shape(node) else RecordingProxy)(node, tracer)
 
 
 def _is_tracing_code(frame: FrameType | None) -> bool:

@@ -231,6 +231,11 @@ def whole_number(value: Any) -> int:
     return value
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor."""
+    return isinstance(value, torch.Tensor)
+
+
 def is_none(value: Any) -> bool:
     """Return whether ``value`` is ``None``."""
     return value is None

@@ -16,7 +16,7 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
 from nxdpp.tracing.captured_outputs import call_capturing
-from nxdpp.tracing.checks import mark_must_run, traced_isinstance, value_or_none
+from nxdpp.tracing.checks import TracedType, mark_must_run, traced_callable, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.einops_calls import recorded_einops
@@ -27,10 +27,10 @@ from nxdpp.tracing.kept_tensors import recorded_sizes
 from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
-from nxdpp.tracing.proxy import RecordingProxy
+from nxdpp.tracing.proxy import change_argument, proxy_of
 from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
-from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none
+from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none, is_tensor
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.torch_transformer import recorded_transformers
 
@@ -135,6 +135,7 @@ class SpineTracer(fx.Tracer):
                     n: _or_none(recorded(f)) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids
                 }
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
+                builtins |= {"type": TracedType, "callable": traced_callable}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
             yield
             if self.refusal is not None:
@@ -222,6 +223,15 @@ class SpineTracer(fx.Tracer):
             mark_must_run(node)
         return node
 
+    def create_proxy(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: Any, *others: Any, **more: Any
+    ) -> Any:
+        """Add a node. Another name of a tensor that a function changes in place has the new value too."""
+        created = super().create_proxy(kind, target, args, kwargs, *others, **more)
+        if kind == "call_function":
+            change_argument(target, args, kwargs, created)
+        return created
+
     def create_arg(self, a: Any) -> Any:
         """An argument of a node. Numbers of NumPy become numbers of Python.
 
@@ -266,6 +276,16 @@ class SpineTracer(fx.Tracer):
             self.facts.append(Fact(node, is_none, answer))
         return answer, True
 
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Return whether a value is surely a tensor for inputs of the sizes at hand. It then is a fact of the graph."""
+        try:
+            answer = bool(self.read(node, is_tensor))
+        except UnknownSizeError:
+            return False
+        if answer:
+            self.facts.append(Fact(node, is_tensor, answer))
+        return answer
+
     @cached_property
     def _guesses(self) -> list[Sizes]:
         return [Sizes(self.root, self._shapes, guess, self._modes) for guess in (True, False)]
@@ -301,7 +321,7 @@ class SpineTracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node."""
-        return RecordingProxy(node, self)
+        return proxy_of(node, self)
 
 
 def _or_none(function: Callable[..., Any]) -> Callable[..., Any]:

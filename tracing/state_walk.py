@@ -3,10 +3,12 @@
 import functools
 import itertools
 import random
+import threading
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextvars import Context, ContextVar
 from types import (
     BuiltinMethodType,
     CellType,
@@ -158,6 +160,15 @@ class StateWalk:
             if not is_framework(getattr(value, "__module__", None)):
                 self.caches.append(value)
                 self._visit(value.__wrapped__, path, name, depth)
+        elif isinstance(value, ContextVar):
+            content = value.get(MISSING)
+            self.undo.append(functools.partial(_set_variable, value, content))
+            if content is not MISSING:
+                self._visit(content, f"{path}.get()", name, depth)
+        elif isinstance(value, threading.local):
+            self._put_back_all(vars(value))
+            self.keys[path, name] = (type(value),)
+            self._visit_items(vars(value), f"{path}.", "", depth)
         elif not self._enter_generator(value, path, name):
             self._enter_data(value, path, name, depth)
 
@@ -235,7 +246,7 @@ class StateWalk:
             state = tensor.numpy().tobytes()
             self.undo.append(functools.partial(value.set_state, tensor))
         elif isinstance(value, GeneratorType):
-            state = value.gi_frame and value.gi_frame.f_lasti
+            state = _state_of(value)
         else:
             return False
         self.keys[path, name] = ("a generator", type(value), state)
@@ -335,6 +346,24 @@ class DataWalk(StateWalk):
             self.keys[path, name] = id(value)
         elif not isinstance(value, type | FunctionType | MethodType | nn.Module):
             super()._visit(value, path, name, depth)
+
+
+def _state_of(generator: Any) -> Any:
+    """The place and the plain variables of a generator. Python cannot put them back."""
+    frame = generator.gi_frame
+    if frame is None:
+        return None
+    return frame.f_lasti, repr([(n, v) for n, v in frame.f_locals.items() if type(v) in PLAIN])
+
+
+def _set_variable(variable: ContextVar[Any], content: Any) -> None:
+    if content is MISSING:
+        # A variable cannot lose its value again; it gets that of an empty context.
+        try:
+            content = Context().run(variable.get)
+        except LookupError:
+            content = None
+    variable.set(content)
 
 
 def _content(cell: CellType) -> Any:
