@@ -51,7 +51,10 @@ def _coca() -> nn.Module:
     decoder = {"context_length": 16, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2}
     text = _TEXT | {"embed_cls": True, "output_tokens": True, "layers": 2}
     vision = _VISION | {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True, "layers": 2}
-    return Captioned(CoCa(32, decoder, text, vision))
+    model = CoCa(32, decoder, text, vision)
+    # CoCa leaves it as memory without values, such as NaN: a checkpoint gives its values.
+    nn.init.normal_(model.text_decoder.text_projection, std=0.1)
+    return Captioned(model)
 
 
 def _batch(generator: torch.Generator, rows: int) -> Batch:
