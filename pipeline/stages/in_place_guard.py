@@ -52,9 +52,10 @@ def expect_same_buffers(
     now: list[tuple[str, torch.Tensor, tuple[int, ...]]],
     module: str,
 ) -> None:
-    """Raise ``RuntimeError`` for a changed or replaced buffer of ``module``."""
-    for (name, old, version), (_, new, current) in zip(before, now, strict=True):
-        if old is not new or version != current:
+    """Raise ``RuntimeError`` for a changed, replaced, new or removed buffer of ``module``."""
+    old, new = ({name: (id(buffer), version) for name, buffer, version in found} for found in (before, now))
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
             raise RuntimeError(
                 f"{module}.forward changes its buffer {name}, and {module} runs on several stages, each with a copy. "
                 f"It must run on one stage: use one module for each place, or cut elsewhere (pipeline_cuts)."

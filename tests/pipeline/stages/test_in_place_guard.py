@@ -63,6 +63,27 @@ def test_a_guard_finds_changes_between_begin_and_end() -> None:
         _guarded(Counting(True), False)(x)
 
 
+class Keeping(nn.Module):
+    """Keeps its first result in a buffer, as x-transformers' Alibi does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            self.register_buffer("first", x * 2, persistent=False)
+        return x * 2
+
+
+def test_a_guard_finds_a_new_buffer() -> None:
+    x = torch.ones(2)
+    guarded = _guarded(Keeping(), False)
+    with pytest.raises(RuntimeError, match=r"module.forward changes its buffer first, .* several stages"):
+        guarded(x)
+    assert torch.equal(guarded(x), x * 2)
+
+
 def _nodes(*modules: nn.Module) -> tuple[nn.Module, list[fx.Node]]:
     root = nn.Sequential(*modules)
     graph = fx.Graph()
