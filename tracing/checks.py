@@ -12,10 +12,14 @@ module's output becomes a plain ``None`` where a run on fake tensors gives ``Non
 """
 
 import builtins
+import dis
 import inspect
 import operator
 import re
 import types
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -190,7 +194,8 @@ def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
 
     A whole output whose annotation excludes ``None`` is a value. The graph checks in every step that a first item, and
     an output without an annotation, are values too. A run on fake tensors decides about a later item or a field, about
-    an output whose annotation names ``None``, and about the result of a wrapped function. It guesses where the answer
+    an output whose annotation names ``None``, about a first item of a module whose code sets a variable to ``None``,
+    and about the result of a wrapped function. It guesses where the answer
     depends on data, and the graph then checks a ``None`` too. A check runs although no node uses it: code may only
     compare with ``None``.
     """
@@ -198,7 +203,10 @@ def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
     expected = _expectation(value.node, tracer.root)
     if expected == "value":
         return value
-    return checked_for_none(value, *(tracer.is_none(value.node) if expected == "either" else (False, True)))
+    if expected == "probably":
+        return checked_for_none(value, False, True)
+    is_none, is_sure = tracer.is_none(value.node)
+    return checked_for_none(value, False if is_none is None and expected == "perhaps" else is_none, is_sure)
 
 
 def checked_for_none(value: fx.Proxy, is_none: bool | None, is_sure: bool) -> fx.Proxy | None:
@@ -226,8 +234,11 @@ def _line() -> str:
     return model_line(calling_line())
 
 
-def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably", "either"]:
-    """Return the expectation of an output, or an item of it: surely a value, probably a value, or possibly ``None``."""
+def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably", "perhaps", "either"]:
+    """Return the expectation of an output, or an item of it: surely a value, probably one, or possibly ``None``.
+
+    ``"perhaps"`` is a value if nothing can be known.
+    """
     is_first = is_whole = True
     while node.op in _READS and node.args and builtins.isinstance(source := node.args[0], fx.Node):
         if passes_on(node):
@@ -257,11 +268,27 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably",
         # Attention without its weights is the only module of torch that returns None.
         return "either" if builtins.isinstance(module, nn.MultiheadAttention) and not is_first else "value"
     if not is_whole:
-        return "probably" if is_first else "either"
+        if is_first:
+            return "perhaps" if _stores_none(type(module).forward) else "probably"
+        return "either"
     declared = _return_annotation(module)
     if declared is None or type(None) in get_args(declared):
         return "either"
     return "probably" if declared is Any else "value"
+
+
+@cache
+def _stores_none(function: Callable[..., Any]) -> bool:
+    """Return whether the code of ``function`` sets a variable to ``None``."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return False
+    return any(
+        first.opname == "LOAD_CONST"
+        and first.argval is None
+        and second.opname.startswith(("STORE_FAST", "STORE_DEREF"))
+        for first, second in pairwise(dis.get_instructions(code))
+    )
 
 
 def is_user_function(node: fx.Node) -> bool:

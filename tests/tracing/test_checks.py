@@ -1,5 +1,6 @@
 """Assumptions of a trace: right for the inputs, or an error when the graph runs."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -376,6 +377,48 @@ def test_a_value_that_is_only_compared_takes_the_branch_of_the_model_or_is_an_er
                 pipeline.train({"x": x}, 1, backward=False)
         else:
             assert torch.equal(pipeline.train({"x": x}, 1, backward=False)[0], model(x))
+
+
+class _Joint(PlainLayer):
+    """A text and hidden states; the last layer returns no text, whatever its annotation says."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.is_last = is_last
+
+    def forward(self, x: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = super().forward(x + text)
+        if self.is_last:
+            text = None  # type: ignore[assignment]
+        return text, x
+
+
+class _JointModel(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Joint(index == 3) for index in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        text = hidden = self.embedding(x)
+        for layer in self.layers:
+            text, hidden = layer(hidden, text)
+        mean: Tensor = self.head(hidden if text is None else hidden + text).mean()
+        return mean
+
+
+def test_a_first_item_that_the_last_layer_sets_to_none_is_none() -> None:
+    model = _JointModel()
+    whole = copy.deepcopy(model)
+    pipeline = InProcessPipeline(model, 2, {"x": X}, options_for(model, _Joint))
+
+    (loss,) = pipeline.train({"x": X}, 1)
+    expected = whole(X)
+    expected.backward()
+
+    assert torch.equal(loss, expected)
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(model.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
 
 
 def test_annotations_that_python_cannot_evaluate_are_no_annotations() -> None:
