@@ -1,4 +1,7 @@
-"""Tensors and random numbers that code outside the layers makes: recorded or refused while tracing."""
+"""Tensors and random numbers that code outside the layers makes: recorded or refused while tracing.
+
+Functions of a sequence of tensors are here too: such a sequence may be one traced value.
+"""
 
 import random
 import re
@@ -24,10 +27,14 @@ _CONSTRUCTORS = (
 )  # fmt: skip
 _RANDOM = ("bernoulli", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm")
 _OF_METADATA = ("broadcast_shapes", "finfo", "iinfo")
+_OF_SEQUENCES = (
+    "cat", "column_stack", "concat", "concatenate", "dstack", "hstack", "row_stack", "stack", "vstack",
+)  # fmt: skip
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 _DEVICE_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
 _DRAWN_ONCE = "be drawn once for all steps"
-_ORIGINALS = {id(getattr(torch, name)): name for name in (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, "is_tensor")}
+_REPLACED = (*_CONSTRUCTORS, *_RANDOM, *_OF_METADATA, *_OF_SEQUENCES, "is_tensor")
+_ORIGINALS = {id(getattr(torch, name)): name for name in _REPLACED}
 
 
 @contextmanager
@@ -39,6 +46,7 @@ def recorded_constructors(tracer: fx.Tracer) -> Iterator[None]:
     replacements = {name: _recorder(tracer, getattr(torch, name)) for name in _CONSTRUCTORS}
     replacements |= {name: _refusal(name, _DRAWN_ONCE) for name in _RANDOM}
     replacements |= {name: _recorder(tracer, getattr(torch, name), False) for name in _OF_METADATA}
+    replacements |= {name: _recorder_of_sequence(tracer, getattr(torch, name)) for name in _OF_SEQUENCES}
     replacements["is_tensor"] = traced_is_tensor
     with swapped_in_this_thread(vars(torch), replacements):
         yield
@@ -82,6 +90,16 @@ def under_all_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
 def _recorder(tracer: fx.Tracer, function: Callable[..., Any], always: bool = True) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
         if always or has_proxy(args, kwargs):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+def _recorder_of_sequence(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    # torch's C code takes a traced sequence of tensors for a tensor by its class, and refuses it.
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0] if args else kwargs.get("tensors"), fx.Proxy):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import arange, finfo, is_tensor, nn, rand
+from torch import cat as joined
 from torch import seed as new_seed
 from torch import zeros as nothing
 
@@ -61,6 +62,19 @@ def test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(
     for rows in (2, 7):
         x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
         assert torch.equal(run_graph(model, traced, {"x": x}), model(x))
+
+
+JOINED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cat": lambda h: torch.cat(h.split(2, dim=-1), dim=-1) + torch.cat(tensors=h.split(2, dim=-1), dim=-1),
+    "cat under a name of its own": lambda h: joined(h.split(2, dim=-1), -1),
+    "stack": lambda h: torch.stack(h.unbind(-1), dim=-1),
+    "hstack": lambda h: torch.hstack(h.split(2, dim=-1)),
+}
+
+
+@pytest.mark.parametrize("function", JOINED.values(), ids=JOINED.keys())
+def test_a_sequence_that_is_one_traced_value_is_joined(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(function)
 
 
 @pytest.mark.parametrize(
