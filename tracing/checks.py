@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import fx, nn
@@ -37,6 +37,8 @@ _MUST_RUN = "must_run"
 # Methods of outputs that are mappings.
 _METHODS_OF_MAPPINGS = frozenset({"get", "items", "keys", "pop", "to_tuple", "values"})
 _READS = ("call_function", "call_method")
+# Modules of torch whose output may be a tuple.
+_WITH_ANY_OUTPUT = (nn.Identity, nn.MultiheadAttention, nn.RNNBase, nn.Sequential)
 _LIBRARIES = re.compile(r"(torch|transformers|nxdpp|einops)\b")
 
 
@@ -148,7 +150,7 @@ def class_of(value: fx.Proxy) -> type:
         return _type_of_metadata(value)
     found = _type_of(value)
     is_sure = node.op in ("placeholder", "get_attr") or passes_on(node)
-    if not is_sure and not (node.op == "call_module" and is_from_torch(tracer.root.get_submodule(str(node.target)))):
+    if not is_sure and (node.op != "call_module" or _source(node, tracer.root) is not None):
         value.node = record_opaque_call(expect_type, (value, found, True), {}).node
     return found
 
@@ -186,7 +188,38 @@ def _type_of(value: fx.Proxy) -> type:
         return nn.Parameter
     if builtins.isinstance(node.target, OpaqueCall) and node.target.declares_dict:
         return dict
+    tracer: Any = value.tracer
+    if (module := _source(node, tracer.root)) is not None:
+        return _type_of_output(value, module)
     return node.meta.get("spec", UNKNOWN).number or torch.Tensor
+
+
+def _source(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    """Return the module whose output, or an item or a field of it, ``node`` is; ``None`` if it gives tensors alone."""
+    while passes_on(node) or node.target in (operator.getitem, getattr):
+        if not builtins.isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+    if node.op != "call_module":
+        return None
+    module = unwrapped(root.get_submodule(str(node.target)))
+    gives_tensors = is_from_torch(module) and not builtins.isinstance(module, _WITH_ANY_OUTPUT)
+    return None if gives_tensors else module
+
+
+def _type_of_output(value: fx.Proxy, module: nn.Module) -> type:
+    """The type of what ``module`` returns, or of a part of it: of a run on fake tensors, or of its annotation."""
+    tracer: Any = value.tracer
+    try:
+        found: type = tracer.read(value.node, type)
+        if issubclass(found, torch.Tensor):
+            return torch.Tensor
+        tracer.fact(value.node, type)
+    except UnknownSizeError:
+        declared = _return_annotation(module) if value.node.op == "call_module" else Any
+        origin = get_origin(declared)
+        return origin if origin in (tuple, list) else torch.Tensor
+    return found
 
 
 def value_or_none(value: fx.Proxy) -> fx.Proxy | None:

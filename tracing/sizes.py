@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
+from nxdpp.tracing.function_caches import Uncached, uncached_functions, without_caches
 from nxdpp.tracing.generators import unchanged_generators
 from nxdpp.tracing.input_specs import COMPARISONS
 from nxdpp.tracing.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
@@ -147,7 +148,8 @@ class Sizes:
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         try:
             quiet = swapped(vars(_LOG), {"disabled": True})
-            with quiet, unchanged_generators(), self._mode, applied_to_fakes(self._modes):
+            unchanged = unchanged_generators()
+            with quiet, unchanged, without_caches(self._uncached), self._mode, applied_to_fakes(self._modes):
                 for needed in _in_order(node):
                     if needed not in self._values:
                         with applied(modes_of(needed)):
@@ -164,6 +166,10 @@ class Sizes:
                 else f"{type(error).__name__}: {error}"
             )
             raise UnknownSizeError(told) from error
+
+    @cached_property
+    def _uncached(self) -> Uncached:
+        return uncached_functions(self._root)
 
     def _value(self, node: fx.Node) -> Any:
         if _is_device(node):

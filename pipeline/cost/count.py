@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nxdpp.pipeline.cost.roofline import FLOP_FORMULAS, WorkCounter, accumulation_work, machine_balance
 from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, initial_value, map_tensors, run_of, tensors_in
 from nxdpp.tracing import listings
+from nxdpp.tracing.function_caches import uncached_functions, without_caches
 from nxdpp.tracing.sizes import FakeCopies
 from nxdpp.tracing.trace import TracedGraph
 
@@ -89,7 +90,7 @@ class _Counter:
 
     def run(self, traced: TracedGraph, inputs: Mapping[str, Any]) -> dict[fx.Node, NodeCost]:
         costs = {}
-        with self._mode, _quiet():
+        with without_caches(uncached_functions(self._root)), self._mode, _quiet():
             for node in traced.graph.nodes:
                 if node.op == "output":
                     continue

@@ -25,6 +25,13 @@ class Pair(nn.Module):
         return x, x + 1
 
 
+class PairByData(nn.Module):
+    """A pair, of which its annotation says nothing."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (x, x + 1) if bool(x.sum() < 1e6) else x
+
+
 class Asking(nn.Module):
     """Ask for the types of inputs and of layer outputs."""
 
@@ -62,7 +69,47 @@ def test_tensors_and_numbers_are_told_apart_by_spec(scale: Any) -> None:
 
 def test_a_tuple_that_was_taken_for_a_tensor_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"a value between layers is a tuple.*leaf_module_cls"):
-        run(Asking(Pair()), torch.randn(3, 4), 1)
+        run(Asking(PairByData()), torch.randn(3, 4), 1)
+
+
+def test_a_tuple_is_known_by_its_annotation() -> None:
+    module, x = Asking(Pair()), torch.randn(3, 4)
+    assert torch.equal(run(module, x, 1), module(x, 1))
+
+
+class Necks(PlainModel):
+    """Sums the maps that a neck gives, in one tensor or in a tuple."""
+
+    def __init__(self, neck: nn.Module) -> None:
+        super().__init__()
+        self.neck = neck
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: list[Tensor] = [x]
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1]))
+        maps = self.neck(tuple(hidden[1:]))
+        maps = maps if isinstance(maps, tuple | list) else [maps]
+        result: Tensor = sum(self.head(one).pow(2).mean() for one in maps)
+        return result
+
+
+class LastOfMany(nn.Module):
+    """The last map alone for long inputs, otherwise all of them; its annotation is wrong."""
+
+    def forward(self, maps: tuple[Tensor, ...]) -> Tensor:
+        return maps[-1] if len(maps[0]) > 3 else maps  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("neck", [nn.Identity(), LastOfMany()], ids=["identity", "by_size"])
+def test_a_module_that_gives_a_tuple_is_known_by_a_run_on_fake_tensors(neck: nn.Module) -> None:
+    model = Necks(neck)
+    pipeline = InProcessPipeline(model, 2)
+    for rows in (2, 8):
+        x = torch.randn(4 * rows, 4)
+        expected = torch.stack([model(part).detach() for part in x.chunk(4)])
+        found = torch.stack([loss.detach() for loss in pipeline.train({"x": x}, 4)])
+        assert torch.equal(found, expected)
 
 
 class Embedding(nn.Module):
