@@ -25,7 +25,12 @@ def graph_by_registration(
     spine = spine_names(module, layers, options.leaf_classes)
     graph = fx.Graph()
     value = graph.call_function(torch.zeros, (1,))
-    places = {name: place for place, name in enumerate(reached)}
+    places: dict[str, int] = {}
+    for place, name in enumerate(reached):
+        # A module in a list without layers was reached by its own name, and the list is one step.
+        while name:
+            places.setdefault(name, place)
+            name = name.rpartition(".")[0]
     steps = sorted(_registered(module, spine), key=lambda step: places.get(step[1], len(places)))
     for op, name in steps:
         if op == "get_attr":

@@ -129,10 +129,14 @@ def test_a_head_that_is_registered_first_is_refused_with_the_remedy() -> None:
 
 
 class LooksUpWidth(HeadFirst):
-    """Code after the blocks fails for guessed sizes."""
+    """Code after the blocks fails for guessed sizes. The norms are a list without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH)])
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        hidden = self.embedding(x) * self.scale
+        hidden = self.norms[0](self.embedding(x) * self.scale)
         for block in self.blocks:
             hidden = block(hidden)
         divisor = {WIDTH: 2.0}[int(hidden.shape[-1])]
