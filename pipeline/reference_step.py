@@ -149,7 +149,9 @@ class ReferenceStep:
     def _train(self, module: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> None:
         for microbatch in microbatches:
             loss = pick_loss(module(**microbatch), self._loss_spec)
-            (loss / len(microbatches)).backward()
+            # As in the step of the pipeline.
+            with torch._C._DisableAutocast():
+                (loss / len(microbatches)).backward()
             self._losses.append(loss.detach())
         gradients = {n: parameter.grad for n, parameter in listings.named_parameters(module, remove_duplicate=False)}
         self._gradients = {name: gradients[name] for name, _ in listings.named_parameters(self._local)}

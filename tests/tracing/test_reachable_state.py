@@ -1,8 +1,10 @@
 """The state that code can reach is found by the names in the code, compared and put back."""
 
 import itertools
+import threading
 from collections import Counter, UserDict, defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cached_property, partial, wraps
 from random import Random
 from types import SimpleNamespace
@@ -21,6 +23,10 @@ UNNAMED = {"n": 0}
 BEHIND_A_FUNCTION: list[int] = []
 OF_A_METHOD: list[int] = []
 OF_A_LAYER: list[int] = []
+OF_A_THREAD = threading.local()
+OF_A_THREAD.items = []
+OF_A_CONTEXT: ContextVar[int] = ContextVar("of_a_context", default=0)
+OF_A_CONTEXT.set(1)
 _SINGLETON: Any = None
 
 
@@ -115,7 +121,7 @@ class Spine(nn.Module):
 
     def forward(self, x: Any) -> Any:
         self.read()
-        return x * NAMED["n"] * manager().total()
+        return x * NAMED["n"] * manager().total() * len(OF_A_THREAD.items) * OF_A_CONTEXT.get()
 
 
 def change_member(spine: Any) -> None:
@@ -156,6 +162,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a global of a function": lambda spine: BEHIND_A_FUNCTION.append(1),
     "an object behind a function": lambda spine: manager().items.append(1),
     "a global of a method": lambda spine: OF_A_METHOD.append(1),
+    "an item of a thread": lambda spine: OF_A_THREAD.items.append(1),
+    "an attribute of a thread": lambda spine: setattr(OF_A_THREAD, "items", [7]),
+    "a value of a context": lambda spine: OF_A_CONTEXT.set(2),
 }
 
 

@@ -95,6 +95,31 @@ def test_right_pipelines_pass(ranks: int) -> None:
             assert set(different) <= TIED, case
 
 
+class MultipliesInFloat32(Base):
+    """Has a product in float32, whatever autocast is around it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.through(self.blocks, self.embedding(x))
+        with torch.autocast("cpu", enabled=False):
+            hidden = hidden.float() @ self.embedding.weight
+        return self.close(hidden)
+
+
+def train_in_autocast(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(MultipliesInFloat32(), Block, 2, input_names=["x"], check_against_module="first")
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped.run_train(x=torch.linspace(-2, 2, 16).view(4, 4))
+
+
+def test_a_backward_in_float32_inside_autocast_passes() -> None:
+    run_ranks(2, train_in_autocast)
+
+
 def train_with_dropout(rank: int) -> str:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     wrapped = NxDPPModel(models.make("gpt2", dropout=0.1), None, 2, check_against_module="first")
