@@ -40,7 +40,23 @@ _DETR = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone
 _ONE_MAP = _DETR | {"backbone_config": _RESNET | {"out_features": ["stage4"]}}
 _THREE_MAPS = _DETR | {"backbone_config": _RESNET | {"out_features": ["stage2", "stage3", "stage4"]}}
 
+# An encoder of four layers with a map after each, for necks of four maps.
+_DINOV2 = {
+    "model_type": "dinov2",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 64,
+    "patch_size": 8,
+    "out_indices": [1, 2, 3, 4],
+    "reshape_hidden_states": False,
+    "apply_layernorm": True,
+}
+_FOUR_MAPS = {"neck_hidden_sizes": [16, 32, 48, 64], "fusion_hidden_size": 32}
+
 SPECIAL: dict[str, dict[str, Any]] = {
+    "dpt": {"backbone_out_indices": [0, 1, 2, 3], **_FOUR_MAPS},
+    "depth_anything": {"backbone_config": _DINOV2, "reassemble_hidden_size": 64, "patch_size": 8, **_FOUR_MAPS},
     # Otherwise positions are scaled at random in training.
     "dinov3_vit": {"pos_embed_rescale": None},
     "lilt": {"hidden_size": 96},
@@ -121,7 +137,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "textnet": {"stem_out_channels": 16},
 }
 
-SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {("masked-lm", "reformer"): {"is_decoder": False}}
+SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {
+    ("masked-lm", "reformer"): {"is_decoder": False},
+    ("semantic-segmentation", "beit"): {"out_indices": [1, 2, 3, 4]},
+}
 
 # Arguments of ``NxDPPModel`` that a type needs: its layers, if it declares fewer than four; its inputs, if it takes
 # more than tokens.
