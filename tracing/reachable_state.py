@@ -15,15 +15,17 @@ torch, transformers, NumPy and the standard library, and the modules below the s
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.code_names import is_framework, names_in, names_on_others
+from nxdpp.tracing.object_state import PLAIN
 from nxdpp.tracing.put_back import MISSING
-from nxdpp.tracing.state_walk import HOOKS, MOST_ITEMS, OF_MODULES, PLAIN, DataWalk, StateWalk
+from nxdpp.tracing.state_walk import ANY_ATTRIBUTE, HOOKS, MOST_ITEMS, OF_MODULES, StateWalk
 from nxdpp.tracing.stored_names import stored_names
 
 
@@ -145,9 +147,27 @@ class Snapshot:
         ]
 
 
+class _DataWalk(StateWalk):
+    """One pass over the containers and objects in ``values``, by name, without the code of their classes."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        super().__init__((), ANY_ATTRIBUTE)
+        for name, value in values.items():
+            self._visit(value, str(name), str(name), 0)
+        self._enter_all()
+
+    def _visit(self, value: Any, path: str, name: str, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            # A change in place is in the tensor itself.
+            self.kept.append(value)
+            self.keys[path, name] = id(value)
+        elif not isinstance(value, type | FunctionType | MethodType | nn.Module):
+            super()._visit(value, path, name, depth)
+
+
 def snapshot_of_data(values: Mapping[Any, Any]) -> Snapshot:
     """The content of the containers and objects in ``values``, by name; tensors by identity."""
-    return Snapshot(DataWalk(values))
+    return Snapshot(_DataWalk(values))
 
 
 def has_user_code(spine: Iterable[nn.Module]) -> bool:

@@ -1,19 +1,15 @@
 """One pass over the Python objects that code of the spine can reach."""
 
 import functools
-import itertools
-import random
 import threading
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from contextvars import Context, ContextVar
+from contextvars import ContextVar
 from types import (
     BuiltinMethodType,
-    CellType,
     FunctionType,
-    GeneratorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -26,6 +22,17 @@ from torch import fx, nn
 from transformers import PreTrainedConfig
 
 from nxdpp.tracing.code_names import is_framework, names_in
+from nxdpp.tracing.object_state import (
+    ITERATORS,
+    PLAIN,
+    content_of,
+    generator_state,
+    holds_proxy,
+    iterator_state,
+    member_key,
+    set_variable,
+    slots_of,
+)
 from nxdpp.tracing.put_back import (
     MISSING,
     counters,
@@ -44,18 +51,8 @@ _MOST_OBJECTS = 10_000
 # Items of a larger container are not looked at.
 MOST_ITEMS = 1_000
 _MOST_BYTES = 1 << 20
-PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device, torch.layout)
-_ITERATORS: tuple[type, ...] = (
-    itertools.count,
-    itertools.cycle,
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-    enumerate,
-    zip,
-)
 # Names with which code may reach attributes whose names it does not hold.
-_ANY_ATTRIBUTE = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__", "attrgetter"})
+ANY_ATTRIBUTE = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__", "attrgetter"})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Attributes of every module; their content is the tracer's business.
 OF_MODULES = frozenset(vars(nn.Module()))
@@ -88,7 +85,7 @@ class StateWalk:
         self.kept: list[Any] = []
         self.traced: dict[fx.Proxy, str] = {}
         self._names = reached
-        self._all = bool(reached & _ANY_ATTRIBUTE)
+        self._all = bool(reached & ANY_ATTRIBUTE)
         self._spine = {id(module) for module in spine}
         self._classes = {cls for module in spine for cls in type(module).__mro__}
         self._seen: dict[int, str] = {}
@@ -115,20 +112,13 @@ class StateWalk:
         elif type(value) in PLAIN:
             # NaN is equal to itself here, and 1 is not True.
             self.keys[path, name] = (type(value), repr(value) if type(value) in (float, complex) else value)
-        elif isinstance(value, _ITERATORS):
-            self._visit_iterator(value, path, name)
+        elif isinstance(value, ITERATORS):
+            self.keys[path, name] = (type(value), repr(iterator_state(value)))
         elif id(value) in self._seen:
             self.keys[path, name] = ("also", self._seen[id(value)])
         elif depth < _DEEPEST:
             self._seen[id(value)] = path
             self._pending.append((value, path, name, depth + 1))
-
-    def _visit_iterator(self, value: Any, path: str, name: str) -> None:
-        try:
-            state = value.__reduce__()[1:]
-        except TypeError:  # a part of it cannot be described
-            state = ()
-        self.keys[path, name] = (type(value), repr(state))
 
     def _enter(self, value: Any, path: str, name: str, depth: int) -> None:
         if isinstance(value, nn.Module):
@@ -162,14 +152,19 @@ class StateWalk:
                 self._visit(value.__wrapped__, path, name, depth)
         elif isinstance(value, ContextVar):
             content = value.get(MISSING)
-            self.undo.append(functools.partial(_set_variable, value, content))
+            self.undo.append(functools.partial(set_variable, value, content))
             if content is not MISSING:
                 self._visit(content, f"{path}.get()", name, depth)
         elif isinstance(value, threading.local):
             self._put_back_all(vars(value))
             self.keys[path, name] = (type(value),)
             self._visit_items(vars(value), f"{path}.", "", depth)
-        elif not self._enter_generator(value, path, name):
+        elif (found := generator_state(value)) is not None:
+            state, undo = found
+            self.keys[path, name] = ("a generator", type(value), state)
+            if undo is not None:
+                self.undo.append(undo)
+        else:
             self._enter_data(value, path, name, depth)
 
     def _enter_function(self, function: FunctionType, path: str, depth: int) -> None:
@@ -189,7 +184,7 @@ class StateWalk:
         elif "__wrapped__" in vars(function):
             self._visit(vars(function)["__wrapped__"], path, function.__name__, depth)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            content = _content(cell)
+            content = content_of(cell)
             # A decorator of a framework holds the function of the user.
             if content is not MISSING and (is_own or isinstance(content, FunctionType | MethodType)):
                 self.undo.append(functools.partial(set_cell, cell, content))
@@ -226,32 +221,6 @@ class StateWalk:
             return isinstance(value, FunctionType) and name not in ("__init__", "__repr__", "__setstate__")
         return name in self._names
 
-    def _enter_generator(self, value: Any, path: str, name: str) -> bool:
-        """Note a random generator, or a generator of Python, and return ``True``; ``False`` for other objects."""
-        if isinstance(value, random.SystemRandom):
-            return True
-        if isinstance(value, random.Random):
-            state: Any = value.getstate()
-            self.undo.append(functools.partial(value.setstate, state))
-        elif isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            state = repr(bits.state)
-            self.undo.append(functools.partial(setattr, bits, "state", bits.state))
-        elif isinstance(value, numpy.random.RandomState):
-            legacy = value.get_state()
-            state = repr((legacy[1].tobytes(), legacy[2:])) if isinstance(legacy, tuple) else repr(legacy)
-            self.undo.append(functools.partial(value.set_state, legacy))
-        elif isinstance(value, torch.Generator):
-            tensor = value.get_state()
-            state = tensor.numpy().tobytes()
-            self.undo.append(functools.partial(value.set_state, tensor))
-        elif isinstance(value, GeneratorType):
-            state = _state_of(value)
-        else:
-            return False
-        self.keys[path, name] = ("a generator", type(value), state)
-        return True
-
     def _enter_data(self, value: Any, path: str, name: str, depth: int) -> None:
         """Note a container, an array or an object, and visit its content."""
         if isinstance(value, dict):
@@ -268,7 +237,7 @@ class StateWalk:
         elif isinstance(value, set | frozenset):
             if isinstance(value, set):
                 self.undo.append(functools.partial(set_set, value, set(value)))
-            self.keys[path, name] = (type(value), frozenset(_member(item) for item in value))
+            self.keys[path, name] = (type(value), frozenset(member_key(item) for item in value))
         elif isinstance(value, numpy.ndarray):
             if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
                 self.undo.append(functools.partial(set_array, value, value.copy()))
@@ -281,7 +250,7 @@ class StateWalk:
 
     def _visit_mapping(self, value: Mapping[Any, Any], path: str, name: str, depth: int) -> None:
         # A key that is a traced value is another one in each run.
-        items = [(key, item) for key, item in value.items() if not _holds_proxy(key)]
+        items = [(key, item) for key, item in value.items() if not holds_proxy(key)]
         self.keys[path, name] = (type(value), len(items))
         if len(items) <= MOST_ITEMS:
             for position, (key, item) in enumerate(items):
@@ -311,7 +280,7 @@ class StateWalk:
                         self._visit(hook, f"{path}.{attribute}", attribute, depth)
                 elif is_reached and not (isinstance(value, nn.Module) and attribute in OF_MODULES):
                     self._visit(content, f"{path}.{attribute}", attribute, depth)
-        for slot in _slots(type(value)):
+        for slot in slots_of(type(value)):
             content = getattr(value, slot, MISSING)
             if content is not MISSING:
                 self.undo.append(functools.partial(set_attribute, value, slot, content))
@@ -328,60 +297,3 @@ class StateWalk:
     def _put_back_items(self, items: dict[str, Any], names: Iterable[str]) -> None:
         old = {name: items.get(name, MISSING) for name in names}
         self.undo.append(functools.partial(set_items, items, old, counters(old)))
-
-
-class DataWalk(StateWalk):
-    """One pass over the containers and objects in ``values``, by name, without the code of their classes."""
-
-    def __init__(self, values: Mapping[Any, Any]) -> None:
-        super().__init__((), _ANY_ATTRIBUTE)
-        for name, value in values.items():
-            self._visit(value, str(name), str(name), 0)
-        self._enter_all()
-
-    def _visit(self, value: Any, path: str, name: str, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            # A change in place is in the tensor itself.
-            self.kept.append(value)
-            self.keys[path, name] = id(value)
-        elif not isinstance(value, type | FunctionType | MethodType | nn.Module):
-            super()._visit(value, path, name, depth)
-
-
-def _state_of(generator: Any) -> Any:
-    """The place and the plain variables of a generator. Python cannot put them back."""
-    frame = generator.gi_frame
-    if frame is None:
-        return None
-    return frame.f_lasti, repr([(n, v) for n, v in frame.f_locals.items() if type(v) in PLAIN])
-
-
-def _set_variable(variable: ContextVar[Any], content: Any) -> None:
-    if content is MISSING:
-        # A variable cannot lose its value again; it gets that of an empty context.
-        try:
-            content = Context().run(variable.get)
-        except LookupError:
-            content = None
-    variable.set(content)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is empty
-        return MISSING
-
-
-def _slots(cls: type) -> list[str]:
-    slots = [vars(base).get("__slots__", ()) for base in cls.__mro__ if not is_framework(base.__module__)]
-    names = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
-def _holds_proxy(key: Any) -> bool:
-    return isinstance(key, fx.Proxy) or (isinstance(key, tuple) and any(map(_holds_proxy, key)))
-
-
-def _member(item: Any) -> Any:
-    return (type(item), item) if type(item) in PLAIN else id(item)
