@@ -15,6 +15,16 @@ class LocalView(nn.Module):
 
     local_module: nn.Module
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise ``AttributeError``, with the place of an attribute that the wrapped module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = self.__dict__.get("original_module")
+            if module is None or name.startswith("_") or name not in dir(module):
+                raise
+            raise AttributeError(f"{error}; {_place(module, name)}", name=name, obj=self) from None
+
     def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under their original names; takes the arguments of ``named_parameters``."""
         return self.local_module.named_parameters(**kwargs)
@@ -78,3 +88,15 @@ class LocalView(nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise ``TypeError``: a stage has connections to other ranks."""
         raise TypeError("a pipelined model cannot be copied; copy its local_state_dict() instead.")
+
+
+def _place(module: nn.Module, name: str) -> str:
+    """Return where a user finds attribute ``name`` of the wrapped ``module``; properties are not evaluated."""
+    whole = f"the {type(module).__name__} that it wraps has one"
+    if name == "save_pretrained":
+        return f"{whole}. Write the model with nxdpp.save_pretrained(model, directory)."
+    if name in module._modules:
+        return f"{whole}. local_module.{name} has this rank's part of it."
+    if callable(getattr(type(module), name, None)):
+        return f"{whole}. Call {name} before the module is wrapped; afterwards a rank holds only its part of it."
+    return f"{whole}. Read original_module.{name}."
