@@ -28,6 +28,8 @@ _VIEWS = frozenset(
      "view_as_real", "vsplit"}
 )  # fmt: skip
 _METADATA = frozenset({"device", "dtype"})
+# It changes no data.
+_FOR_GRADIENTS = "requires_grad_"
 # Attributes that transformers' models set for a later step of generation, and training never reads.
 _FOR_GENERATION = frozenset({"rope_deltas"})
 # The name under which a traced module is called. The finished graph has names without this prefix.
@@ -56,7 +58,8 @@ def refuse_lost_changes(graph: fx.Graph) -> None:
 def changes_in_place(node: fx.Node) -> bool:
     """Return whether ``node`` changes its first argument in place."""
     if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__") and name != _FOR_GRADIENTS
     if node.op != "call_function":
         return False
     target: Any = node.target

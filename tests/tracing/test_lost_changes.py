@@ -95,7 +95,14 @@ def use_the_result(h: Tensor) -> Tensor:
     return h.view(-1, 4)
 
 
-@pytest.mark.parametrize("change", [assign, chain_of_methods, use_the_result, discard_the_result])
+def ask_for_gradients(h: Tensor) -> Tensor:
+    kept = h.detach()
+    view = kept[:, None]
+    view.requires_grad = True
+    return h + view.squeeze(1) + kept
+
+
+@pytest.mark.parametrize("change", [assign, chain_of_methods, use_the_result, discard_the_result, ask_for_gradients])
 def test_a_change_of_the_value_itself_is_kept(change: Callable[[Tensor], Tensor]) -> None:
     module = Changing(change)
     graph = trace(module, {"x": InputSpec(2, torch.float32)}, {}, TracingOptions((nn.Linear,))).graph
