@@ -117,7 +117,7 @@ def trace(
         return Run(graph, tuple(tracer.facts), entry.output_spec)
 
     tracer = make_tracer()
-    state = _reachable_state(module, options)
+    state = reachable_state(module, options)
     namespaces = [] if state is None else list({id(f.__globals__): f.__globals__ for f in state.functions}.values())
     with ExitStack() as stack:
         stack.enter_context(lasting_hooks())
@@ -213,7 +213,7 @@ class _Entry(nn.Module):
         return proxy
 
 
-def _reachable_state(module: nn.Module, options: TracingOptions) -> ReachableState | None:
+def reachable_state(module: nn.Module, options: TracingOptions) -> ReachableState | None:
     """The state that code of the user in the spine can reach, or ``None`` without such code."""
     layers = layer_names(module, options.layer_classes)
     if options.tracer_cls in (None, "hf"):

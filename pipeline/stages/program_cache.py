@@ -20,9 +20,12 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.modes import Modes, current_modes
+from nxdpp.tracing.settings import Settings, settings_of
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.swap import swapped
-from nxdpp.tracing.trace import TracingOptions, trace
+from nxdpp.tracing.trace import TracingOptions, reachable_state, trace
+
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,15 @@ class _Variant:
     """Inputs that one graph is traced for.
 
     ``traced`` inputs have a spec. ``constants`` have a type, a sign and a value, because 1 is not ``True`` and 0.0 is
-    not -0.0. ``modes`` are those of torch around the model, for which code may ask.
+    not -0.0. ``modes`` are those of torch around the model, for which code may ask. ``settings`` are plain
+    attributes of modules above layers.
     """
 
     traced: tuple[tuple[str, InputSpec], ...]
     constants: tuple[tuple[str, tuple[type, float], Any], ...]
     training: bool
     modes: Modes
+    settings: Settings
 
     def with_numbers_fixed(self, numbers: Mapping[str, float]) -> "_Variant":
         """Return the variant in which numbers are part of the graph."""
@@ -78,6 +83,7 @@ class ProgramCache:
         self._with_facts: set[_Variant] = set()
         self._fixed: set[_Variant] = set()
         self._as_cut: dict[str, nn.Module] = {}
+        self._state: Any = _UNKNOWN
 
     def cut_graph(self, inputs: Mapping[str, Any], training: bool) -> CutGraph:
         """Return the graph for a microbatch like ``inputs``, in training or evaluation mode, in this thread's modes.
@@ -90,7 +96,9 @@ class ProgramCache:
         numbers = {n: v for n, v in inputs.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         constants = {n: v for n, v in inputs.items() if n not in tensors and n not in numbers}
         traced = tensors | {n: InputSpec(None, None, type(v)) for n, v in numbers.items()}
-        variant = _Variant(tuple(sorted(traced.items())), _constants(constants), training, current_modes())
+        variant = _Variant(
+            tuple(sorted(traced.items())), _constants(constants), training, current_modes(), self._settings()
+        )
         with self._model_as_cut():
             if numbers and variant not in self._fixed:
                 try:
@@ -98,6 +106,11 @@ class ProgramCache:
                 except TracingError:
                     self._fixed.add(variant)
             return self._kept(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
+
+    def _settings(self) -> Settings:
+        if self._state is _UNKNOWN:
+            self._state = reachable_state(self._module, self._options)
+        return settings_of(self._state)
 
     def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], training: bool) -> CutGraph:
         """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.
@@ -142,6 +155,7 @@ class ProgramCache:
     def forget(self) -> None:
         """Drop all graphs: modules, buffers or dtypes have changed."""
         self._graphs.clear()
+        self._state = _UNKNOWN
         self._with_facts.clear()
 
     @contextmanager

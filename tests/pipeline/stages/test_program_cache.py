@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import trace
+from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for
 
 
@@ -332,3 +334,30 @@ def test_training_and_evaluation_are_two_graphs_of_a_llama() -> None:
             with torch.no_grad():
                 cache.cut_graph(inputs, False)
     assert traces.call_count == 2
+
+
+class Weighted(PlainModel):
+    """Has a number, and an object with a number, that training changes between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 0.0
+        self.unused = 0
+        self.schedule = SimpleNamespace(scale=1.0)
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = hidden * self.schedule.scale + self.beta
+        return changed
+
+
+def test_a_number_that_changes_between_steps_is_exact() -> None:
+    model = Weighted()
+    pipeline = InProcessPipeline(model, 2, transformer_layer_cls=PlainLayer)
+    x = torch.randn(4, 4)
+    graphs = set()
+    for beta, scale in ((0.0, 1.0), (0.5, 1.0), (0.5, 2.0), (0.0, 1.0)):
+        model.beta, model.schedule.scale = beta, scale
+        model.unused += 1
+        assert torch.equal(torch.stack(pipeline.train({"x": x}, 1))[0], model(x))
+        graphs.add(pipeline.programs.cut_graph({"x": x}, True))
+    assert len(graphs) == 3
