@@ -43,7 +43,8 @@ class _SizedProxy(NumberProxy):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class for ``isinstance`` in all code, also in torch and in helper modules; a proxy's own for fx."""
-        return type(self) if _is_tracing_code(sys._getframe(1)) else class_of(self)
+        caller = sys._getframe(1)
+        return type(self) if _is_tracing_code(caller) or _calls_c_code(caller) else class_of(self)
 
     def __len__(self) -> int:
         size = _length(self)
@@ -239,6 +240,25 @@ def changes_argument(function: Any, kwargs: Mapping[str, Any]) -> bool:
 def proxy_of(node: fx.Node, tracer: Any) -> RecordingProxy:
     """The proxy of a node."""
     return (RecordingSize if is_shape(node) else RecordingProxy)(node, tracer)
+
+
+def _calls_c_code(frame: FrameType) -> bool:
+    """Return whether ``frame`` calls another function than ``isinstance``.
+
+    The parser of torch's arguments takes an object of class Tensor for one, and crashes on a proxy:
+    ``torch.where(mask, x, 0)``.
+    """
+    code = frame.f_code
+    if _ON_BEHALF.search(code.co_filename) or not dis.opname[code.co_code[frame.f_lasti]].startswith("CALL"):
+        return False
+    positions = list(code.co_positions())
+    start = positions[frame.f_lasti // 2]
+    if start[0] is None or start[2] is None:
+        return "isinstance" not in code.co_names
+    # The called expression starts where the call does.
+    first = next(i for i, at in enumerate(positions) if (at[0], at[2]) == (start[0], start[2]))
+    named = next((i for i in dis.get_instructions(code) if i.offset >= 2 * first and i.argval is not None), None)
+    return named is None or named.argval != "isinstance"
 
 
 def _is_tracing_code(frame: FrameType | None) -> bool:

@@ -98,6 +98,10 @@ def add_to_a_size(model: Any, h: Any) -> Any:
     return h * n + m
 
 
+def a_number_for_a_tensor(model: Any, h: Any) -> Any:
+    return torch.where(h > 0, h, 0)
+
+
 def discarded_results(model: Any, h: Any) -> Any:
     new = h.clone()
     torch.relu_(new)
@@ -136,6 +140,7 @@ def an_applied_function_under_another_name(model: Any, h: Any) -> Any:
         add_to_an_item,
         add_to_a_size,
         discarded_results,
+        a_number_for_a_tensor,
         an_applied_function_under_another_name,
     ],
 )
