@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 from transformers.utils import output_capturing
@@ -61,6 +62,19 @@ def captured(output: Any, collected: Collected, before: dict[str, int], expected
                 f"output_{key}=False"
             )
     return given
+
+
+def captured_for_cost(output: Any, collected: Collected, before: dict[str, int], expected: dict[str, int]) -> Collected:
+    """``captured`` for a layer that ran any number of times, or whose output is an estimate, on the way to a cost."""
+    output_capturing._active_collector.set(None)
+    like = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return {key: (collected[key][before[key] :] + [like] * count)[:count] for key, count in expected.items()}
+
+
+def takes_collector(node: fx.Node) -> bool:
+    """Return whether ``node`` is the argument of a layer in which hooks collect outputs."""
+    source = node.args[0] if node.target is getitem else None
+    return isinstance(source, fx.Node) and source.target is begin_capture
 
 
 def ends_capture(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.captured_outputs import captured_for_cost, ends_capture
 from nxdpp.tracing.modes import applied, modes_of
 from nxdpp.tracing.nested import flatten, leaves_of, map_leaves
 
@@ -37,6 +38,8 @@ class NodeRun:
             return self.module(*self.args, **self.kwargs)
         if self.node.op == "call_method":
             return getattr(self.args[0], str(self.node.target))(*self.args[1:], **self.kwargs)
+        if ends_capture(self.node):
+            return captured_for_cost(*self.args)
         assert callable(self.node.target)
         return self.node.target(*self.args, **self.kwargs)
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
@@ -78,8 +79,9 @@ class _Rank:
         self.error = ""
         self.ended = False
         self.was_running = False
+        self.released = False
         self.output = folder / f"rank{rank}.txt"
-        self.connection, theirs = context.Pipe(duplex=False)
+        self.connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
             target=_run, args=(rank, theirs, self.output, environment, payload, timeout), name=f"rank {rank}"
         )
@@ -115,9 +117,16 @@ class _Rank:
         else:
             self.error = content.decode()
 
+    def release(self) -> None:
+        """Let the process end after its result."""
+        self.released = True
+        with suppress(OSError):
+            self.connection.send_bytes(b"end")
+
     def write_stacks(self) -> None:
         """Make a running process write its threads' stacks into its output, then kill it."""
-        self.was_running = not self.done
+        # A rank that has returned waits for the others until it is released.
+        self.was_running = not self.done and (not self.result or self.released)
         if self.was_running and self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
             self.process.join(STACK_SECONDS)
@@ -138,10 +147,15 @@ def _wait_for_all(ranks: list[_Rank], timeout: float) -> str:
     while waiting := [rank for rank in ranks if not rank.done]:
         ready = wait([rank.awaited for rank in waiting], max(0.0, deadline - time.monotonic()))
         if not ready:
-            return failure or f"timeout after {timeout} s: {_names(waiting)} still running"
+            running = [rank for rank in waiting if not rank.result] or waiting
+            return failure or f"timeout after {timeout} s: {_names(running)} still running"
         for rank in waiting:
             if rank.awaited in ready:
                 rank.receive()
+                # A rank that ends early would break connections that others still make.
+                if all(other.result or other.error for other in ranks):
+                    for other in ranks:
+                        other.release()
                 if rank.error and not failure:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                     failure = f"failure, {_names([rank])} first,"
@@ -226,6 +240,9 @@ def _run(
     sys.stderr.flush()
     connection.send_bytes(kind)
     connection.send_bytes(content)
-    if kind == b"error":
+    if kind == b"result":
+        with suppress(EOFError, OSError):
+            connection.recv_bytes()
+    else:
         # Threads and exit functions of a failed rank may block.
         os._exit(1)
