@@ -207,16 +207,26 @@ def _source(node: fx.Node, root: nn.Module) -> nn.Module | None:
     return None if gives_tensors else module
 
 
+def _is_whole(node: fx.Node) -> bool:
+    while passes_on(node) and builtins.isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "call_module"
+
+
 def _type_of_output(value: fx.Proxy, module: nn.Module) -> type:
-    """The type of what ``module`` returns, or of a part of it: of a run on fake tensors, or of its annotation."""
+    """The type of what ``module`` returns, or of a part of it: of its annotation, or of a run on fake tensors."""
     tracer: Any = value.tracer
+    declared = _return_annotation(module) if _is_whole(value.node) else Any
+    is_tensor = builtins.isinstance(declared, type) and issubclass(declared, torch.Tensor)
+    if is_tensor and type(module).__module__.startswith("transformers."):
+        # A run costs time, and every step checks the type.
+        return torch.Tensor
     try:
         found: type = tracer.read(value.node, type)
         if issubclass(found, torch.Tensor):
             return torch.Tensor
         tracer.fact(value.node, type)
     except UnknownSizeError:
-        declared = _return_annotation(module) if value.node.op == "call_module" else Any
         origin = get_origin(declared)
         return origin if origin in (tuple, list) else torch.Tensor
     return found
