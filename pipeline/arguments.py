@@ -26,10 +26,12 @@ def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_c
 
 def warn_of_traced_hooks(module: nn.Module, layers: Sequence[str]) -> None:
     """Log a warning for forward hooks of modules that hold transformer layers: they run while these are traced."""
+    parts = [layer.split(".") for layer in layers]
+    above = {""} | {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
     traced = []
-    for name, child in module.named_modules():
-        holds_layers = not name or any(layer.startswith(f"{name}.") for layer in layers)
-        if holds_layers and (child._forward_hooks or child._forward_pre_hooks):
+    for name in sorted(above):
+        child = module.get_submodule(name)
+        if child._forward_hooks or child._forward_pre_hooks:
             traced.append(name or type(module).__name__)
     if traced:
         _logger.warning(

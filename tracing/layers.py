@@ -76,7 +76,8 @@ def is_instance(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool
 def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
     classes = dict.fromkeys(_declared_by(module))
     for model in transformers_models(module).values():
-        classes |= dict.fromkeys(_declared_by(model))
+        if model is not module:
+            classes |= dict.fromkeys(_declared_by(model))
     return tuple(classes)
 
 
