@@ -31,6 +31,7 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.utils import generic
 from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.caches import Caches, recorded_with_shapes, without_cache
@@ -160,6 +161,7 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
             }
             stack.enter_context(swapped(vars(source), functions))
         stack.enter_context(recorded_masks())
+        stack.enter_context(swapped(vars(generic), {"is_tensor": _is_tensor}))
         for name, read in (("loss_function", _recorded_loss), ("device", lambda pick, model: device)):
             stack.enter_context(patch.object(PreTrainedModel, name, _while_traced(name, read)))
         yield
@@ -246,6 +248,11 @@ def _makes_cache(config: PreTrainedConfig) -> bool:
 def _is_function(value: Any) -> bool:
     traced_through = (traced_isinstance, compilable_check, masking_utils.create_masks_for_generate)
     return isinstance(value, FunctionType) and value not in traced_through
+
+
+def _is_tensor(value: Any, original: Callable[[Any], bool] = generic.is_tensor) -> bool:
+    # A ModelOutput asks it of its first field; a run on fake tensors for the answer may take minutes (Mamba).
+    return isinstance(value, fx.Proxy) or original(value)
 
 
 def _is_theirs(function: Any) -> bool:
