@@ -16,7 +16,7 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
 from nxdpp.tracing.captured_outputs import call_capturing
-from nxdpp.tracing.checks import mark_must_run, value_or_none
+from nxdpp.tracing.checks import TracedType, mark_must_run, traced_callable, traced_isinstance, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.einops_calls import recorded_einops
@@ -33,7 +33,6 @@ from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none, is_tensor
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.torch_transformer import recorded_transformers
-from nxdpp.tracing.type_answers import TracedType, traced_callable, traced_isinstance
 
 _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
 

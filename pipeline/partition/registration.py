@@ -7,7 +7,6 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from nxdpp.tracing import listings
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.spine import spine_names
 from nxdpp.tracing.trace import TracedGraph, TracingOptions
@@ -46,9 +45,9 @@ def graph_by_registration(
 
 def _registered(module: nn.Module, spine: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the operation and the name of each parameter of the spine, and of each module below it."""
-    for name, child in listings.named_modules(module):
+    for name, child in module.named_modules():
         if name in spine:
-            for key in [key for key, parameter in child._parameters.items() if parameter is not None]:
+            for key, _ in child.named_parameters(recurse=False):
                 yield "get_attr", f"{name}.{key}" if name else key
         elif name.rpartition(".")[0] in spine:
             yield "call_module", name
