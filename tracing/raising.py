@@ -83,7 +83,7 @@ class _Code:
     def branches_at(self, offset: int) -> dict[bool, int] | None:
         """The offsets to which the truth asked at ``offset`` leads."""
         # A specialised call of Python 3.11 stays at its PRECALL.
-        while self._calls_bool(offset) or self.instructions[offset].opname == "TO_BOOL":
+        while self._calls_bool(offset) or self._asks_before_the_jump(self.instructions[offset]):
             offset = self._next[offset]
         instruction = self.instructions[offset]
         if not instruction.opname.startswith("POP_JUMP_") or not instruction.opname.endswith(("_TRUE", "_FALSE")):
@@ -160,6 +160,13 @@ class _Code:
         """Return whether an exception at ``offset`` meets no handler of the function but those of ``with``."""
         handlers = [entry.target for entry in self._handlers if entry.start <= offset < entry.end]
         return all(self.instructions[self._next[target]].opname == "WITH_EXCEPT_START" for target in handlers)
+
+    @staticmethod
+    def _asks_before_the_jump(instruction: dis.Instruction) -> bool:
+        # From Python 3.13 on a comparison before a jump asks for the truth itself: dis prints "bool(>)".
+        return instruction.opname == "TO_BOOL" or (
+            instruction.opname == "COMPARE_OP" and instruction.argrepr.startswith("bool(")
+        )
 
     def _calls_bool(self, offset: int) -> bool:
         call = self.instructions[offset]

@@ -190,7 +190,7 @@ def _all_on_self(code: CodeType) -> bool:
     instructions = [i for i in dis.get_instructions(code) if i.opname not in skipped]
     triples = zip(instructions, instructions[1:], instructions[2:], strict=False)
     return all(
-        _loads(before if load.argval == _REGISTER else after, code.co_varnames[0])
+        _loads(before, code.co_varnames[0]) if load.argval == _REGISTER else _loads_first(after, code.co_varnames[0])
         for before, load, after in triples
         if load.opname.startswith("LOAD_") and load.argval in _BY_STRING
     )
@@ -198,8 +198,16 @@ def _all_on_self(code: CodeType) -> bool:
 
 def _loads(instruction: dis.Instruction, variable: str) -> bool:
     """Return whether ``instruction`` leaves ``variable`` on top of the stack."""
+    # From Python 3.13 on one instruction loads, or stores and loads, two variables.
     loaded = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
     return loaded == variable and ("LOAD_FAST" in instruction.opname or instruction.opname == "LOAD_DEREF")
+
+
+def _loads_first(instruction: dis.Instruction, variable: str) -> bool:
+    """Return whether the first value that ``instruction`` puts on the stack is ``variable``."""
+    if isinstance(instruction.argval, tuple):
+        return instruction.argval[0] == variable and instruction.opname == "LOAD_FAST_LOAD_FAST"
+    return _loads(instruction, variable)
 
 
 def _stored_by_constructors(cls: type) -> set[str]:

@@ -24,6 +24,9 @@ class Asked:
     def __invert__(self) -> "Asked":
         return self
 
+    def __gt__(self, other: int) -> "Asked":
+        return self
+
 
 class _Object:
     count = 0
@@ -101,6 +104,11 @@ def _with_custom_error(x: Asked) -> None:
         raise CustomError(1, 2)
 
 
+def _raises_for_a_comparison(x: Asked) -> None:
+    if x > 3:
+        raise ValueError("bad")
+
+
 def _raises_for_either(x: Asked) -> None:
     if x or _Object.count > 3:
         raise ValueError("bad")
@@ -118,6 +126,7 @@ _BRANCHES: list[tuple[Callable[[Asked], Any], bool, type[Exception], str]] = [
     (_raises_in_loop, True, ValueError, "bad"),
     (_raises_a_local_class, True, KeyError, "bad"),
     (_with_custom_error, True, CustomError, ""),
+    (_raises_for_a_comparison, True, ValueError, "bad"),
     (_raises_for_either, True, ValueError, "bad"),
 ]
 

@@ -57,6 +57,18 @@ def test_names_of_forward_of_methods_that_it_calls_of_helpers_and_of_decorators(
     assert stored.on_others == {"by_helper"}
 
 
+def test_a_name_that_is_put_together_is_of_the_module_it_is_set_on() -> None:
+    class Named(nn.Module):
+        def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+            prefix = f"{name}_seen"
+            setattr(self, prefix, x)
+            return x
+
+    stored = stored_names([Named(), nn.Linear(2, 2)])
+    assert stored.stores(Named(), "last_seen")
+    assert not stored.on_others
+
+
 def test_a_name_on_another_object_may_be_of_any_module() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
