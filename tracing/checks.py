@@ -20,25 +20,20 @@ import types
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
 
 from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.errors import calling_line, model_line
-from nxdpp.tracing.input_specs import UNKNOWN
 from nxdpp.tracing.listings import unwrapped
-from nxdpp.tracing.metadata import is_metadata, is_shape
-from nxdpp.tracing.sizes import UnknownSizeError
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _MUST_RUN = "must_run"
 # Methods of outputs that are mappings.
 _METHODS_OF_MAPPINGS = frozenset({"get", "items", "keys", "pop", "to_tuple", "values"})
 _READS = ("call_function", "call_method")
-# Modules of torch whose output may be a tuple.
-_WITH_ANY_OUTPUT = (nn.Identity, nn.MultiheadAttention, nn.RNNBase, nn.Sequential)
 _LIBRARIES = re.compile(r"(torch|transformers|nxdpp|einops)\b")
 
 
@@ -97,139 +92,6 @@ def passes_on(node: fx.Node) -> bool:
 def asks_for_none(node: fx.Node) -> bool:
     """Return whether ``node`` checks that a value is, or is not, ``None``."""
     return builtins.isinstance(node.target, OpaqueCall) and node.target.function in (expect_none, expect_value)
-
-
-def traced_isinstance(value: Any, classes: Any) -> bool:
-    """``isinstance`` for traced code: a proxy is a tensor, unless its node says otherwise."""
-    if not builtins.isinstance(value, fx.Proxy):
-        return builtins.isinstance(value, classes)
-    if value.node.op != "placeholder" and is_metadata(value.node):
-        return issubclass(_type_of_metadata(value), classes)
-    answer = issubclass(_type_of(value), classes)
-    if value.node.op != "placeholder":
-        value.node = record_opaque_call(expect_type, (value, classes, answer), {}).node
-        mark_must_run(value.node)
-    return answer
-
-
-class _AnyType(type):
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and builtins.isinstance(args[0], fx.Proxy):
-            return class_of(args[0])
-        return builtins.type(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return builtins.isinstance(instance, builtins.type)
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is builtins.type
-
-    def __hash__(cls) -> int:
-        return hash(builtins.type)
-
-
-class TracedType(builtins.type, metaclass=_AnyType):
-    """``type`` for traced code: the type of a traced value is that of the value."""
-
-
-def traced_callable(value: Any) -> bool:
-    """``callable`` for traced code: a traced value is none."""
-    return not builtins.isinstance(value, fx.Proxy) and callable(value)
-
-
-def class_of(value: fx.Proxy) -> type:
-    """The class that ``isinstance`` sees in code whose ``isinstance`` is Python's own: torch and helper modules.
-
-    The graph checks in every step that the value is of it, where it may be another one.
-    """
-    tracer: Any = value.tracer
-    if tracer.finished:
-        return torch.Tensor
-    node = value.node
-    if node.op != "placeholder" and is_metadata(node):
-        return _type_of_metadata(value)
-    found = _type_of(value)
-    is_sure = node.op in ("placeholder", "get_attr") or passes_on(node)
-    if not is_sure and (node.op != "call_module" or _source(node, tracer.root) is not None):
-        value.node = record_opaque_call(expect_type, (value, found, True), {}).node
-    return found
-
-
-def _type_of_metadata(value: fx.Proxy) -> type:
-    tracer: Any = value.tracer
-    if is_shape(value.node):
-        return torch.Size
-    try:
-        found: type = tracer.fact(value.node, type)
-    except UnknownSizeError as error:
-        raise tracer.refused(
-            TypeError(f"the type of {value.node.name} is asked, which is unknown ({error})")
-        ) from error
-    return found
-
-
-def traced_is_tensor(value: Any) -> bool:
-    """``torch.is_tensor`` for traced code."""
-    return traced_isinstance(value, torch.Tensor)
-
-
-def reads_parameter(value: fx.Proxy) -> bool:
-    """Return whether ``value`` is a parameter of the model."""
-    if value.node.op != "get_attr":
-        return False
-    tracer: Any = value.tracer
-    owner, _, name = str(value.node.target).rpartition(".")
-    return name in tracer.root.get_submodule(owner)._parameters
-
-
-def _type_of(value: fx.Proxy) -> type:
-    node = value.node
-    if reads_parameter(value):
-        return nn.Parameter
-    if builtins.isinstance(node.target, OpaqueCall) and node.target.declares_dict:
-        return dict
-    tracer: Any = value.tracer
-    if (module := _source(node, tracer.root)) is not None:
-        return _type_of_output(value, module)
-    return node.meta.get("spec", UNKNOWN).number or torch.Tensor
-
-
-def _source(node: fx.Node, root: nn.Module) -> nn.Module | None:
-    """Return the module whose output, or an item or a field of it, ``node`` is; ``None`` if it gives tensors alone."""
-    while passes_on(node) or node.target in (operator.getitem, getattr):
-        if not builtins.isinstance(node.args[0], fx.Node):
-            return None
-        node = node.args[0]
-    if node.op != "call_module":
-        return None
-    module = unwrapped(root.get_submodule(str(node.target)))
-    gives_tensors = is_from_torch(module) and not builtins.isinstance(module, _WITH_ANY_OUTPUT)
-    return None if gives_tensors else module
-
-
-def _is_whole(node: fx.Node) -> bool:
-    while passes_on(node) and builtins.isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node.op == "call_module"
-
-
-def _type_of_output(value: fx.Proxy, module: nn.Module) -> type:
-    """The type of what ``module`` returns, or of a part of it: of its annotation, or of a run on fake tensors."""
-    tracer: Any = value.tracer
-    declared = _return_annotation(module) if _is_whole(value.node) else Any
-    is_tensor = builtins.isinstance(declared, type) and issubclass(declared, torch.Tensor)
-    if is_tensor and type(module).__module__.startswith("transformers."):
-        # A run costs time, and every step checks the type.
-        return torch.Tensor
-    try:
-        found: type = tracer.read(value.node, type)
-        if issubclass(found, torch.Tensor):
-            return torch.Tensor
-        tracer.fact(value.node, type)
-    except UnknownSizeError:
-        origin = get_origin(declared)
-        return origin if origin in (tuple, list) else torch.Tensor
-    return found
 
 
 def value_or_none(value: fx.Proxy) -> fx.Proxy | None:
@@ -314,7 +176,7 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably",
         if is_first:
             return "perhaps" if _stores_none(type(module).forward) else "probably"
         return "either"
-    declared = _return_annotation(module)
+    declared = return_annotation(module)
     if declared is None or type(None) in get_args(declared):
         return "either"
     return "probably" if declared is Any else "value"
@@ -352,7 +214,7 @@ def is_field(node: fx.Node, name: str) -> bool:
     return returns and not hasattr(torch.Tensor, name) and name not in _METHODS_OF_MAPPINGS
 
 
-def _return_annotation(module: nn.Module) -> Any:
+def return_annotation(module: nn.Module) -> Any:
     """Return the annotation of the result of ``module.forward``, ``Any`` for a missing or an unusual one."""
     try:
         return inspect.get_annotations(type(module).forward, eval_str=True).get("return", Any)

@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.calls import has_proxy
-from nxdpp.tracing.checks import traced_is_tensor
 from nxdpp.tracing.swap import sources, swapped, swapped_in_this_thread
+from nxdpp.tracing.type_answers import traced_is_tensor
 
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "tensor", "tril_indices",

@@ -36,13 +36,13 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing.caches import Caches, recorded_with_shapes, without_cache
 from nxdpp.tracing.calls import recorded
-from nxdpp.tracing.checks import traced_isinstance
 from nxdpp.tracing.data_checks import compilable_check
 from nxdpp.tracing.empty_caches import without_empty_caches
 from nxdpp.tracing.feature_methods import recorded_feature_methods
 from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.swap import StableSet, sources, swapped
 from nxdpp.tracing.transformers_models import transformers_models
+from nxdpp.tracing.type_answers import traced_isinstance
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _ONE_MASK = ("create_causal_mask", "create_chunked_causal_mask", "create_sliding_window_causal_mask")

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from operator import attrgetter
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -23,60 +22,19 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.attribute_nodes import (
+    dotted,
+    expect_not_left_behind,
+    has_left_behind,
+    left_behind,
+    store_after,
+    store_before,
+)
 from nxdpp.tracing.checks import checked_for_none, run_in_every_step
 from nxdpp.tracing.lost_changes import ROOT
 from nxdpp.tracing.nested import flatten
 from nxdpp.tracing.sizes import UnknownSizeError
 from nxdpp.tracing.stored_names import stored_names
-
-
-def left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> Any:
-    """Attribute ``name`` of module ``path`` of ``leaf``, which has just returned ``output``.
-
-    Raises ``RuntimeError`` for a missing attribute.
-    """
-    try:
-        return getattr(_submodule(leaf, path), name)
-    except AttributeError:
-        raise RuntimeError(
-            f"a run of {type(leaf).__name__} has not set {_join(path, name)}, which the trace took it to do. Set it "
-            f"in __init__ too, and in every run of forward."
-        ) from None
-
-
-def expect_not_left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> None:
-    """Raise ``RuntimeError`` for an attribute that ``leaf`` has after the run that returned ``output``."""
-    if hasattr(_submodule(leaf, path), name):
-        raise RuntimeError(
-            f"a run of {type(leaf).__name__} has set {_join(path, name)}, which the trace took to be missing. Set it "
-            f"in __init__ too."
-        )
-
-
-def has_left_behind(output: Any, leaf: nn.Module, path: str, name: str) -> bool:
-    """Return whether module ``path`` of ``leaf`` has the attribute after the run that returned ``output``."""
-    return hasattr(_submodule(leaf, path), name)
-
-
-def store_before(argument: Any, leaf: nn.Module, *stores: Any) -> Any:
-    """Store attributes on modules of ``leaf`` before it runs; return ``argument``, which ``leaf`` takes.
-
-    ``stores`` are path, name and value of each attribute, one after the other.
-    """
-    for path, name, value in zip(stores[::3], stores[1::3], stores[2::3], strict=True):
-        setattr(_submodule(leaf, path), name, value)
-    return argument
-
-
-def store_after(output: Any, leaf: nn.Module, path: str, name: str, value: Any) -> None:
-    """Store an attribute on a module of ``leaf``, which has returned ``output``."""
-    setattr(_submodule(leaf, path), name, value)
-
-
-def reads_left_behind(node: fx.Node) -> bool:
-    """Return whether ``node`` reads or stores an attribute of a module that has run, and so stays on its stage."""
-    return node.target in (left_behind, expect_not_left_behind, store_after)
-
 
 _MISSING = object()
 # Machinery of the trace reads and stores attributes of all modules.
@@ -121,7 +79,7 @@ class LeftBehind:
             self._watch_stores()
             yield
         for path, name, _ in self._pending:
-            raise RuntimeError(f"forward stores {_join(path, name)}, and {path} does not run; the value would be lost")
+            raise RuntimeError(f"forward stores {dotted(path, name)}, and {path} does not run; the value would be lost")
 
     def hasattr(self, owner: Any, name: str) -> bool:
         """``hasattr`` for traced code."""
@@ -138,7 +96,7 @@ class LeftBehind:
         values, structure = flatten((args, kwargs))
         first = next((i for i, value in enumerate(values) if isinstance(value, fx.Proxy)), None)
         if first is None:
-            raise RuntimeError(f"forward stores {_join(*stores[0][:2])}, and calls {leaf} without a tensor")
+            raise RuntimeError(f"forward stores {dotted(*stores[0][:2])}, and calls {leaf} without a tensor")
         below = [part for path, name, value in stores for part in (_below(leaf, path), name, value)]
         values[first] = self._record(store_before, values[first], leaf, *below)
         args, kwargs = pytree.tree_unflatten(values, structure)
@@ -215,7 +173,7 @@ class LeftBehind:
             if asks_only and self._stored.has_from_construction(module, name):
                 return None
             raise RuntimeError(
-                f"forward reads {_join(place, name)} before {place} runs, which sets it; the value would be that of "
+                f"forward reads {dotted(place, name)} before {place} runs, which sets it; the value would be that of "
                 f"another microbatch. Read it after the run"
             )
         if (module, name) not in self._read:
@@ -242,7 +200,7 @@ class LeftBehind:
 
     def _store(self, module: nn.Module, name: str, value: Any) -> None:
         place = self._place(module, name)
-        called = _join(place, name)
+        called = dotted(place, name)
         if isinstance(value, nn.Module):
             raise RuntimeError(
                 f"forward replaces {called}, a module, by another one. Give the model the configuration in which it "
@@ -269,7 +227,7 @@ class LeftBehind:
 
     def _record(self, function: Callable[..., Any], value: fx.Proxy, leaf: str, *constants: Any) -> fx.Proxy:
         if leaf not in self._modules:
-            self._modules[leaf] = self._tracer.create_proxy("get_attr", _join(ROOT, leaf), (), {})
+            self._modules[leaf] = self._tracer.create_proxy("get_attr", dotted(ROOT, leaf), (), {})
         arguments = (value, self._modules[leaf], *constants)
         proxy: fx.Proxy = self._tracer.create_proxy("call_function", function, arguments, {})
         return proxy
@@ -297,19 +255,9 @@ def _is_hasattr(frame: FrameType) -> bool:
     return frame.f_code is LeftBehind.hasattr.__code__
 
 
-def _submodule(leaf: nn.Module, path: str) -> nn.Module:
-    # A wrapper (torch.compile) has the attributes of its module, and not its submodules.
-    module: nn.Module = attrgetter(path)(leaf) if path else leaf
-    return module
-
-
 def _holds(leaf: str, place: str) -> bool:
     return f"{place}.".startswith(f"{leaf}.")
 
 
 def _below(leaf: str, place: str) -> str:
     return place[len(leaf) + 1 :]
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from nxdpp.tracing.checks import class_of, is_field, mask_with_items, reads_parameter, value_or_none
+from nxdpp.tracing.checks import is_field, mask_with_items, value_or_none
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.modes import applied, current_modes
 from nxdpp.tracing.number_proxy import NumberProxy
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items
+from nxdpp.tracing.type_answers import class_of, reads_parameter
 
 
 def assign_item(value: Any, index: Any, item: Any) -> Any:

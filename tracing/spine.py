@@ -1,9 +1,9 @@
-"""The spine of a model: the modules whose ``forward`` is traced. Every other module is a single node."""
+"""The tracer of a spine: the modules whose ``forward`` is traced. Every other module is a single node."""
 
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -16,7 +16,7 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
 from nxdpp.tracing.captured_outputs import call_capturing
-from nxdpp.tracing.checks import TracedType, mark_must_run, traced_callable, traced_isinstance, value_or_none
+from nxdpp.tracing.checks import mark_must_run, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.einops_calls import recorded_einops
@@ -31,59 +31,12 @@ from nxdpp.tracing.proxy import change_argument, proxy_of
 from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none, is_tensor
+from nxdpp.tracing.spine_modules import without_forward
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.torch_transformer import recorded_transformers
+from nxdpp.tracing.type_answers import TracedType, traced_callable, traced_isinstance
 
 _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
-
-
-def spine_names(module: nn.Module, layers: list[str], leaf_classes: tuple[type[nn.Module], ...]) -> set[str]:
-    """Names of the ancestors of ``layers`` (the root is ``""``).
-
-    Raises ``ValueError`` for an ancestor of one of ``leaf_classes``, and for a compiled one: a cut could not separate
-    the layers inside it.
-    """
-    spine = {""}
-    for layer in layers:
-        parts = layer.split(".")
-        spine.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
-    for name in sorted(spine):
-        ancestor = module.get_submodule(name)
-        if isinstance(ancestor, leaf_classes):
-            raise ValueError(
-                f"leaf_module_cls names {type(ancestor).__name__}, but {name or 'the model'} of that class holds "
-                f"transformer layers; a leaf cannot be cut. Leave it out of leaf_module_cls."
-            )
-        if hasattr(ancestor, "_orig_mod"):
-            raise ValueError(
-                f"torch.compile was given {name or 'the model'}, which holds transformer layers; it cannot be cut. "
-                f"Wrap the module that it was given, and compile its layers: layers[i] = torch.compile(layers[i])."
-            )
-    return spine
-
-
-def refuse_backward_hooks(module: nn.Module, spine: Collection[str]) -> None:
-    """Raise ``ValueError`` for a backward hook of one of the modules named ``spine``, which no stage runs as a whole.
-
-    Their forward hooks run while they are traced, and what these compute is part of the graph.
-    """
-    for name in sorted(spine):
-        above = module.get_submodule(name)
-        if above._backward_hooks or above._backward_pre_hooks:
-            raise ValueError(
-                f"{name or 'the model'}, a {type(above).__name__}, has a backward hook, and holds transformer layers; "
-                f"no stage runs it as a whole. Register the hook on layers or on modules beside them, or remove it."
-            )
-
-
-def _without_forward(model: nn.Module, spine: set[str]) -> list[nn.Module]:
-    """Modules beside the layers that never run: the spine calls their methods, which are traced through (Funnel)."""
-    children = (child for name in sorted(spine) for child in model.get_submodule(name).children())
-    return [
-        child
-        for child in children
-        if type(child).forward is nn.Module.forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-    ]
 
 
 class SpineTracer(fx.Tracer):
@@ -115,7 +68,7 @@ class SpineTracer(fx.Tracer):
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
         """Record tensors that ``model`` makes and wrapped functions that it calls."""
         with ExitStack() as stack:
-            helpers = _without_forward(model, self._spine)
+            helpers = without_forward(model, self._spine)
             stack.enter_context(unchanged_modules(self.spine_modules(model), helpers))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))

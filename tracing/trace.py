@@ -44,7 +44,8 @@ from nxdpp.tracing.reachable_state import ReachableState, has_user_code
 from nxdpp.tracing.remedies import remedy
 from nxdpp.tracing.second_run import Carried, Run, refuse_differences
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
-from nxdpp.tracing.spine import SpineTracer, refuse_backward_hooks, spine_names
+from nxdpp.tracing.spine import SpineTracer
+from nxdpp.tracing.spine_modules import refuse_backward_hooks, spine_names
 from nxdpp.tracing.transformers_models import transformers_models
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx, nn
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.attribute_nodes import reads_left_behind
 from nxdpp.tracing.captured_outputs import ends_capture
 from nxdpp.tracing.checks import asks_for_none
 from nxdpp.tracing.errors import model_line
-from nxdpp.tracing.left_behind import reads_left_behind
 from nxdpp.tracing.shared_state import contents
 from nxdpp.tracing.torch_transformer import pads_a_result
 from nxdpp.tracing.trace import TracedGraph

@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.spine import spine_names
+from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.trace import TracedGraph, TracingOptions
 
 

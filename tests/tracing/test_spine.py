@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from nxdpp.tracing.errors import TracingError
-from nxdpp.tracing.spine import SpineTracer, spine_names
+from nxdpp.tracing.spine import SpineTracer
+from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.swap import sources
 from tests.support.traced_models import PlainLayer, PlainModel, make_model, options_for, trace_with
 

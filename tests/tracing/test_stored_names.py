@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp.tracing.layers import find_layer_classes, layer_names
-from nxdpp.tracing.spine import spine_names
+from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.stored_names import stored_names
 from tests.support.traced_models import make_model
 
