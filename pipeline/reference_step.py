@@ -182,9 +182,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _difference(what: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, is_rounded: bool) -> str | None:
     """Text about a difference, with the two numbers that are farthest apart; ``None`` without one."""
     if ours is None or theirs is None:
-        # A value that takes no part in the loss has a gradient of zero in a pipeline, and none in one process.
         left = ours if theirs is None else theirs
-        if left is None or not left.any():
+        if left is None:
             return None
         places = ("one process", "the pipeline") if ours is None else ("the pipeline", "one process")
         return f"{what} is {float(left.abs().max()):.9g} at most in {places[0]}, and missing in {places[1]}"

@@ -40,10 +40,12 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, received: ReceivedTensor) -> torch.Tensor:
         """Return the tensor, which requires a gradient because ``anchor`` does."""
         ctx.received = received
+        # A function after it may give no gradient; zeros would be one.
+        ctx.set_materialize_grads(False)
         return received.take()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
         """Keep the gradient for the source stage."""
         (ctx.received.gradient,) = gradients
         return None, None

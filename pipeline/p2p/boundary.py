@@ -10,13 +10,15 @@ from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout
 class BoundaryTensor:
     """One tensor that crosses a boundary: the ``position``-th of a value, or the gradient of it.
 
-    ``number`` is unique within the boundary, and equal on both of its ranks.
+    ``number`` is unique within the boundary, and equal on both of its ranks. ``is_none`` is ``True`` for a gradient
+    that the first microbatch did not have: its loss does not depend on the tensor.
     """
 
     value: str
     position: int
     number: int
     layout: TensorLayout
+    is_none: bool = False
 
 
 class Boundary:
@@ -52,7 +54,10 @@ class Boundary:
                 self.activations.append(BoundaryTensor(name, position, len(self.activations), layout))
         self.gradients = [entry for entry in self.activations if entry.layout.requires_grad]
 
-    def set_gradient_layouts(self, layouts: Sequence[TensorLayout]) -> None:
-        """Take over the layouts of the gradients, which the destination stage has found."""
-        self.gradients = [replace(entry, layout=lay) for entry, lay in zip(self.gradients, layouts, strict=True)]
+    def set_gradient_layouts(self, layouts: Sequence[TensorLayout | None]) -> None:
+        """Take over the layouts of the gradients, ``None`` for those that the destination stage did not find."""
+        self.gradients = [
+            replace(entry, is_none=True) if layout is None else replace(entry, layout=layout)
+            for entry, layout in zip(self.gradients, layouts, strict=True)
+        ]
         self.knows_gradients = True

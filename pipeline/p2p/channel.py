@@ -7,15 +7,19 @@
     channel.take(GRADIENT, mb) ◀──── channel.give(GRADIENT, mb, [(B, T, H)])
 """
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from nxdpp.pipeline.p2p.boundary import Boundary, BoundaryTensor
 from nxdpp.pipeline.p2p.layout import tensor_layout
+from nxdpp.pipeline.p2p.missing_gradients import is_mark, mark_like
 from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
+
+_logger = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
@@ -29,11 +33,17 @@ class Channel(Protocol):
     def send_metadata(self) -> None:
         """Start to send the layouts of the boundary's values to the destination stage."""
 
-    def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
-        """Wait for the tensors of a microbatch, such as one of (B, T, H), in the boundary's order."""
+    def take(self, direction: Direction, microbatch: int) -> list[Any]:
+        """Wait for the tensors of a microbatch, such as one of (B, T, H), in the boundary's order.
 
-    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to send the tensors of a microbatch, such as one of (B, T, H); does not wait."""
+        A gradient is ``None`` if the loss does not depend on its tensor.
+        """
+
+    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Start to send the tensors of a microbatch, such as one of (B, T, H); does not wait.
+
+        A gradient may be ``None``.
+        """
 
     def finish(self) -> None:
         """Wait until all tensors of the step have been sent."""
@@ -44,7 +54,7 @@ class LocalChannel:
 
     def __init__(self, boundary: Boundary) -> None:
         self.boundary = boundary
-        self._given: dict[tuple[Direction, int], list[torch.Tensor]] = {}
+        self._given: dict[tuple[Direction, int], list[torch.Tensor | None]] = {}
 
     def receive_metadata(self) -> None:
         """Check that the source stage has run."""
@@ -53,11 +63,11 @@ class LocalChannel:
     def send_metadata(self) -> None:
         """Do nothing: both stages share the boundary."""
 
-    def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
+    def take(self, direction: Direction, microbatch: int) -> list[Any]:
         """Return the tensors that the other stage gave."""
         return self._given.pop((direction, microbatch))
 
-    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep the tensors until the other stage takes them."""
         self._given[direction, microbatch] = list(tensors)
 
@@ -108,11 +118,11 @@ class Peer:
         self.rank = rank
         self.receives = {direction: ReceiveQueue() for direction in Direction}
         self._pairs = pairs
-        self._microbatches = microbatches
+        self.microbatches = microbatches
 
     def tag(self, pair: int, number: int, microbatch: int) -> int:
         """The tag of a boundary tensor of one microbatch between the stages of ``pair``."""
-        return pair + self._pairs * (number * self._microbatches + microbatch)
+        return pair + self._pairs * (number * self.microbatches + microbatch)
 
 
 class RemoteChannel:
@@ -135,6 +145,8 @@ class RemoteChannel:
         self._is_first_step = True
         self._posted: dict[tuple[Direction, int], list[Callable[[], torch.Tensor]]] = {}
         self._sent: dict[tuple[Direction, int], list[tuple[Work, torch.Tensor]]] = {}
+        # Microbatches of the step without a gradient that the first one had, by the tensor's number.
+        self._missing: Counter[int] = Counter()
 
     def receive_metadata(self) -> None:
         """Receive the layouts, unless they are known."""
@@ -159,7 +171,7 @@ class RemoteChannel:
             for entry in self._entries(direction)
         ]
 
-    def take(self, direction: Direction, microbatch: int) -> list[torch.Tensor]:
+    def take(self, direction: Direction, microbatch: int) -> list[Any]:
         """Wait for the tensors, and in a first step for the layouts of gradients."""
         if not self.boundary.values:
             return []
@@ -170,18 +182,25 @@ class RemoteChannel:
             self.boundary.set_gradient_layouts(
                 self._peer.transport.receive_object(self._peer.rank, self._pair, direction)
             )
-        return [entry.layout.restore(tensor) for entry, tensor in zip(self._entries(direction), received, strict=True)]
+        # A gradient that the first microbatch did not have is looked at: a later one may have it.
+        return [
+            None if entry.is_none and is_mark(tensor) else entry.layout.restore(tensor)
+            for entry, tensor in zip(self._entries(direction), received, strict=True)
+        ]
 
-    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Start to send; the memory is held until ``release`` or the end of the step."""
         peer, pair = self._peer, self._pair
         if direction is Direction.GRADIENT and tensors and not self.boundary.knows_gradients:
-            self.boundary.set_gradient_layouts([tensor_layout(tensor) for tensor in tensors])
-            layouts = [entry.layout for entry in self.boundary.gradients]
+            layouts = [None if tensor is None else tensor_layout(tensor) for tensor in tensors]
+            self.boundary.set_gradient_layouts(layouts)
             peer.transport.send_object(layouts, peer.rank, pair, direction)
         self._sent[direction, microbatch] = [
             peer.transport.send(
-                entry.layout.arrange(tensor), peer.rank, direction, peer.tag(pair, entry.number, microbatch)
+                self._missing_gradient(entry) if tensor is None else entry.layout.arrange(tensor),
+                peer.rank,
+                direction,
+                peer.tag(pair, entry.number, microbatch),
             )
             for entry, tensor in zip(self._entries(direction), tensors, strict=True)
         ]
@@ -199,6 +218,26 @@ class RemoteChannel:
         for sent in list(self._sent):
             self.release(*sent)
         self._is_first_step = False
+        if self._missing:
+            self._warn_of_zeros()
 
     def _entries(self, direction: Direction) -> list[BoundaryTensor]:
         return self.boundary.activations if direction is Direction.ACTIVATION else self.boundary.gradients
+
+    def _missing_gradient(self, entry: BoundaryTensor) -> torch.Tensor:
+        self._missing[entry.number] += not entry.is_none
+        return mark_like(entry.layout.allocate(torch.device("cpu")))
+
+    def _warn_of_zeros(self) -> None:
+        """Log the values whose gradient is missing in all microbatches of the step, and was not in the first one."""
+        for entry in self.boundary.gradients:
+            if self._missing[entry.number] == self._peer.microbatches:
+                _logger.warning(
+                    "the loss of this step does not depend on %s, which stage %d sends to stage %d; in the first step "
+                    "it did. Parameters before it get zeros as gradients, where one process has none: weight decay and "
+                    "momentum then change them. Call refresh() on every rank after a change of the modules.",
+                    entry.value,
+                    self.boundary.source,
+                    self.boundary.destination,
+                )
+        self._missing.clear()

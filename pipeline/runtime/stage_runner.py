@@ -96,7 +96,7 @@ class StageRunner:
         self._inputs: Sequence[dict[str, Any]] = ()
         self._made: dict[int, dict[str, Any]] = {}
         self._in_flight: dict[int, _InFlight] = {}
-        self._gradients: dict[int, dict[int, list[torch.Tensor]]] = {}
+        self._gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
 
     def begin(self, inputs: Sequence[dict[str, Any]]) -> None:
         """Begin a step with the model's inputs of each microbatch."""
@@ -252,13 +252,18 @@ class StageRunner:
         return roots, starts
 
     def _returned_gradients(self, microbatch: int) -> dict[tuple[str, int], torch.Tensor]:
-        """The gradient (B, T, H) of each sent tensor: the sum over destinations, the latest first as in autograd."""
+        """The gradient (B, T, H) of each sent tensor that has one.
+
+        It is the sum over the destinations, the latest first as in autograd.
+        """
         parts = []
         for channel in self._channels_out:
             returned = channel.take(Direction.GRADIENT, microbatch)
             parts += list(zip(channel.boundary.gradients, returned, strict=True))
         total: dict[tuple[str, int], torch.Tensor] = {}
         for entry, gradient in reversed(parts):
+            if gradient is None:
+                continue
             key = (entry.value, entry.position)
             total[key] = total[key] + gradient if key in total else gradient
         return total
@@ -273,11 +278,10 @@ class StageRunner:
     def _keep_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give the gradients of received activations to stages of this rank, and keep the others until their send."""
         remaining = iter(gradients)
-        # A value without a part in the loss has a gradient of zero: its source stage waits for one.
         by_source = {
             channel.boundary.source: [
-                entry.layout.allocate(self._device).zero_() if gradient is None else _own(gradient)
-                for entry, gradient in zip(channel.boundary.gradients, remaining, strict=False)
+                None if gradient is None else _own(gradient)
+                for _, gradient in zip(channel.boundary.gradients, remaining, strict=False)
             ]
             for channel in self._channels_in
         }

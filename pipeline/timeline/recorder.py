@@ -95,7 +95,7 @@ class RecordedChannel(RemoteChannel):
         with self._recorded(Activity.WAIT, direction, microbatch):
             return super().take(direction, microbatch)
 
-    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+    def give(self, direction: Direction, microbatch: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Record the start of a send."""
         with self._recorded(Activity.SEND, direction, microbatch):
             super().give(direction, microbatch, tensors)

@@ -1,0 +1,183 @@
+"""Values that the loss does not depend on: parameters before them have no gradient, as in one process."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp import parallel_state
+from nxdpp.schedules.families.registry import FAMILIES
+from tests.pipeline.runtime.scheduled_models import Chain, copy_of, make, train_both, wrap
+from tests.support.in_process import InProcessPipeline
+from tests.support.models import gradient_differences
+from tests.support.plain_models import WIDTH, Block
+from tests.support.run_ranks import run_ranks
+
+
+class Detached(Chain):
+    """The layers before the middle get no gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden.detach() if number == len(self.blocks) // 2 else hidden)
+        return self.head(hidden).square().mean()  # type: ignore[no-any-return]
+
+
+class OnOnePath(Chain):
+    """The first value is detached on the way to the second layer, and used by the last one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](self.embedding(x))
+        hidden = self.blocks[1](first.detach())
+        for block in self.blocks[2:-1]:
+            hidden = block(hidden)
+        hidden = self.blocks[-1](hidden.detach() + first)
+        return self.head(hidden).square().mean()  # type: ignore[no-any-return]
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+class Ending(Block):
+    """A layer whose backward ends in it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = self.linear(NoGradient.apply(hidden))  # type: ignore[no-untyped-call]
+        return changed
+
+
+class EndsInALayer(Chain):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.blocks[layers // 2] = Ending()
+
+
+class TiedBefore(Detached):
+    """Two layers before the detached value share a weight over a boundary."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        first, second = self.blocks[0], self.blocks[layers // 2 - 1]
+        assert isinstance(first, Block)
+        assert isinstance(second, Block)
+        second.linear.weight = first.linear.weight
+
+
+class Switched(Block):
+    """A layer that detaches its input while ``ends`` is set."""
+
+    ends = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.detach() if self.ends else hidden)
+
+
+class EndsInSomeSteps(Chain):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.blocks[layers // 2] = Switched()
+
+    def set_ends(self, ends: bool) -> None:
+        for block in self.blocks:
+            if isinstance(block, Switched):
+                block.ends = ends
+
+
+def start(rank: int, ranks: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+
+
+def check(kind: type[Chain], ranks: int, schedule: str) -> None:
+    layers = 2 * ranks * FAMILIES[schedule].default_chunks
+    model = make(kind, layers)
+    whole = copy_of(model)
+    wrapped = wrap(model, 3, schedule=schedule)
+    for step in range(2):
+        train_both(wrapped, whole, 3, step)
+        differences = gradient_differences(wrapped, whole)
+        assert not differences, (kind.__name__, schedule, step, differences)
+    assert any(parameter.grad is None for parameter in whole.parameters())
+
+
+def every_family(rank: int) -> None:
+    start(rank, 2)
+    for schedule in FAMILIES:
+        check(OnOnePath, 2, schedule)
+    for schedule in ("1f1b", "interleaved", "zb1p", "zb-v"):
+        check(Detached, 2, schedule)
+        check(EndsInALayer, 2, schedule)
+
+
+def test_every_family() -> None:
+    run_ranks(2, every_family)
+
+
+def three_ranks(rank: int) -> None:
+    start(rank, 3)
+    for schedule in ("1f1b", "zb1p", "zb-v"):
+        check(OnOnePath, 3, schedule)
+    check(TiedBefore, 3, "1f1b")
+
+
+def test_three_ranks_and_a_tied_weight_without_gradients() -> None:
+    run_ranks(3, three_ranks)
+
+
+@pytest.mark.parametrize("kind", [Detached, OnOnePath, EndsInALayer, TiedBefore])
+def test_stages_of_one_rank(kind: type[Chain]) -> None:
+    model = make(kind, 6)
+    whole = copy_of(model)
+    x = torch.randn(4, WIDTH)
+    pipeline = InProcessPipeline(model, 3, {"x": x[:2]}, transformer_layer_cls=(Block,))
+    pipeline.train({"x": x}, 2)
+    for part in x.chunk(2):
+        (whole(part) / 2).backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
+    assert any(parameter.grad is None for parameter in model.parameters())
+
+
+def changing(rank: int) -> list[str]:
+    """Steps of which some have no gradient at the boundary; return what was logged."""
+    start(rank, 2)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp").addHandler(handler)
+    for pattern in ([True, False, True], [False, True, False]):
+        model = EndsInSomeSteps(4)
+        whole = copy.deepcopy(model)
+        wrapped = wrap(model, 2)
+        for step, ends in enumerate(pattern):
+            model.set_ends(ends)
+            whole.set_ends(ends)
+            wrapped.local_module.zero_grad()
+            whole.zero_grad()
+            train_both(wrapped, whole, 2, step)
+            differences = gradient_differences(wrapped, whole)
+            if ends and not pattern[0] and rank == 0:
+                # The first step had gradients: these are zeros, which the warning says.
+                assert set(differences.values()) == {None}
+                assert not any(p.grad.any() for _, p in wrapped.local_named_parameters() if p.grad is not None)
+            else:
+                assert not differences, (pattern, step, differences)
+    return logged
+
+
+def test_a_step_that_differs_from_the_first() -> None:
+    first, last = run_ranks(2, changing)
+    assert first == []
+    (warning,) = last
+    assert "does not depend on" in warning
+    assert "Call refresh()" in warning
