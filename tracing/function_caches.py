@@ -47,7 +47,7 @@ def _without_cache(value: Any) -> Any:
     if not isinstance(value, FunctionType):
         return None
     # transformers puts a function around the one with a cache; a trace puts its own around that.
-    is_recorded = value.__module__.startswith("nxdpp.tracing.")
+    is_recorded = (value.__module__ or "").startswith("nxdpp.tracing.")
     inside = (_without_cache(_content(cell)) for cell in value.__closure__ or ())
     kept = (function for function in inside if is_recorded or function is getattr(value, "__wrapped__", None))
     return next((function for function in kept if function is not None), None)

@@ -61,7 +61,7 @@ def _remedy_for_line(frames: list[FrameType], any_tracer: bool) -> str:
     innermost = frames[modules[-1]]
     called = frames[modules[-1] + 1] if modules[-1] + 1 < len(frames) else None
     if called is not None and (function := _function_of(called)) is not None:
-        if function in innermost.f_globals.values():
+        if any(value is function for value in innermost.f_globals.values()):
             return f"Make {function.__qualname__} a single node: autowrap_functions=[{function.__qualname__}]."
         return (
             f"Make its functions single nodes: import {function.__module__}; autowrap_modules=[{function.__module__}]."

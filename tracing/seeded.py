@@ -55,7 +55,7 @@ def _names(function: Any, seen: set[Any]) -> Iterator[str]:
     for name in _names_in(function.__code__):
         yield name
         used = function.__globals__.get(name) or getattr(functional, name, None)
-        if isinstance(used, FunctionType) and used.__module__.startswith(_LIBRARIES):
+        if isinstance(used, FunctionType) and (used.__module__ or "").startswith(_LIBRARIES):
             yield from _names(used, seen)
     # boolean_dispatch of torch chooses between two functions.
     for cell in function.__closure__ or ():

@@ -17,6 +17,7 @@ from torch import nn
 
 # Their code stores no results on modules that a model reads.
 _LIBRARIES = re.compile(r"(torch|numpy|nxdpp|einops|transformers(?!\.models\.))(\.|$)")
+_FOUNDATIONS = ("torch", "builtins")
 _OPCODES = frozenset({dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"]})
 _REGISTER = "register_buffer"
 _BY_STRING = frozenset({"setattr", "delattr", "__setattr__", "__delattr__", _REGISTER})
@@ -66,12 +67,20 @@ def stored_names(modules: Iterable[nn.Module]) -> StoredNames:
     own = [found for found in functions if not _is_library(found[0])]
     if own:
         return _search(tuple(classes), tuple(own))
-    return _of_classes(tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__, id(cls)))))
+    known = tuple(sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__, id(cls))))
+    return _of_classes(known, tuple(_methods_of(known)))
 
 
 @functools.lru_cache(maxsize=32)
-def _of_classes(classes: tuple[type, ...]) -> StoredNames:
+def _of_classes(classes: tuple[type, ...], methods: tuple[FunctionType, ...]) -> StoredNames:
+    """The names that ``classes`` store while they have these ``methods``: code may replace some."""
     return _search(classes, ())
+
+
+def _methods_of(classes: Iterable[type]) -> Iterator[FunctionType]:
+    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__):
+        if base.__module__.partition(".")[0] not in _FOUNDATIONS:
+            yield from (value for value in vars(base).values() if isinstance(value, FunctionType))
 
 
 def _search(classes: tuple[type, ...], functions: tuple[tuple[FunctionType, type | None], ...]) -> StoredNames:
@@ -102,7 +111,7 @@ class _Search:
     def add_class(self, cls: type) -> None:
         """Add the methods of ``cls`` and its bases, except those of libraries."""
         for base in cls.__mro__:
-            if base in self._classes or base.__module__.partition(".")[0] in ("torch", "builtins"):
+            if base in self._classes or base.__module__.partition(".")[0] in _FOUNDATIONS:
                 continue
             self._classes.add(base)
             for name, value in vars(base).items():

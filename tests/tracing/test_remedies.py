@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from tests.support import plain_functions
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 X = torch.full((3, 4), 0.5)
+# A global that is compared item by item, before the function that is looked for among the globals.
+TABLE = numpy.arange(3)
 
 
 def sign_of(hidden: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -110,3 +111,23 @@ def test_layers_of_a_llama_store_nothing() -> None:
     leaves = [module for name, module in model.named_modules() if name not in spine_names(model, layers, ())]
     assert {cls.__name__ for cls in stored_names(leaves).on_self} <= {"LlamaRotaryEmbedding"}
     assert not stored_names(leaves).on_others
+
+
+class Patched(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_method_that_is_replaced_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Patched()
+    assert names(module) == set()
+
+    def inner(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.auxiliary = x.square()
+        return x
+
+    monkeypatch.setattr(Patched, "inner", inner)
+    assert names(module) == {"auxiliary"}

@@ -118,6 +118,24 @@ def test_compiled_layers(layer_class: Any) -> None:
     check_training(Model(compiled), layer_class, LAYERS)
 
 
+class Sized(Model):
+    """Asks for a number that follows from the sizes of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x) * int(len(x) ** 0.5)
+
+
+def test_compiled_layers_with_inputs_of_a_second_size() -> None:
+    """Dynamo leaves functions in the layers' Python module when they first run."""
+    model = Sized(compiled)
+    whole = copy.deepcopy(model)
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(4, 4)}, transformer_layer_cls=Block)
+    for rows in (4, 8):
+        batch = {"x": torch.randn(rows, 4)}
+        losses = pipeline.train(batch, 2)
+        assert losses == [whole(**part) for part in microbatches(batch, 2)]
+
+
 def test_a_compiled_layer_in_a_checkpoint_wrapper() -> None:
     check_training(Model(lambda block: checkpointed(compiled(block))), Block, LAYERS)
 
