@@ -1,7 +1,9 @@
 """The error for a construct of a model that cannot be traced, and the place in the model's code."""
 
 import linecache
+import random
 import re
+import secrets
 import sys
 import traceback
 from functools import cache
@@ -9,6 +11,7 @@ from types import FrameType, TracebackType
 
 _MACHINERY = (
     "/torch/", "/nxdpp/tracing/", "/transformers/utils/", "/collections/", "<frozen ", "contextlib.py", "functools.py",
+    "numpy/random/", random.__file__, secrets.__file__,
 )  # fmt: skip
 _UNKNOWN = "an unknown place"
 

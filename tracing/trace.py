@@ -27,12 +27,14 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.calls import recorded_autograd_functions
 from nxdpp.tracing.captured_outputs import lasting_hooks
+from nxdpp.tracing.clocks import watched_clocks
 from nxdpp.tracing.constructors import (
     refused_random_numbers,
     refused_random_tensors,
     refused_seeds,
     under_all_names,
 )
+from nxdpp.tracing.entropy import refused_entropy
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_specs import InputSpec
@@ -40,6 +42,7 @@ from nxdpp.tracing.layers import is_instance, layer_names
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
 from nxdpp.tracing.modes import recorded_modes
 from nxdpp.tracing.nested import flatten
+from nxdpp.tracing.own_code import OwnCode, watched_code
 from nxdpp.tracing.reachable_state import ReachableState, has_user_code
 from nxdpp.tracing.remedies import remedy
 from nxdpp.tracing.second_run import Carried, Run, refuse_differences
@@ -110,7 +113,12 @@ def trace(
 
     def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
         entry = _Entry(module, inputs, constants, tracer, carried, namespaces)
-        graph = tracer.trace(entry)
+        with ExitStack() as stack:
+            if state is not None:
+                stack.enter_context(watched_code(OwnCode(state.spine)))
+                stack.enter_context(watched_clocks(namespaces, second_run=carried is not None))
+                stack.enter_context(refused_entropy())
+            graph = tracer.trace(entry)
         assert entry.output_spec is not None
         if not isinstance(tracer, SpineTracer):
             return Run(graph, (), entry.output_spec)

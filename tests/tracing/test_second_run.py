@@ -1,7 +1,6 @@
 """State and randomness outside layers that a trace would freeze are refused; the model is unchanged afterwards."""
 
 import itertools
-import random
 import time
 import uuid
 from collections.abc import Callable
@@ -129,13 +128,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     )
 }  # fmt: skip
 DRAWS: dict[str, Callable[[Any], Any]] = {
-    "default_rng": lambda model: float(numpy.random.default_rng().random()),
-    "Random": lambda model: Random().random(),
     "own Random": lambda model: model.random.random(),
     "global Random": lambda model: GENERATOR.random(),
     "own default_rng": lambda model: float(model.numpy_random.random()),
     "own RandomState": lambda model: float(model.legacy_random.rand()),
-    "SystemRandom": lambda model: random.SystemRandom().random(),
     "time": lambda model: time.time(),
     "uuid": lambda model: uuid.uuid4().int % 1000,
 }
