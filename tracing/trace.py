@@ -36,6 +36,7 @@ from nxdpp.tracing.constructors import (
 )
 from nxdpp.tracing.entropy import refused_entropy
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
+from nxdpp.tracing.functional_calls import refused_functional_calls
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import is_instance, layer_names
@@ -191,6 +192,7 @@ class _Entry(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(recorded_modes(self._tracer.graph))
             stack.enter_context(recorded_autograd_functions())
+            stack.enter_context(refused_functional_calls())
             stack.enter_context(refused_random_numbers(module))
             if isinstance(self._tracer, SpineTracer):
                 first_input = next(iter(proxies.values()), None)
