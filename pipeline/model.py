@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.partition.partition import PartitionPolicy
@@ -115,7 +116,7 @@ class NxDPPModel(LocalView):
         # The whole model is no submodule: this rank holds only a part of it.
         self.__dict__["original_module"] = module
         self.local_module = self._pipeline.local_module
-        self.train(module.training)
+        self.training = module.training
         call_hooks(hooks, self, self.rank)
         self._pipeline.follow()
 
@@ -194,9 +195,14 @@ class NxDPPModel(LocalView):
         return self._pipeline.load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode. It also selects the graph that is traced."""
+        """Set training mode as ``train`` of the wrapped module does, which may leave some modules in evaluation mode.
+
+        It also selects the graph that is traced.
+        """
         self.original_module.train(mode)
-        return super().train(mode)
+        self.training = mode
+        follow_training_modes(self.local_module, self.original_module, mode)
+        return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         if not works_on_meta(fn):

@@ -61,6 +61,16 @@ def build_local_module(
     return container
 
 
+def follow_training_modes(local_module: nn.Module, root: nn.Module, mode: bool) -> None:
+    """Give containers, and modules of ``local_module`` alone, the training modes of the modules of ``root``.
+
+    A module that ``root`` has not under its name gets ``mode``.
+    """
+    modules = dict(listings.named_modules(root, remove_duplicate=False))
+    for name, module in listings.named_modules(local_module):
+        module.training = modules[name].training if name in modules else mode
+
+
 def check_not_freed(root: nn.Module, local: Collection[str]) -> None:
     """Raise ``ValueError`` where an earlier ``free_others`` freed a parameter that is now ``local``."""
     for name, parameter in listings.named_parameters(root, remove_duplicate=False):
