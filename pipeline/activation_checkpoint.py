@@ -48,8 +48,7 @@ def apply_checkpoint(model: PipelinedModel, layers_to_checkpoint: Sequence[str] 
             f"layers_to_checkpoint={layers_to_checkpoint!r} names no layer in a list. Leave it out to checkpoint "
             f"every transformer layer, or give a list of names such as {list(model.layers[:1])}."
         )
-    known = {name for name, _ in model.original_module.named_modules()}
-    unknown = [name for name in layers_to_checkpoint if name not in known or not name]
+    unknown = [name for name in layers_to_checkpoint if not _has(model.original_module, name)]
     if unknown:
         _logger.warning(
             "layers_to_checkpoint names %s, which do not exist in the model; its layers are %s",
@@ -75,6 +74,14 @@ def _checkpoint_all(model: PipelinedModel) -> None:
         _logger.warning("no transformer layer is on pipeline rank %d; nothing to checkpoint", model.rank)
     for layer in layers:
         _checkpoint(layer)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    # A class may override ``named_modules``.
+    try:
+        return model.get_submodule(name) is not model
+    except AttributeError:
+        return False
 
 
 def _checkpoint(module: nn.Module) -> None:

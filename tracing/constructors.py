@@ -116,6 +116,7 @@ def _refusal(name: str, reason: str, if_traced: Callable[..., Any] | None = None
 
 
 _NOTHING = re.compile(r"$")
+_GENERATORS = (random.Random, numpy.random.RandomState)
 
 
 def _drawing(module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -142,7 +143,8 @@ def refused_random_numbers(model: nn.Module) -> Iterator[None]:
     thread = threading.get_ident()
     with ExitStack() as stack:
         for module in (random, numpy.random, *sources(list(listings.modules(model)), _NOTHING)):
-            found = {name: f for name, f in vars(module).items() if getattr(f, "__self__", None) and f in _FUNCTIONS}
+            methods = {n: f for n, f in vars(module).items() if isinstance(getattr(f, "__self__", None), _GENERATORS)}
+            found = {name: f for name, f in methods.items() if f in _FUNCTIONS}
             stack.enter_context(swapped(vars(module), {name: _refuse_function(f, thread) for name, f in found.items()}))
         yield
 

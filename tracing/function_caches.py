@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.object_state import content_of
 from nxdpp.tracing.swap import sources, swapped
 
 _FRAMEWORKS = re.compile(r"(torch|nxdpp)\b")
@@ -48,13 +49,6 @@ def _without_cache(value: Any) -> Any:
         return None
     # transformers puts a function around the one with a cache; a trace puts its own around that.
     is_recorded = (value.__module__ or "").startswith("nxdpp.tracing.")
-    inside = (_without_cache(_content(cell)) for cell in value.__closure__ or ())
+    inside = (_without_cache(content_of(cell)) for cell in value.__closure__ or ())
     kept = (function for function in inside if is_recorded or function is getattr(value, "__wrapped__", None))
     return next((function for function in kept if function is not None), None)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None

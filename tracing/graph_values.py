@@ -19,10 +19,10 @@ from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.checks import must_run
 from nxdpp.tracing.lost_changes import changes_in_place
 from nxdpp.tracing.modes import modes_of
+from nxdpp.tracing.object_state import PLAIN, content_of
 from nxdpp.tracing.sizes import Fact
 from nxdpp.tracing.uses import draws_random_numbers
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _DEEPEST = 8
 _MOST_ELEMENTS = 1 << 16
 _GIVEN = "number_of_value"
@@ -103,7 +103,7 @@ def _key(value: Any, known: Mapping[fx.Node, int], depth: int = 0) -> Any:
     """A key that is equal for equal values. Objects that a run makes anew are compared by their content."""
     if isinstance(value, fx.Node):
         return ("node", known[value])
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         # NaN is equal to itself here, and 1 is not True.
         return (type(value), repr(value) if type(value) in (float, complex) else value)
     if depth > _DEEPEST:
@@ -130,7 +130,7 @@ def _key(value: Any, known: Mapping[fx.Node, int], depth: int = 0) -> Any:
 
 def _function_key(function: FunctionType, key: Callable[[Any], Any]) -> Any:
     cells = list(function.__closure__ or ())
-    return (id(function.__code__), *(key(_content(cell)) for cell in cells), key(function.__defaults__))
+    return (id(function.__code__), *(key(content_of(cell)) for cell in cells), key(function.__defaults__))
 
 
 def _object_key(value: Any, key: Callable[[Any], Any]) -> Any:
@@ -152,10 +152,3 @@ def _object_key(value: Any, key: Callable[[Any], Any]) -> Any:
         return (type(value), *((name, key(item)) for name, item in attributes.items()))
     shown = repr(value)
     return (type(value), None if " at 0x" in shown else shown)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is empty
-        return None

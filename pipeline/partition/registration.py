@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.trace import TracedGraph, TracingOptions
@@ -18,7 +19,7 @@ def graph_by_registration(
     """Return a graph that runs each module with the result of the last one.
 
     It runs the modules and parameters of ``reached`` first, in that order, and then the others in the order of
-    ``named_modules``. A module above layers uses its own parameters before the modules in it. The graph decides a
+    registration. A module above layers uses its own parameters before the modules in it. The graph decides a
     partition; it is never run.
     """
     layers = layer_names(module, options.layer_classes)
@@ -45,9 +46,9 @@ def graph_by_registration(
 
 def _registered(module: nn.Module, spine: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the operation and the name of each parameter of the spine, and of each module below it."""
-    for name, child in module.named_modules():
+    for name, child in listings.named_modules(module):
         if name in spine:
-            for key, _ in child.named_parameters(recurse=False):
+            for key in [key for key, parameter in child._parameters.items() if parameter is not None]:
                 yield "get_attr", f"{name}.{key}" if name else key
         elif name.rpartition(".")[0] in spine:
             yield "call_module", name

@@ -1,12 +1,15 @@
 """``apply_checkpoint``: the same loss and gradients with fewer activations in memory."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.plain_models import Base
 from tests.support.run_ranks import run_ranks
 
 
@@ -98,3 +101,18 @@ def test_warning_for_unknown_names() -> None:
         assert len(messages) == 1
         assert "model.layers.7" in messages[0]
         assert "do not exist" in messages[0]
+
+
+class ListsNothing(Base):
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([("", self)])
+
+
+def test_a_class_that_overrides_listings() -> None:
+    model = ListsNothing()
+    blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
+    wrapped = SimpleNamespace(
+        rank=0, layers=list(blocks), stage_layers=[], original_module=model, local_named_modules=blocks.items
+    )
+    apply_checkpoint(wrapped, ["blocks.1"])
+    assert ["forward" in vars(block) for block in blocks.values()] == [False, True, False]

@@ -154,6 +154,22 @@ def test_the_order_up_to_a_failure_is_known() -> None:
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name  # type: ignore[arg-type]
 
 
+class ListsNothing(LooksUpWidth):
+    def named_parameters(self) -> Any:  # type: ignore[override]
+        return iter(())
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([("", self)])
+
+
+def test_the_order_is_that_of_the_registries() -> None:
+    batch = vectors(4)
+    losses = train_whole(ListsNothing(), batch, 2)
+    pipeline = InProcessPipeline(ListsNothing(), 2, transformer_layer_cls=Block)
+    assert pipeline.partition.owners["scale"] == {0}
+    assert all(map(torch.equal, pipeline.train(batch, 2), losses))
+
+
 class NormOfManyRows(TakesAnyInputs):
     """Statistics that a trace with guesses does not see."""
 

@@ -105,3 +105,16 @@ class Asserts(PlainModel):
         assert hidden.isfinite().all()
         result: torch.Tensor = self.head(hidden).mean()
         return result
+
+
+def scaled_by_modes(hidden: torch.Tensor) -> torch.Tensor:
+    """``hidden`` times a number that tells the modes of torch around the call."""
+    if torch.is_grad_enabled():
+        hidden = hidden * 3
+    if torch.is_autocast_enabled("cpu"):
+        hidden = hidden * 5
+    if hidden.requires_grad:
+        hidden = hidden * 7
+    if (hidden @ hidden.mT).dtype == torch.bfloat16:
+        hidden = hidden * 11
+    return hidden

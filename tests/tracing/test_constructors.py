@@ -19,6 +19,9 @@ from nxdpp.tracing.errors import TracingError
 from tests.support import other_names
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
+# A global that is a method of an object without a truth.
+first_item = numpy.ones(2).item
+
 
 class Prepared(PlainModel):
     """A model with a function in front of its layers."""

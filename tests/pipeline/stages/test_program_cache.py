@@ -20,7 +20,7 @@ from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.sizes import shapes_of
 from nxdpp.tracing.trace import trace
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for
+from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, scaled_by_modes
 
 
 def _cache(
@@ -285,14 +285,7 @@ class AsksForModes(PlainModel):
         hidden = self.embedding(x)
         for layer in self.layers:
             hidden = layer(hidden)
-        if torch.is_grad_enabled():
-            hidden = hidden * 3
-        if torch.is_autocast_enabled("cpu"):
-            hidden = hidden * 5
-        if hidden.requires_grad:
-            hidden = hidden * 7
-        if (hidden @ hidden.mT).dtype == torch.bfloat16:
-            hidden = hidden * 11
+        hidden = scaled_by_modes(hidden)
         _, extra = self.optional(hidden)
         if extra is not None:
             hidden = hidden + extra

@@ -11,7 +11,7 @@ from torch import autocast, nn, no_grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.in_process import InProcessPipeline
-from tests.support.traced_models import options_for
+from tests.support.traced_models import options_for, scaled_by_modes
 
 WIDTH = 8
 
@@ -254,14 +254,9 @@ class Asks(Model):
         hidden = self.embedding(x)
         for layer in self.layers:
             hidden = layer(hidden)
-        if torch.is_grad_enabled():
-            hidden = hidden * 3
-        if torch.is_autocast_enabled("cpu"):
-            hidden = hidden * 5
-        if hidden.requires_grad:
-            hidden = hidden * 7
-        if self.norm.weight.dtype == torch.float32 and (hidden @ hidden.mT).dtype == torch.bfloat16:
-            hidden = hidden * 11
+        hidden = scaled_by_modes(hidden)
+        if self.norm.weight.dtype == torch.float32:
+            hidden = hidden * 13
         return self.loss(hidden)
 
 

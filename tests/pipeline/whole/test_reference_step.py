@@ -60,7 +60,7 @@ def state() -> tuple[Any, ...]:
 
 
 def step(model: Any, batch: dict[str, torch.Tensor], schedule: str, chunks: int, **arguments: Any) -> list[str]:
-    """What differs from one process after a checked step and a second one; nothing else may change."""
+    """Run a checked step and a second one; return differences from one process. Nothing else may change."""
     whole = reference(model)
     wrapped = NxDPPModel(model, None, 4, chunks, schedule=schedule, check_against_module="first", **arguments)
     wrapped.move_model_to_device()
