@@ -22,7 +22,6 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-import torch
 from torch import fx, nn
 
 from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
@@ -31,8 +30,6 @@ from nxdpp.tracing.listings import unwrapped
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _MUST_RUN = "must_run"
-# Methods of outputs that are mappings.
-_METHODS_OF_MAPPINGS = frozenset({"get", "items", "keys", "pop", "to_tuple", "values"})
 _READS = ("call_function", "call_method")
 _LIBRARIES = re.compile(r"(torch|transformers|nxdpp|einops)\b")
 
@@ -202,16 +199,6 @@ def is_user_function(node: fx.Node) -> bool:
         return False
     function = node.target.function
     return builtins.isinstance(function, types.FunctionType) and not _LIBRARIES.match(function.__module__ or "")
-
-
-def is_field(node: fx.Node, name: str) -> bool:
-    """Return whether ``name`` is a field of an object that a module or a function returns: no tensor has it."""
-    while node.op == "call_function" and (passes_on(node) or node.target in (getattr, operator.getitem)):
-        if not builtins.isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
-    returns = node.op == "call_module" or is_user_function(node)
-    return returns and not hasattr(torch.Tensor, name) and name not in _METHODS_OF_MAPPINGS
 
 
 def return_annotation(module: nn.Module) -> Any:

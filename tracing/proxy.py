@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nxdpp.tracing.checks import is_field, mask_with_items, value_or_none
+from nxdpp.tracing.checks import mask_with_items, value_or_none
+from nxdpp.tracing.fields import is_field, may_be_field
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.modes import applied, current_modes
@@ -98,9 +99,13 @@ class RecordingProxy(_SizedProxy):
             )
         if not hasattr(torch.Tensor, name) and not is_metadata(self.node) and self._is_tensor():
             raise AttributeError(f"a tensor between layers has no attribute {name}")
-        if is_field(self.node, name):
+        if is_field(self.node, name) or self._has_field(name, sys._getframe(1)):
             return value_or_none(self.tracer.create_proxy("call_function", getattr, (self, name), {}))
         return RecordingShape(self, name) if name == "shape" else RecordingAttribute(self, name)
+
+    def _has_field(self, name: str, caller: FrameType) -> bool:
+        is_asked = may_be_field(self.node, name, caller) and not _is_tracing_code(caller)
+        return is_asked and not self._is_tensor()
 
     def _is_tensor(self) -> bool:
         """Return whether the value is a tensor for inputs of the sizes at hand, which is then a fact of the graph."""

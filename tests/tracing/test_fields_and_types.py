@@ -42,6 +42,16 @@ class Pair(NamedTuple):
 
 
 @dataclass
+class Statistics:
+    """Fields with names of a tensor's methods and attributes."""
+
+    hidden: Tensor
+    mean: Tensor | None = None
+    data: Tensor | None = None
+    inner: Tensor | None = None
+
+
+@dataclass
 class Nested:
     """A record in a record."""
 
@@ -84,6 +94,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "output": (lambda hidden, mask: Output(hidden=hidden, mask=mask), attributes),
     "named tuple": (Pair, attributes),
     "nested": (lambda hidden, mask: Nested(Record(hidden, mask)), lambda made: attributes(made.record)),
+    "method": (lambda hidden, mask: Statistics(hidden, mean=mask), lambda made: (made.hidden, made.mean)),
+    "another method": (lambda hidden, mask: Statistics(hidden, inner=mask), lambda made: (made.hidden, made.inner)),
+    "attribute": (lambda hidden, mask: Statistics(hidden, data=mask), lambda made: (made.hidden, made.data)),
+    "getattr": (lambda hidden, mask: Statistics(hidden, mean=mask), lambda made: (made.hidden, getattr(made, "mean"))),  # noqa: B009
+    "used as a tensor": (
+        lambda hidden, mask: Statistics(hidden, mean=mask),
+        lambda made: (made.hidden.mean(1, keepdim=True) + made.hidden, made.mean),
+    ),
     "get": (lambda hidden, mask: {"hidden": hidden, "mask": mask}, lambda made: (made["hidden"], made.get("mask"))),
     "get without": (
         lambda hidden, mask: {"hidden": hidden} | ({} if mask is None else {"mask": mask}),
