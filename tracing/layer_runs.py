@@ -1,4 +1,4 @@
-"""The layers of a model that declares none: the longest run of equal modules in its lists of modules."""
+"""The layers of a model that declares none: the longest runs of equal modules in its lists of modules."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,14 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _SHORTEST = 2
 
 
-def longest_run(module: nn.Module, listed: str) -> type[nn.Module]:
+def longest_runs(module: nn.Module, listed: str) -> tuple[type[nn.Module], ...]:
     """Return the class of the longest run of equal modules in the lists of ``module``, and log it as a warning.
 
     Runs of one class count together: the blocks of an encoder that has four lists of them. Lists inside a member of a
-    run do not count, such as the experts of a layer. Neither do modules of torch without children.
+    run do not count, such as the experts of a layer. Neither do modules of torch without children. Several classes of
+    equally long runs are all returned: the encoder and the decoder of one depth. The trace tells their order.
 
-    Raises ``ValueError`` with the ``listed`` classes for a module without a run, and for two classes of equal runs.
+    Raises ``ValueError`` with the ``listed`` classes for a module without a run.
     """
     runs: dict[type[nn.Module], list[tuple[str, int]]] = {}
     roots: Mapping[str, nn.Module] = transformers_models(module) or {"": module}
@@ -36,20 +37,13 @@ def longest_run(module: nn.Module, listed: str) -> type[nn.Module]:
             f"{name} does not declare its transformer layers, and has no list of equal modules that could be layers. "
             f"Pass transformer_layer_cls; lists of modules in it hold: {listed or 'nothing'}."
         )
-    if len(longest) > 1:
-        told = "; ".join(f"{counts[cls]} {cls.__name__} in {_places(runs[cls])}" for cls in longest)
-        raise ValueError(
-            f"{name} does not declare its transformer layers, and several runs of equal modules are the longest: "
-            f"{told}. Pass transformer_layer_cls: the class of the layers, or all of these classes if their modules "
-            f"follow each other."
-        )
-    (cls,) = longest
+    told = " and ".join(f"{counts[cls]} {cls.__name__} in {_places(runs[cls])}" for cls in longest)
     _logger.warning(
-        "%s declares no transformer layers: its longest run of equal modules is taken, %d %s in %s; pass "
+        "%s declares no transformer layers: its longest %s of equal modules %s taken, %s; pass "
         "transformer_layer_cls for other layers",
-        name, counts[cls], cls.__name__, _places(runs[cls]),
+        name, *(("run", "is") if len(longest) == 1 else ("runs", "are")), told,
     )  # fmt: skip
-    return cls
+    return tuple(longest)
 
 
 def _runs(module: nn.Module, name: str) -> Iterator[tuple[str, type[nn.Module], int]]:

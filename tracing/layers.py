@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.language_model import language_model
-from nxdpp.tracing.layer_runs import longest_run
+from nxdpp.tracing.layer_runs import longest_runs
 from nxdpp.tracing.transformers_models import transformers_models
 
 
@@ -19,12 +19,16 @@ def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> 
     ``transformer_layer_cls`` is a class or a class name, or a list of them. Without it, ``module`` and the Hugging Face
     models in it give their ``_no_split_modules``, otherwise their ``GradientCheckpointingLayer`` classes. Both count
     only if their instances are in a list of modules. An embedding that must not be split is not a layer. Where nothing
-    is declared, the longest run of equal modules in a list is taken, and a warning names it.
+    is declared, the longest run of equal modules in a list is taken, or all runs of this length, and a warning names
+    them.
 
-    Raises ``ValueError`` if there is no layer, and for two runs of one length.
+    Raises ``ValueError`` if there is no layer, and for layers that the model runs several times by its configuration.
     """
     if transformer_layer_cls is None:
-        return _declared_layer_classes(module) or (longest_run(module, _names(_listed_classes(module))),)
+        if declared := _declared_layer_classes(module):
+            return declared
+        _refuse_shared_groups(module, (nn.Module,))
+        return longest_runs(module, _names(_listed_classes(module)))
     wanted = transformer_layer_cls if isinstance(transformer_layer_cls, list | tuple) else [transformer_layer_cls]
     classes = resolve_classes(module, wanted, "transformer_layer_cls")
     if not any(is_instance(child, classes) for child in listings.modules(module)):
@@ -32,6 +36,7 @@ def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> 
             f"transformer_layer_cls={_names(classes)}: {type(module).__name__} has no module of that class. "
             f"Lists of modules in it hold: {_names(_listed_classes(module)) or 'nothing'}."
         )
+    _refuse_shared_groups(module, classes)
     return classes
 
 
@@ -71,6 +76,21 @@ def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -
 def is_instance(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Return whether ``module``, or the module inside its wrapper, is of one of ``classes``."""
     return isinstance(module, classes) or isinstance(listings.unwrapped(module), classes)
+
+
+def _refuse_shared_groups(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+    """Raise ``ValueError`` for layers of ``classes`` in a model that runs each of them several times (ALBERT)."""
+    for model in transformers_models(module).values():
+        layers = getattr(model.config, "num_hidden_layers", None)
+        groups = getattr(model.config, "num_hidden_groups", layers)
+        if groups != layers and any(is_instance(child, classes) for child in listings.modules(model)):
+            raise ValueError(
+                f"{type(model).__name__} runs {layers} layers with the weights of {groups} "
+                f"(num_hidden_groups={groups}), and a pipeline needs a module for each layer. Make the model with "
+                f"num_hidden_groups={layers}, and let the groups that were one share their weights: for each such "
+                f"group and the first one of them, for b, a in zip(group.modules(), first.modules()): "
+                f"b._parameters.update(a._parameters)."
+            )
 
 
 def _declared_layer_classes(module: nn.Module) -> tuple[type[nn.Module], ...]:

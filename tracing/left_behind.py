@@ -79,7 +79,10 @@ class LeftBehind:
             self._watch_stores()
             yield
         for path, name, _ in self._pending:
-            raise RuntimeError(f"forward stores {dotted(path, name)}, and {path} does not run; the value would be lost")
+            raise RuntimeError(
+                f"forward stores {dotted(path, name)}, and {path} does not run; the value would be lost. Run {path} in "
+                f"this forward, or set the attribute before wrapping."
+            )
 
     def hasattr(self, owner: Any, name: str) -> bool:
         """``hasattr`` for traced code."""
@@ -96,7 +99,10 @@ class LeftBehind:
         values, structure = flatten((args, kwargs))
         first = next((i for i, value in enumerate(values) if isinstance(value, fx.Proxy)), None)
         if first is None:
-            raise RuntimeError(f"forward stores {dotted(*stores[0][:2])}, and calls {leaf} without a tensor")
+            raise RuntimeError(
+                f"forward stores {dotted(*stores[0][:2])}, and calls {leaf} without a tensor, in whose place each step "
+                f"could store it. Pass the value to {leaf} as an argument."
+            )
         below = [part for path, name, value in stores for part in (_below(leaf, path), name, value)]
         values[first] = self._record(store_before, values[first], leaf, *below)
         args, kwargs = pytree.tree_unflatten(values, structure)
@@ -127,7 +133,7 @@ class LeftBehind:
             if name == "__dict__":
                 raise RuntimeError(
                     f"forward reads the __dict__ of {type(module).__name__}, a module that sets attributes when it "
-                    f"runs. Read the attribute itself (module.name, getattr(module, name))"
+                    f"runs. Read the attribute itself (module.name, getattr(module, name))."
                 )
             known = getattr(type(module), name, None)
             if isinstance(known, property) or callable(known) or name in module._modules:
@@ -152,7 +158,7 @@ class LeftBehind:
 
         def delete(module: nn.Module, name: str) -> None:
             if self._is_spine_code(module, sys._getframe(1)):
-                raise RuntimeError(f"forward deletes {type(module).__name__}.{name}. Set it to None")
+                raise RuntimeError(f"forward deletes an attribute, {type(module).__name__}.{name}. Set it to None.")
             delete_attribute(module, name)
 
         self._stack.enter_context(patch.object(nn.Module, "__setattr__", store))
@@ -174,7 +180,7 @@ class LeftBehind:
                 return None
             raise RuntimeError(
                 f"forward reads {dotted(place, name)} before {place} runs, which sets it; the value would be that of "
-                f"another microbatch. Read it after the run"
+                f"another microbatch. Read it after the run."
             )
         if (module, name) not in self._read:
             guess = not asks_only or self._stored.has_from_construction(module, name)
@@ -204,15 +210,17 @@ class LeftBehind:
         if isinstance(value, nn.Module):
             raise RuntimeError(
                 f"forward replaces {called}, a module, by another one. Give the model the configuration in which it "
-                f"does not (BigBird: attention_type='original_full'), or replace the module before wrapping"
+                f"does not (BigBird: attention_type='original_full'), or replace the module before wrapping."
             )
         if not isinstance(value, bool | int | float | str | None):
             raise RuntimeError(
                 f"forward stores a {type(value).__name__} in {called}, an attribute of a module that runs as one node. "
-                f"Pass it as an argument of that module"
+                f"Pass it as an argument of that module."
             )
         if name in module._parameters or name in module._buffers or name in module._modules:
-            raise RuntimeError(f"forward replaces {called}, a parameter, buffer or module, by {value!r}")
+            raise RuntimeError(
+                f"forward replaces {called}, a parameter, buffer or module, by {value!r}. Replace it before wrapping."
+            )
         self._given[module, name] = value
         self._watch_reads(type(module))
         leaf = self._last_run(place)
@@ -246,7 +254,7 @@ class LeftBehind:
         if len(places) > 1:
             raise RuntimeError(
                 f"forward uses {type(module).__name__}.{name} of a module with several names, {', '.join(places)}; on "
-                f"each stage it would be that of another run. Return the value from forward"
+                f"each stage it would be that of another run. Return the value from forward."
             )
         return places[0]
 

@@ -14,8 +14,11 @@ in a module above layers                                     the line in a funct
 import dis
 import inspect
 import re
+from collections.abc import Sequence
 from types import FrameType, FunctionType, TracebackType
+from typing import Any
 
+import torch
 from torch import nn
 
 from nxdpp.tracing.errors import is_machinery
@@ -26,6 +29,15 @@ _OTHER_INPUTS = "The model itself raises this error for these inputs. Change tho
 _OF_ITS_OWN = (
     "Move this line into a function that autowrap_functions names, or into a module of its own: either becomes a "
     "single node."
+)
+_CONSTANTS = (
+    "Make them in __init__ (self.register_buffer(name, tensor, persistent=False)), or move this line into a module of "
+    "its own, which runs as a single node."
+)
+_OF_PARAMETERS = (
+    "They follow from parameters (self.parameters()), of which each rank holds its own. A penalty of all weights is "
+    "the optimizer's weight_decay, or a loss of each rank after run_train: (0.01 * sum(p.pow(2).sum() for p in "
+    "model.parameters())).backward(). A parameter that forward names (self.head.weight) is a value of the graph."
 )
 
 
@@ -42,6 +54,13 @@ def remedy(error: Exception, any_tracer: bool) -> str:
         return ""
     own = [frame for frame, _ in frames if not is_machinery(frame.f_code.co_filename)]
     return _remedy_for_line([frame for frame in own if not frame.f_code.co_name.startswith("<")], any_tracer)
+
+
+def remedy_for_constants(made: Sequence[Any], any_tracer: bool) -> str:
+    """Return advice for tensors that ``forward`` makes where the tracer records none: constants of the graph."""
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in made):
+        return _OF_PARAMETERS
+    return f"Leave tracer_cls out, or make them in __init__. {_OF_ITS_OWN}" if any_tracer else _CONSTANTS
 
 
 def _is_of_the_model(error: Exception, last: FrameType, at: int) -> bool:

@@ -45,7 +45,7 @@ from nxdpp.tracing.modes import recorded_modes
 from nxdpp.tracing.nested import flatten
 from nxdpp.tracing.own_code import OwnCode, watched_code
 from nxdpp.tracing.reachable_state import ReachableState, has_user_code
-from nxdpp.tracing.remedies import remedy
+from nxdpp.tracing.remedies import remedy, remedy_for_constants
 from nxdpp.tracing.second_run import Carried, Run, refuse_differences
 from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import SpineTracer
@@ -140,7 +140,7 @@ def trace(
             raise failed from error
         graph = traced.graph
         refuse_lost_changes(graph)
-        _refuse_constants(module, graph)
+        _refuse_constants(module, graph, tracer)
         if state is not None and before is not None:
             again = make_tracer()
             if isinstance(again, SpineTracer) and isinstance(tracer, SpineTracer):
@@ -277,15 +277,15 @@ def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Trac
     return WithLeaves
 
 
-def _refuse_constants(module: nn.Module, graph: fx.Graph) -> None:
+def _refuse_constants(module: nn.Module, graph: fx.Graph, tracer: fx.Tracer) -> None:
     constants = [n for n in graph.nodes if n.op == "get_attr" and not str(n.target).startswith(f"{ROOT}.")]
     if constants:
+        made = [getattr(tracer.root, str(node.target), None) for node in constants]
+        advice = remedy_for_constants(made, any_tracer=not isinstance(tracer, SpineTracer))
         raise TracingError(
             f"{type(module).__name__}.forward makes {len(constants)} tensors outside the transformer layers "
-            f"({constants[0].target}), which this tracer turns into constants\n"
-            f"  at {model_line(constants[0].stack_trace)}\n"
-            f"Leave tracer_cls out, register them as buffers, or make the function that makes them a single node "
-            f"(autowrap_functions)."
+            f"({constants[0].target}), which a graph would keep as constants\n"
+            f"  at {model_line(constants[0].stack_trace)}\n{advice}"
         )
 
 

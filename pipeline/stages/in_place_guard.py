@@ -58,7 +58,9 @@ def expect_same_buffers(
         if old.get(name) != new.get(name):
             raise RuntimeError(
                 f"{module}.forward changes its buffer {name}, and {module} runs on several stages, each with a copy. "
-                f"It must run on one stage: use one module for each place, or cut elsewhere (pipeline_cuts)."
+                f"It must run on one stage: use one module for each place, or cut elsewhere (pipeline_cuts). If the "
+                f"buffer is a table that the first run fills, run the model once before wrapping it, with inputs of "
+                f"the greatest length."
             )
 
 

@@ -39,9 +39,11 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
     if isinstance(output, tuple | list):
         if len(output) == 1:
             return output[0]
+        places = range(len(output))
+        first, last = (tuple(place == marked for place in places) for marked in (0, len(output) - 1))
         raise ValueError(
-            f"the model returns {len(output)} values. Mark the loss with output_loss_value_spec, "
-            f"{(True, *[False] * (len(output) - 1))} for the first."
+            f"the model returns {len(output)} values. Mark the loss with output_loss_value_spec: {first} if it is the "
+            f"first, {last} if it is the last."
         )
     return output
 

@@ -136,13 +136,13 @@ def test_the_warning_names_the_lists(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-def test_runs_of_equal_length_are_refused_with_their_names() -> None:
+def test_runs_of_equal_length_are_all_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.ModuleDict({name: nn.ModuleList(cls() for _ in range(3)) for name, cls in RUNS.items()})
 
-    with pytest.raises(ValueError, match=r"several.*longest: 3 PlainLayer in a; 3 Expert in b\. Pass"):
-        find_layer_classes(module, None)
+    assert find_layer_classes(module, None) == (PlainLayer, Expert)
 
-    assert find_layer_classes(module, [Expert, PlainLayer]) == (Expert, PlainLayer)
+    assert "its longest runs of equal modules are taken, 3 PlainLayer in a and 3 Expert in b;" in caplog.text
+    assert find_layer_classes(module, [Expert]) == (Expert,)
 
 
 RUNS = {"a": PlainLayer, "b": Expert}

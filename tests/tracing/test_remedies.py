@@ -9,6 +9,8 @@ from torch import nn
 
 from nxdpp.tracing.errors import TracingError
 from tests.support import plain_functions
+from tests.support.exact import assert_exact
+from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 
 X = torch.full((3, 4), 0.5)
@@ -155,3 +157,69 @@ def test_random_numbers_are_moved_into_a_module() -> None:
     expected = model(X)
     torch.manual_seed(0)
     assert torch.equal(run_graph(model, traced, {"x": X}), expected)
+
+
+class FromNumpy(PlainModel):
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * torch.from_numpy(numpy.arange(4, dtype=numpy.float32))
+
+
+class AsABuffer(PlainModel):
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.from_numpy(numpy.arange(4, dtype=numpy.float32)), persistent=False)
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.table
+
+
+class Table(nn.Module):
+    def forward(self) -> torch.Tensor:
+        return torch.from_numpy(numpy.arange(4, dtype=numpy.float32))
+
+
+class FromAModule(AsABuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = Table()
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = hidden * self.numbers()
+        return result
+
+
+def test_a_tensor_from_numpy_is_made_elsewhere() -> None:
+    assert message_of(FromNumpy()) == (
+        "Make them in __init__ (self.register_buffer(name, tensor, persistent=False)), or move this line into a module "
+        "of its own, which runs as a single node."
+    )
+    assert message_of(FromNumpy(), tracer_cls="torch").startswith("Leave tracer_cls out, or make them in __init__.")
+    for model in (AsABuffer(), FromAModule()):
+        assert_exact(model, {"x": X.repeat(2, 1)}, PlainLayer)
+    assert is_right(AsABuffer(), tracer_cls="torch")
+
+
+class Penalised(PlainModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def test_a_penalty_of_all_parameters_is_added_by_each_rank_or_by_the_optimizer() -> None:
+    assert (
+        "optimizer's weight_decay, or a loss of each rank after run_train: "
+        "(0.01 * sum(p.pow(2).sum() for p in model.parameters())).backward()."
+    ) in message_of(Penalised())
+    whole, model, decayed = Penalised(), PlainModel(), PlainModel()
+    batch = X.repeat(2, 1)
+    for part in batch.chunk(2):
+        (whole(part) / 2).backward()
+    for pipelined in (model, decayed):
+        InProcessPipeline(pipelined, 2, {"x": X}).train({"x": batch}, 2)
+    (0.01 * sum(p.pow(2).sum() for p in model.parameters())).backward()  # type: ignore[union-attr]
+    for module, decay in ((whole, 0.0), (model, 0.0), (decayed, 0.02)):
+        torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=decay).step()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter)
+        torch.testing.assert_close(decayed.get_parameter(name), parameter)

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForMaskedLM
 
+from nxdpp.tracing.layers import find_layer_classes
 from tests.support.in_process import InProcessPipeline
 from tests.support.models import VOCABULARY, padded_batch
 from tests.support.plain_models import WIDTH, Base, Block
@@ -63,19 +65,29 @@ def albert(groups: int) -> Any:
     )  # fmt: skip
 
 
-def test_a_module_for_each_time_with_shared_weights() -> None:
-    model = albert(1)
-    with pytest.raises(ValueError, match=r"Run several times: .*a module for each time and share the weights"):
-        InProcessPipeline(model, 2, transformer_layer_cls="AlbertLayerGroup")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("layer_class", [None, "AlbertLayerGroup", "AlbertLayer"])
+def test_a_module_for_each_time_with_shared_weights(groups: int, layer_class: str | None) -> None:
+    model = albert(groups)
+    message = rf"4 layers with the weights of {groups} .*num_hidden_groups=4, and let .* share their weights"
+    with pytest.raises(ValueError, match=message):
+        InProcessPipeline(model, 2, transformer_layer_cls=layer_class)
     remedied = albert(4)
     remedied.load_state_dict(model.state_dict(), strict=False)
-    groups = remedied.albert.encoder.albert_layer_groups
-    for group in groups[1:]:
-        for theirs, ours in zip(group.modules(), groups[0].modules(), strict=True):
-            for name, parameter in ours._parameters.items():
-                theirs._parameters[name] = parameter
+    given = model.albert.encoder.albert_layer_groups
+    for number, group in enumerate(remedied.albert.encoder.albert_layer_groups):
+        first = remedied.albert.encoder.albert_layer_groups[number * groups // 4 * 4 // groups]
+        for b, a in zip(group.modules(), first.modules(), strict=True):
+            b._parameters.update(a._parameters)
+        group.load_state_dict(given[number * groups // 4].state_dict())
     assert remedied.num_parameters() == model.num_parameters()
 
     # A gradient that several runs add to is summed in another order.
-    pipeline = InProcessPipeline(remedied, 2, transformer_layer_cls="AlbertLayerGroup")
+    pipeline = InProcessPipeline(remedied, 2, transformer_layer_cls=layer_class)
     assert distance(pipeline, remedied, copy.deepcopy(model), padded_batch(4), 2) < TIED_ROUNDING
+
+
+def test_albert_as_a_teacher_is_no_matter() -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"teacher": albert(1), "student": Preferences()})
+    assert find_layer_classes(module, Block) == (Block,)

@@ -5,7 +5,9 @@ import torch
 from torch import fx, nn
 
 from nxdpp.pipeline.stages.in_place_guard import Guard, expect_unchanged, may_change_arguments, versions
+from tests.support.exact import assert_exact
 from tests.support.plain_models import Block
+from tests.support.traced_models import PlainModel
 
 
 def test_a_change_in_place_has_another_version() -> None:
@@ -79,9 +81,35 @@ class Keeping(nn.Module):
 def test_a_guard_finds_a_new_buffer() -> None:
     x = torch.ones(2)
     guarded = _guarded(Keeping(), False)
-    with pytest.raises(RuntimeError, match=r"module.forward changes its buffer first, .* several stages"):
+    message = r"module.forward changes its buffer first, .* several stages.* run the model once before wrapping it"
+    with pytest.raises(RuntimeError, match=message):
         guarded(x)
     assert torch.equal(guarded(x), x * 2)
+
+
+class WithTable(PlainModel):
+    """Layers whose input is scaled by a table that its module keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeping = Keeping()
+        self.keeping.register_buffer("slopes", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden) * self.keeping(torch.arange(4))
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_a_table_that_is_filled_before_wrapping() -> None:
+    inputs = {"x": torch.ones(2, 4)}
+    with pytest.raises(RuntimeError, match=r"keeping\.forward changes its buffer first.* run the model once"):
+        assert_exact(WithTable(), inputs)
+    model = WithTable()
+    model(**inputs)
+    assert_exact(model, inputs)
 
 
 def _nodes(*modules: nn.Module) -> tuple[nn.Module, list[fx.Node]]:

@@ -46,7 +46,11 @@ def test_the_loss_is_found(output: Any, spec: Any) -> None:
         ({"logits": OTHER}, None, ["no loss, only ['logits']", "labels=...", "output_loss_value_spec"]),
         (CausalLMOutput(logits=OTHER), None, ["no loss, only ['logits']"]),
         ({"loss": None, "logits": OTHER}, None, ["no loss"]),
-        ((OTHER, OTHER, OTHER), None, ["returns 3 values", "(True, False, False) for the first"]),
+        (
+            (OTHER, OTHER, OTHER),
+            None,
+            ["returns 3 values", "(True, False, False) if it is the first, (False, False, True) if it is the last"],
+        ),
         ((), None, ["returns 0 values"]),
         ((OTHER, OTHER, OTHER), (True, False), ["is for 2 values", "returns 3 values"]),
         ((OTHER,), (False, True), ["is for 2 values", "returns 1 values", "labels=..."]),

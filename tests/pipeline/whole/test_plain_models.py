@@ -212,7 +212,7 @@ REFUSED = {
         models.ChangesAttribute,
         r"forward changes ChangesAttribute\.table, a tensor",
     ),
-    "a tensor of the Python module": (models.GlobalConstant, r"register them as buffers"),
+    "a tensor of the Python module": (models.GlobalConstant, r"self\.register_buffer"),
     "a buffer that is set": (models.assignment, r"CountsInForward\.steps"),
     "a layer that runs twice": (models.Repeats, r"Run several times: \['blocks\.0'\]; .* share the weights"),
     "one layer for all": (models.Universal, r"Run several times: \['block'\]; .* share the weights"),
