@@ -21,7 +21,7 @@ from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.modes import Modes, current_modes
-from nxdpp.tracing.settings import Settings, settings_of
+from nxdpp.tracing.settings import Settings, SpineSettings
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.swap import swapped
@@ -36,14 +36,14 @@ class _Variant:
 
     ``traced`` inputs have a spec. ``constants`` have a type, a sign and a value, because 1 is not ``True`` and 0.0 is
     not -0.0. ``modes`` are those of torch around the model, for which code may ask. ``settings`` are the
-    training modes and plain attributes of modules above layers.
+    training modes and the attributes of modules above layers.
     """
 
     traced: tuple[tuple[str, InputSpec], ...]
     constants: tuple[tuple[str, tuple[type, float], Any], ...]
     training: bool
     modes: Modes
-    settings: tuple[tuple[bool, ...], Settings]
+    settings: Settings
 
     def with_numbers_fixed(self, numbers: Mapping[str, float]) -> "_Variant":
         """Return the variant in which numbers are part of the graph."""
@@ -86,7 +86,8 @@ class ProgramCache:
         self._fixed: set[_Variant] = set()
         self._as_cut: dict[str, nn.Module] = {}
         self._state: Any = _UNKNOWN
-        self._spine: list[nn.Module] = []
+        self._spine_settings = SpineSettings((), ())
+        self._last_settings: Settings = ()
 
     def cut_graph(self, inputs: Mapping[str, Any], training: bool) -> CutGraph:
         """Return the graph for a microbatch like ``inputs``, in training or evaluation mode, in this thread's modes.
@@ -110,13 +111,20 @@ class ProgramCache:
                     self._fixed.add(variant)
             return self._kept(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
-    def _settings(self) -> tuple[tuple[bool, ...], Settings]:
+    def _settings(self) -> Settings:
         if self._state is _UNKNOWN:
             self._state = reachable_state(self._module, self._options)
             names = spine_names(self._module, layer_names(self._module, self._options.layer_classes), ())
-            self._spine = [self._module.get_submodule(name) for name in sorted(names)]
-        modes = tuple(module.training for module in self._spine)
-        return modes, settings_of(self._state)
+            spine = [self._module.get_submodule(name) for name in sorted(names)]
+            read = () if self._state is None else self._state.names
+            self._spine_settings = SpineSettings(spine, read, self._partition.owners)
+            self._last_settings = self._spine_settings.present()
+        present = self._spine_settings.present()
+        if present != self._last_settings:
+            # Another function may read other attributes.
+            self._state = _UNKNOWN
+            return self._settings()
+        return present
 
     def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], training: bool) -> CutGraph:
         """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.
