@@ -15,16 +15,14 @@ import torch
 from torch import nn
 
 from nxdpp.parallel_layers import move_model_to_device, parallel_state
-from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.agreement.fingerprint import parameter_lines
-from nxdpp.pipeline.agreement.replicas import check_replicas
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.microbatch import join_outputs
 from nxdpp.pipeline.reference_step import ReferenceStep
+from nxdpp.pipeline.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
 from nxdpp.pipeline.split_batch import split_batch
 from nxdpp.pipeline.stages.cut_graph import fill_output
@@ -105,7 +103,6 @@ class Pipeline:
         )
         self._steps = StepRunner(self.schedule, self.rank, not config.deallocate_pipeline_outputs, timeline_path)
         self._input_names = None if config.input_names is None else tuple(config.input_names)
-        self._replicas_verified = False
         self._check_first = config.check_against_module is not None
         # From here on the parameters of other stages are freed.
         self.part = LocalPart(
@@ -117,6 +114,7 @@ class Pipeline:
             config.param_init_fn,
         )
         self.local_module = self.part.module
+        self._replicas = ReplicaGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
@@ -235,12 +233,7 @@ class Pipeline:
 
         Raises ``RuntimeError`` for replicas with other parameters than the first.
         """
-        group = parallel_state.get_data_parallel_group()
-        if not self._replicas_verified:
-            origin = [] if self.part.origin is None else [self.part.origin]
-            check_replicas([*origin, *parameter_lines(self.local_module.named_parameters())], group)
-            self._replicas_verified = True
-        average_gradients(self.local_module.parameters(), group)
+        self._replicas.average(self.part.origin)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.
@@ -276,7 +269,7 @@ class Pipeline:
     def refresh(self) -> None:
         """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
         self.follow()
-        self._replicas_verified = False
+        self._replicas.verify_again()
 
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
@@ -286,13 +279,7 @@ class Pipeline:
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
-        without = self.part.names_on_meta()
-        if without:
-            raise RuntimeError(
-                f"{len(without)} parameters or buffers of rank {self.rank} are on the meta device and have no values "
-                f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
-                f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
-            )
+        self.part.check_materialised()
 
     def _first_check(self) -> ReferenceStep | None:
         if not self._check_first:

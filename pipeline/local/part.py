@@ -60,6 +60,7 @@ class LocalPart:
         local, elsewhere = local_names(owners, rank), names_elsewhere(owners, rank)
         check_not_freed(root, local)
         self.root = root
+        self._rank = rank
         self.origin: str | None = None
         self._seed = seed
         self._param_init_fn = param_init_fn
@@ -94,6 +95,16 @@ class LocalPart:
     def names_on_meta(self) -> list[str]:
         """Names of the parameters and buffers that have no values yet."""
         return [name for name, tensor in _named_tensors(self.module) if tensor.is_meta]
+
+    def check_materialised(self) -> None:
+        """Raise ``RuntimeError`` for parameters or buffers without values."""
+        without = self.names_on_meta()
+        if without:
+            raise RuntimeError(
+                f"{len(without)} parameters or buffers of rank {self._rank} are on the meta device and have no values "
+                f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
+                f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
+            )
 
     def materialise(self) -> bool:
         """Give initial weights to all that is on the meta device; return whether there was any. Not collective.

@@ -21,10 +21,10 @@ from nxdpp.pipeline.backward.graph import BackwardAnalysis
 from nxdpp.pipeline.backward.run import ReceivedTensor, has_own_memory, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
-from nxdpp.pipeline.p2p.layout import check_layout, layout_of, shared_memory, tensors_of
+from nxdpp.pipeline.p2p.layout import check_layout, tensors_of
 from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
-from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
+from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
@@ -84,14 +84,11 @@ class StageRunner:
         self._local_in = [channel for channel in channels_in if isinstance(channel, LocalChannel)]
         self._sends_activations = any(c.boundary.values for c in channels_out if c not in self._local_out)
         self._sends_gradients = any(c.boundary.values for c in channels_in if c not in self._local_in)
-        self._device = device
         self._train = train
         self._keep_outputs = keep_outputs
         self._splits = splits
         self._timer = timer
-        self._placeholders: dict[str, Any] | None = None
-        self._sharing_memory: list[str] = []
-        self._metadata_sent = False
+        self._metadata = MetadataExchange(program.plan, channels_in, channels_out, device)
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
         self._made: dict[int, dict[str, Any]] = {}
@@ -115,7 +112,7 @@ class StageRunner:
         in_flight = _InFlight([])
         received = self._receive(microbatch, in_flight)
         arguments = self._arguments(microbatch, received)
-        guarded = [(name, received[name], versions(received[name])) for name in self._sharing_memory]
+        guarded = [(name, received[name], versions(received[name])) for name in self._metadata.sharing_memory]
         # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
         with self._timer:
             values = self._module.forward(*arguments)
@@ -125,8 +122,7 @@ class StageRunner:
             expect_unchanged(value, before, name)
         made = dict(zip(self._names, values, strict=True))
         # Metadata exchange in a first step; in later ones check that the layouts are the same.
-        if not self._metadata_sent:
-            self._send_metadata(made)
+        self._metadata.send(made)
         for channel in self._channels_out:
             for name in channel.boundary.values:
                 check_layout(name, made[name], channel.boundary.layouts[name])
@@ -183,8 +179,7 @@ class StageRunner:
 
     def _receive(self, microbatch: int, in_flight: _InFlight) -> dict[str, Any]:
         """The values of the source stages, in the autograd graph when training."""
-        if self._placeholders is None:
-            self._placeholders = self._receive_metadata()
+        self._metadata.receive()
         received: dict[str, Any] = {}
         for channel in self._channels_in:
             tensors: dict[str, list[torch.Tensor]] = {name: [] for name in channel.boundary.values}
@@ -200,36 +195,14 @@ class StageRunner:
                 received[name] = channel.boundary.layouts[name].build(parts)
         return received
 
-    def _receive_metadata(self) -> dict[str, Any]:
-        """The metadata placeholders, once the source stages have sent their layouts."""
-        placeholders: dict[str, Any] = {}
-        for channel in self._channels_in:
-            channel.receive_metadata()
-            boundary, layouts = channel.boundary, channel.boundary.layouts
-            placeholders |= {name: metadata_placeholder(layouts[name], self._device) for name in boundary.metadata_only}
-            self._sharing_memory += [name for name in boundary.values if layouts[name].shares_memory]
-        return placeholders
-
     def _arguments(self, microbatch: int, received: dict[str, Any]) -> list[Any]:
         """The arguments of the stage's graph."""
-        plan, inputs, placeholders = self._plan, self._inputs[microbatch], self._placeholders or {}
+        plan, inputs, placeholders = self._plan, self._inputs[microbatch], self._metadata.placeholders
         return [
             *(inputs[name] for name in plan.inputs),
             *(received[name] for name in plan.received),
             *(placeholders[name] for name in plan.received_metadata),
         ]
-
-    def _send_metadata(self, made: dict[str, Any]) -> None:
-        """Send the layouts of this stage's values to its destination stages."""
-        plan = self._plan
-        shared = shared_memory(made[name] for name in plan.sent)
-        sent = {name: layout_of(made[name], shared) for name in plan.sent}
-        only = {name: layout_of(made[name]) for name in plan.sent_metadata}
-        for channel in self._channels_out:
-            boundary = channel.boundary
-            boundary.set_layouts({n: sent[n] for n in boundary.values} | {n: only[n] for n in boundary.metadata_only})
-            channel.send_metadata()
-        self._metadata_sent = True
 
     def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any]) -> None:
         in_flight.outputs = made if self._keep_outputs else None
