@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any, Self
 
-import torch
 from torch import fx, nn
 
 from nxdpp.initialization.initialisers import check_param_init_fn
@@ -17,6 +16,7 @@ from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
 from nxdpp.schedules.chosen import ChosenSchedule, Written
 from nxdpp.schedules.timeline_file import check_path
+from nxdpp.tracing.input_dicts import InputDict, open_inputs
 from nxdpp.tracing.layers import find_layer_classes, resolve_classes
 from nxdpp.tracing.trace import TracingOptions
 
@@ -63,7 +63,7 @@ class PipelineConfig:
     transformer_layer_cls: Any | None = None
     pipeline_cuts: Sequence[str] | None = None
     partition: str | PartitionPolicy = "even"
-    partition_batch: Mapping[str, torch.Tensor] | None = None
+    partition_batch: Mapping[str, Any] | None = None
     partition_memory_limit: int | None = None
     input_names: Sequence[str] | None = None
     split_inputs_fn: SplitInputs | None = None
@@ -98,7 +98,7 @@ class PipelineConfig:
         if self.input_names is not None:
             arguments.check_names(module, self.input_names, "input_names")
             arguments.check_required(module, self.input_names, "input_names")
-        arguments.check_partition(self.partition, self.partition_batch, self.partition_memory_limit, self.pipeline_cuts)
+        arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
         if self.partition_batch is not None:
             arguments.check_names(module, list(self.partition_batch), "partition_batch")
             arguments.check_required(module, list(self.partition_batch), "partition_batch")
@@ -123,6 +123,14 @@ class PipelineConfig:
             return GivenCuts(self.pipeline_cuts)
         if not isinstance(self.partition, str):
             return self.partition
-        if self.partition == "even" or self.partition_batch is None:
+        batch = self._opened_batch()
+        if self.partition == "even" or batch is None:
             return even
-        return CostPolicy(module, self.partition_batch, self.partition, schedule, self.partition_memory_limit)
+        return CostPolicy(module, batch, self.partition, schedule, self.partition_memory_limit)
+
+    def _opened_batch(self) -> Any:
+        """Return ``partition_batch`` with the values of each dict as inputs of their own."""
+        batch: Any = self.partition_batch
+        if not isinstance(batch, Mapping):
+            return batch
+        return {name: value for name, value in open_inputs(batch).items() if not isinstance(value, InputDict)}

@@ -17,6 +17,7 @@ The second and the third one are assumptions. The first trace for real inputs ve
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.partition.partition import Partition, PartitionPolicy, make_partition, reads_layers_alone
 from nxdpp.pipeline.partition.registration import graph_by_registration
 from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.input_dicts import open_inputs
 from nxdpp.tracing.input_specs import UNKNOWN, InputSpec
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.sizes import Shapes
@@ -40,17 +42,20 @@ def first_partition(
     stages: int,
     policy: PartitionPolicy,
     input_names: Sequence[str] | None = None,
-    batch: Mapping[str, torch.Tensor] | None = None,
+    batch: Mapping[str, Any] | None = None,
 ) -> Partition:
     """Trace ``module`` for example inputs, or for ``batch``, and cut it into ``stages``.
 
     Raises ``TracingError`` for a model that cannot be traced, and ``ValueError`` as ``make_partition`` does.
     """
-    specs = example_specs(module, input_names, batch)
-    shapes = example_shapes(module, specs, batch)
+    opened = open_inputs(batch or {})
+    constants = {name: value for name, value in opened.items() if not isinstance(value, torch.Tensor)}
+    tensors = None if batch is None else {name: value for name, value in opened.items() if name not in constants}
+    specs = example_specs(module, input_names, tensors)
+    shapes = example_shapes(module, specs, tensors)
     layers = layer_names(module, options.layer_classes)
     try:
-        traced = trace(module, specs, {}, options, shapes)
+        traced = trace(module, specs, constants, options, shapes)
     except TracingError as error:
         if batch is not None or not options.traces_the_spine:
             raise
@@ -90,6 +95,9 @@ def _assumed_graph(
 
 
 def _is_a_construct(error: TracingError) -> bool:
+    if error.reads_dict:
+        # The inputs of the first step have its keys.
+        return False
     if error.__cause__ is None:
         return True
     *_, last = traceback.extract_tb(error.__cause__.__traceback__)

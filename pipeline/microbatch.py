@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from nxdpp.tracing.input_dicts import InputDict
 from nxdpp.tracing.nested import flatten, leaves_of
 
-_ACCEPTED = (torch.Tensor, int, float, str, type(None))
+_ACCEPTED = (torch.Tensor, int, float, str, type(None), InputDict)
 
 
 def check_kinds(inputs: Mapping[str, Any], device: torch.device) -> None:
@@ -16,8 +17,8 @@ def check_kinds(inputs: Mapping[str, Any], device: torch.device) -> None:
     for name, value in inputs.items():
         if not isinstance(value, _ACCEPTED):
             raise TypeError(
-                f"input {name} is a {type(value).__name__}; a pipeline takes tensors, None, numbers, strings and "
-                f"booleans. Pass its tensors as inputs of their own."
+                f"input {name} is a {type(value).__name__}; a pipeline takes tensors, None, numbers, strings, "
+                f"booleans, and dicts of these by names. Pass its tensors as inputs of their own, or in a dict."
             )
         if isinstance(value, torch.Tensor) and value.device != device:
             raise ValueError(

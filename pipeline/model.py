@@ -85,7 +85,7 @@ class NxDPPModel(LocalView):
         auto_partition: bool | None = False,
         deallocate_pipeline_outputs: bool = False,
         partition: str | PartitionPolicy = "even",
-        partition_batch: Mapping[str, torch.Tensor] | None = None,
+        partition_batch: Mapping[str, Any] | None = None,
         partition_memory_limit: int | None = None,
         schedule: Written | None = None,
         post_partition_hooks: Sequence[PostPartitionHook] | None = None,

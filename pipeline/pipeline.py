@@ -29,6 +29,7 @@ from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.huggingface import refuse_packed_positions
+from nxdpp.tracing.input_dicts import levels, open_inputs
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Pipeline:
             TracingError: for inputs with which the model cannot be traced.
         """
         arguments.check_input_names(self.original_module, inputs, self._input_names)
-        device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), self.device)
+        values = open_inputs(inputs).values()
+        device = next((value.device for value in values if isinstance(value, torch.Tensor)), self.device)
         _, distinct = self._split(inputs, device)
         training = self.original_module.training
         with torch.set_grad_enabled(training):
@@ -166,8 +168,9 @@ class Pipeline:
 
         Args:
             inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
-                dimension 0, or by ``split_inputs_fn``. Tensors of first dimension 1 beside larger ones and other
-                values go whole to each microbatch. Images of a transformers model go with their rows.
+                dimension 0, or by ``split_inputs_fn``; so are those in dicts among the inputs. Tensors of first
+                dimension 1 beside larger ones and other values go whole to each microbatch. Images of a transformers
+                model go with their rows.
 
         Returns:
             The detached loss of each microbatch on the rank of the last stage, an empty list on others.
@@ -292,7 +295,9 @@ class Pipeline:
         """Return the inputs of each microbatch, and those of the ones that may differ in their shapes."""
         arguments.check_input_names(self.original_module, inputs, self._input_names)
         self.check_materialised()
-        refuse_packed_positions(self.original_module, inputs)
+        opened = open_inputs(inputs)
+        for names in levels(opened):
+            refuse_packed_positions(self.original_module, {key: opened[name] for key, name in names.items()})
         return self._split(inputs, self.device)
 
     def _split(

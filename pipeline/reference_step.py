@@ -26,6 +26,7 @@ from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.tracing import listings
+from nxdpp.tracing.input_dicts import close_inputs
 from nxdpp.tracing.transformers_models import transformers_models
 
 _SHOWN = 5
@@ -148,7 +149,7 @@ class ReferenceStep:
 
     def _train(self, module: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> None:
         for microbatch in microbatches:
-            loss = pick_loss(module(**microbatch), self._loss_spec)
+            loss = pick_loss(module(**close_inputs(microbatch)), self._loss_spec)
             # As in the step of the pipeline.
             with torch._C._DisableAutocast():
                 (loss / len(microbatches)).backward()

@@ -38,6 +38,7 @@ from nxdpp.tracing.entropy import refused_entropy
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
 from nxdpp.tracing.functional_calls import refused_functional_calls
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
+from nxdpp.tracing.input_dicts import close_inputs, open_inputs, reads_dict
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import is_instance, layer_names
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
@@ -137,6 +138,7 @@ def trace(
         except Exception as error:
             failed = TracingError(_explain(module, inputs, error, tracer))
             failed.reached = _reached(tracer)
+            failed.reads_dict = reads_dict(getattr(tracer, "graph", None))
             raise failed from error
         graph = traced.graph
         refuse_lost_changes(graph)
@@ -158,6 +160,7 @@ def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOpti
 
     Tensors may be on the meta device. Raises as ``trace`` does.
     """
+    inputs = open_inputs(inputs)
     specs = {name: InputSpec(v.ndim, v.dtype) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
     constants = {name: value for name, value in inputs.items() if name not in specs}
     return trace(module, specs, constants, options, shapes_of(inputs))
@@ -202,7 +205,7 @@ class _Entry(nn.Module):
                 stack.enter_context(unchanged_modules(list(listings.modules(module))))
             stack.enter_context(refused_seeds(self._namespaces))
             stack.enter_context(under_all_names(self._namespaces))
-            output = module(**proxies, **self._constants)
+            output = module(**close_inputs({**proxies, **self._constants}))
         if (
             isinstance(output, ModelOutput)
             and isinstance(module, PreTrainedModel)

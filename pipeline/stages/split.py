@@ -119,7 +119,7 @@ def build_stage(
     # Placeholders.
     for node in traced.graph.nodes:
         if node.op == "placeholder" and node.target in plan.inputs:
-            copies[node] = graph.placeholder(f"input_{node.target}")
+            copies[node] = graph.placeholder(f"input_{node.name}")
     for name in plan.received:
         copies[by_name[name]] = graph.placeholder(f"received_{name}")
     for name in plan.received_metadata:

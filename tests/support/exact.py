@@ -9,6 +9,7 @@ from torch import nn
 
 from nxdpp.pipeline.microbatch import split_inputs
 from nxdpp.pipeline.stages.loss import pick_loss
+from nxdpp.tracing.input_dicts import close_inputs, open_inputs
 from tests.support.in_process import InProcessPipeline
 
 
@@ -20,7 +21,7 @@ def assert_exact(
     The first trace gets the first microbatch. Returns the pipeline.
     """
     whole = copy.deepcopy(model)
-    parts = split_inputs(inputs, microbatches)
+    parts = [close_inputs(part) for part in split_inputs(open_inputs(inputs), microbatches)]
     pipeline = InProcessPipeline(model, stages, parts[0], transformer_layer_cls=layer_class)
     for training in (True, False):
         model.train(training).zero_grad()

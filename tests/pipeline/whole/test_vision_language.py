@@ -91,6 +91,9 @@ def test_images_of_several_rows_go_with_their_rows() -> None:
     assert [len(part["image_grid_thw"]) for part in parts] == [1, 1, 2, 1]
     assert [len(part["pixel_values"]) for part in parts] == [16, 16, 32, 16]
     assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
+    in_dicts, _ = split_batch(model, {"batch": batch}, ROWS, None, CPU)
+    for part, of_dict in zip(parts, in_dicts, strict=True):
+        assert all(torch.equal(of_dict[f"batch[{name!r}]"], value) for name, value in part.items())
 
 
 def test_more_images_than_rows_are_split_by_their_tokens() -> None:
