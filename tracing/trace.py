@@ -11,7 +11,7 @@ Every module that does not contain a transformer layer is one node.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,30 +20,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
-from nxdpp.tracing.calls import recorded_autograd_functions
 from nxdpp.tracing.captured_outputs import lasting_hooks
 from nxdpp.tracing.clocks import watched_clocks
-from nxdpp.tracing.constructors import (
-    refused_random_numbers,
-    refused_random_tensors,
-    refused_seeds,
-    under_all_names,
-)
 from nxdpp.tracing.entropy import refused_entropy
+from nxdpp.tracing.entry import Entry
 from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_line
-from nxdpp.tracing.functional_calls import refused_functional_calls
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
-from nxdpp.tracing.input_dicts import close_inputs, open_inputs, reads_dict
+from nxdpp.tracing.input_dicts import open_inputs, reads_dict
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import is_instance, layer_names
-from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes, unchanged_modules
-from nxdpp.tracing.modes import recorded_modes
-from nxdpp.tracing.nested import flatten
+from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes
 from nxdpp.tracing.own_code import OwnCode, watched_code
 from nxdpp.tracing.reachable_state import ReachableState, has_user_code
 from nxdpp.tracing.remedies import remedy, remedy_for_constants
@@ -114,7 +103,7 @@ def trace(
         return _make_tracer(module, constants, options, shapes or {}, guess)
 
     def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
-        entry = _Entry(module, inputs, constants, tracer, carried, namespaces)
+        entry = Entry(module, inputs, constants, tracer, carried, namespaces)
         with ExitStack() as stack:
             if state is not None:
                 stack.enter_context(watched_code(OwnCode(state.spine)))
@@ -164,67 +153,6 @@ def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOpti
     specs = {name: InputSpec(v.ndim, v.dtype) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
     constants = {name: value for name, value in inputs.items() if name not in specs}
     return trace(module, specs, constants, options, shapes_of(inputs))
-
-
-class _Entry(nn.Module):
-    """Call the module by keyword, with a placeholder for each input, and return the leaves of its output."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: Mapping[str, InputSpec],
-        constants: Mapping[str, Any],
-        tracer: fx.Tracer,
-        carried: Carried | None,
-        namespaces: list[dict[str, Any]],
-    ) -> None:
-        super().__init__()
-        self.add_module(ROOT, module)
-        self._inputs = inputs
-        self._constants = constants
-        self._tracer = tracer
-        self._carried = carried
-        self._namespaces = namespaces
-        self.output_spec: pytree.TreeSpec | None = None
-
-    def forward(self) -> list[Any]:
-        module = self.get_submodule(ROOT)
-        proxies = {name: self._placeholder(name, spec) for name, spec in self._inputs.items()}
-        if self._carried is not None:
-            self._carried.adopt(self._tracer)
-        with ExitStack() as stack:
-            stack.enter_context(recorded_modes(self._tracer.graph))
-            stack.enter_context(recorded_autograd_functions())
-            stack.enter_context(refused_functional_calls())
-            stack.enter_context(refused_random_numbers(module))
-            if isinstance(self._tracer, SpineTracer):
-                first_input = next(iter(proxies.values()), None)
-                stack.enter_context(self._tracer.surroundings(module, first_input))
-            else:
-                stack.enter_context(refused_random_tensors())
-                stack.enter_context(unchanged_modules(list(listings.modules(module))))
-            stack.enter_context(refused_seeds(self._namespaces))
-            stack.enter_context(under_all_names(self._namespaces))
-            output = module(**close_inputs({**proxies, **self._constants}))
-        if (
-            isinstance(output, ModelOutput)
-            and isinstance(module, PreTrainedModel)
-            and not getattr(module.config, "return_dict", True)
-        ):
-            output = output.to_tuple()
-        values, self.output_spec = flatten(output)
-        return values
-
-    def named_modules(
-        self, *args: Any, remove_duplicate: bool = True, **kwargs: Any
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """All modules, also those of classes that override this method; fx calls it."""
-        yield from listings.named_modules(self, remove_duplicate)
-
-    def _placeholder(self, name: str, spec: InputSpec) -> fx.Proxy:
-        proxy = self._tracer.create_proxy("placeholder", name, (), {})
-        proxy.node.meta["spec"] = spec
-        return proxy
 
 
 def reachable_state(module: nn.Module, options: TracingOptions) -> ReachableState | None:
