@@ -100,4 +100,6 @@ def may_change_arguments(node: fx.Node, root: nn.Module) -> bool:
         return not plain or any(getattr(module, "inplace", False) for module in modules)
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.op == "call_function" and not getattr(node.target, "__module__", "").startswith(("torch", "_operator"))
+    # A function that is made by ``exec`` may have no Python module.
+    source = getattr(node.target, "__module__", None) or ""
+    return node.op == "call_function" and not source.startswith(("torch", "_operator"))

@@ -1,5 +1,7 @@
 """In-place guard: an error for changes of values that other stages have copies of, found by tensor versions."""
 
+from types import FunctionType
+
 import pytest
 import torch
 from torch import fx, nn
@@ -119,10 +121,11 @@ def _nodes(*modules: nn.Module) -> tuple[nn.Module, list[fx.Node]]:
     nodes = [graph.call_module(str(index), (x,)) for index in range(len(modules))]
     nodes += [graph.call_method("add_", (x, 1)), graph.call_method("__add__", (x, 1)), graph.call_function(torch.exp)]
     nodes.append(graph.call_function(versions, (x,)))
+    nodes.append(graph.call_function(FunctionType(versions.__code__, {}), (x,)))  # of no Python module
     return root, nodes
 
 
 def test_user_modules_and_in_place_methods_may_change_their_arguments() -> None:
     root, nodes = _nodes(nn.Linear(2, 2), nn.ReLU(), nn.ReLU(inplace=True), Block(), nn.Sequential(Block()))
     may = [may_change_arguments(node, root) for node in nodes]
-    assert may == [False, False, True, True, True, True, False, False, True]
+    assert may == [False, False, True, True, True, True, False, False, True, True]
