@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, MethodType
@@ -79,6 +79,17 @@ def holds_proxy(module: nn.Module) -> bool:
     """Return whether an attribute, a buffer or a parameter of ``module`` or of a descendant is a proxy."""
     stores = (store for part in listings.modules(module) for store in (vars(part), part._buffers, part._parameters))
     return any(has_proxy(list(store.values()), {}) for store in stores)
+
+
+def refuse_made(module: nn.Module, known: Container[nn.Module]) -> None:
+    """Raise ``RuntimeError`` unless ``module``, which ``forward`` makes, is an ``nn.Sequential`` of ``known`` ones."""
+    for part in listings.modules(module):
+        is_made = part not in known and next(listings.parameters(part), None) is not None
+        if is_made and type(part) is not nn.Sequential:
+            raise RuntimeError(
+                f"forward makes a {type(part).__name__} with parameters. Make it in __init__; only an nn.Sequential of "
+                f"the model's modules may be made."
+            )
 
 
 def _has_module(args: Any, kwargs: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.fx.proxy import TraceError
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
-from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls
+from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls, refuse_made
 from nxdpp.tracing.captured_outputs import call_capturing
 from nxdpp.tracing.checks import mark_must_run, value_or_none
 from nxdpp.tracing.constructors import recorded_constructors
@@ -105,12 +105,16 @@ class SpineTracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a module. A module that ``forward`` makes (a loss) becomes a function of its arguments.
 
-        A made module that holds traced values (the weights of classes) is traced through.
+        A made module that holds traced values (the weights of classes) is traced through, and so is a made
+        ``nn.Sequential`` of the model's modules (``self.layers[:2]``).
         """
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        if m not in (self.submodule_paths or {}) and next(listings.parameters(m), None) is None:
-            return forward(*args, **kwargs) if holds_proxy(m) else record_opaque_call(m, args, kwargs)
+        if m not in (self.submodule_paths or {}):
+            if next(listings.parameters(m), None) is None:
+                return forward(*args, **kwargs) if holds_proxy(m) else record_opaque_call(m, args, kwargs)
+            refuse_made(m, self.submodule_paths or {})
+            return forward(*args, **kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
             refuse_empty_arguments(m, args, kwargs)
