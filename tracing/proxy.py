@@ -18,6 +18,7 @@ from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.modes import applied, current_modes
 from nxdpp.tracing.number_proxy import NumberProxy
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items
+from nxdpp.tracing.tensor_hooks import HookMethod
 from nxdpp.tracing.type_answers import class_of, reads_parameter
 
 
@@ -90,6 +91,8 @@ class RecordingProxy(_SizedProxy):
             return name == "_is_param" and reads_parameter(self)
         if not has_name(self.node, name):
             raise AttributeError(name)
+        if name == "register_hook" and not reads_parameter(self):
+            return HookMethod(self)
         if name in _OF_AUTOGRAD:
             raise _tracer(self).refused(
                 RuntimeError(

@@ -14,6 +14,7 @@ from nxdpp.tracing.captured_outputs import ends_capture
 from nxdpp.tracing.checks import asks_for_none
 from nxdpp.tracing.errors import model_line
 from nxdpp.tracing.shared_state import contents
+from nxdpp.tracing.tensor_hooks import registers_hook
 from nxdpp.tracing.torch_transformer import pads_a_result
 from nxdpp.tracing.trace import TracedGraph
 from nxdpp.tracing.uses import (
@@ -234,6 +235,8 @@ def _by_module(owners: Owners) -> _Owned:
 def _reads_a_result(node: fx.Node) -> bool:
     """Return whether ``node`` only picks an item of another node's value, or checks it, and so stays on its stage."""
     if asks_for_none(node) or pads_a_result(node) or reads_left_behind(node) or ends_capture(node):
+        return True
+    if registers_hook(node):
         return True
     return node.op == "call_function" and (getattr(node.target, "__name__", "") == "getitem" or node.target is contents)
 

@@ -1,5 +1,7 @@
 """Slices of containers, and containers that ``forward`` makes of the model's modules."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ INPUTS = {"x": torch.arange(16.0).reshape(4, 4) / 16}
 
 class Chain(PlainModel):
     """The layers are an ``nn.Sequential``."""
+
+    chain: Any
 
     def __init__(self) -> None:
         super().__init__()
