@@ -56,7 +56,7 @@ class TracedType(builtins.type, metaclass=_AnyType):
 
 
 def traced_callable(value: Any) -> bool:
-    """``callable`` for traced code: a traced value is none."""
+    """``callable`` for traced code: a traced value is not callable."""
     return not builtins.isinstance(value, fx.Proxy) and callable(value)
 
 

@@ -1,4 +1,4 @@
-"""The spine: the ancestors of layers."""
+"""The tracer of the spine: all modules beside the ancestors of layers are leaves."""
 
 import re
 
@@ -8,27 +8,8 @@ from torch import nn
 
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.spine import SpineTracer
-from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.swap import sources
 from tests.support.traced_models import PlainLayer, PlainModel, make_model, options_for, trace_with
-
-
-def test_the_ancestors_of_the_layers() -> None:
-    model = make_model("bert", layers=2)
-
-    assert spine_names(model, ["bert.encoder.layer.0", "bert.encoder.layer.1"], ()) == {
-        "",
-        "bert",
-        "bert.encoder",
-        "bert.encoder.layer",
-    }
-
-
-def test_a_leaf_above_layers_is_refused() -> None:
-    model = make_model("bert", layers=2)
-
-    with pytest.raises(ValueError, match=r"BertEncoder, but bert\.encoder of that class holds"):
-        spine_names(model, ["bert.encoder.layer.0"], (type(model.get_submodule("bert.encoder")),))
 
 
 def test_everything_else_is_a_leaf() -> None:
