@@ -21,6 +21,13 @@ UNKNOWN_TEXT = "Proxy("
 _CONSTANTS = (bool, int, float, str, tuple, torch.dtype, torch.layout, torch.device, type(None))
 
 
+_OF_DATA = (
+    ". For a log take the loss that run_train returns, or a module of its own that returns its argument (loss = "
+    "self.log(loss)): it runs for each microbatch on the stage of the value. In the computation keep the tensor in "
+    "place of the number."
+)
+
+
 class NumberProxy(fx.Proxy):
     """A traced value that is a number for Python, where its value follows from sizes of the inputs."""
 
@@ -90,7 +97,10 @@ class NumberProxy(fx.Proxy):
             return tracer.fact(self.node, read)
         except UnknownSizeError as error:
             raise tracer.refused(
-                TypeError(f"{self.node.name} is needed as {needed}, which only the data tells ({error})")
+                TypeError(
+                    f"{self.node.name} is needed as {needed}, which only the data tells ({error})"
+                    f"{_OF_DATA if read is _number else ''}"
+                )
             ) from error
 
 

@@ -41,6 +41,7 @@ from nxdpp.tracing.sizes import Fact, Shapes, shapes_of
 from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.spine_modules import refuse_backward_hooks, spine_names
 from nxdpp.tracing.transformers_models import transformers_models
+from nxdpp.tracing.unused_numbers import warn_of_unused_numbers
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ def trace(
             if isinstance(again, SpineTracer) and isinstance(tracer, SpineTracer):
                 again.answers = Answers(tracer.answers)
             refuse_differences(module, state, before, traced, lambda carried: run(again, carried))
+            if guess is None:
+                warn_of_unused_numbers(graph, {fact.node for fact in traced.facts})
     _name_after_module(graph)
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     known = set(layer_names(module, options.layer_classes))

@@ -223,3 +223,56 @@ def test_a_penalty_of_all_parameters_is_added_by_each_rank_or_by_the_optimizer()
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter)
         torch.testing.assert_close(decayed.get_parameter(name), parameter)
+
+
+class Logs(PlainModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        self.last = float(loss)
+        return loss
+
+
+class Computes(PlainModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        return loss / float(loss.detach())
+
+
+class KeepsTheTensor(PlainModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        return loss / loss.detach()
+
+
+class Log(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(loss))
+        return loss
+
+
+class LogsInAModule(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = Log()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.log(super().forward(x))
+        return result
+
+
+def test_a_number_of_data_is_logged_by_a_module_or_stays_a_tensor() -> None:
+    for model in (Logs(), Computes()):
+        with pytest.raises(
+            TracingError, match=r"as a number.*returns its argument .* keep the tensor in place"
+        ) as caught:
+            trace_with(model, {"x": X}, options_for(model, PlainLayer))
+        assert "autowrap" not in str(caught.value)
+    logs = LogsInAModule()
+    losses = InProcessPipeline(logs, 2, transformer_layer_cls=PlainLayer).train({"x": X[:2]}, 2)
+    assert logs.log.seen == [loss.item() for loss in losses]
+    for remedied in (LogsInAModule(), KeepsTheTensor()):
+        assert_exact(remedied, {"x": X.repeat(2, 1)}, PlainLayer)
