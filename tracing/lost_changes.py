@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from nxdpp.tracing.errors import TracingError, model_line
+from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, assign_item, changes_argument
 from nxdpp.tracing.metadata import is_metadata
-from nxdpp.tracing.proxy import IN_PLACE_OPERATORS, assign_item, changes_argument
 
 _VIEWS = frozenset(
     {"H", "T", "adjoint", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "broadcast_to", "chunk",

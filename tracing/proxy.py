@@ -4,7 +4,7 @@ import dis
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import fx
 
 from nxdpp.tracing.checks import mask_with_items, value_or_none
 from nxdpp.tracing.fields import is_field, may_be_field
+from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, InPlaceMethod, assign_item, in_place
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.modes import applied, current_modes
@@ -20,13 +21,6 @@ from nxdpp.tracing.number_proxy import NumberProxy
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items
 from nxdpp.tracing.tensor_hooks import HookMethod
 from nxdpp.tracing.type_answers import class_of, reads_parameter
-
-
-def assign_item(value: Any, index: Any, item: Any) -> Any:
-    """``value[index] = item`` as an expression, so that later uses depend on it."""
-    value[index] = item
-    return value
-
 
 # C code behind torch.autograd and torch.func takes an object of class Tensor for one, and crashes on a proxy.
 _TRACING_CODE = re.compile(
@@ -85,7 +79,7 @@ class RecordingProxy(_SizedProxy):
         if known is not None and (fact := getattr(_spec(self), known)) is not None:
             return fact
         if name.endswith("_") and not name.endswith("__"):
-            return _InPlaceMethod(self, name)
+            return InPlaceMethod(self, name)
         if name in ("_is_param", "_is_buffer"):
             # ``isinstance(x, nn.Parameter)`` asks.
             return name == "_is_param" and reads_parameter(self)
@@ -120,35 +114,6 @@ class RecordingProxy(_SizedProxy):
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node
-
-
-class _InPlaceOperator:
-    """``x += y``: every name of ``x`` has the new value, in the dtype of ``x``. A number stays as it is."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = f"i{name}"
-        self._operation = getattr(operator, name)
-
-    def __call__(self, value: Any, other: Any) -> Any:
-        # The value is not changed in its memory: autograd forbids that for a tensor that a stage has received.
-        changed = self._operation(value, other)
-        return changed.to(value.dtype) if isinstance(value, torch.Tensor) else changed
-
-
-IN_PLACE_OPERATORS = tuple(
-    _InPlaceOperator(name)
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "matmul")
-)
-
-
-def _in_place(function: _InPlaceOperator) -> Callable[[Any, Any], Any]:
-    def change(self: Any, other: Any) -> Any:
-        if is_metadata(self.node):
-            return NotImplemented
-        self.node = self.tracer.create_proxy("call_function", function, (self, other), {}).node
-        return self
-
-    return change
 
 
 class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
@@ -192,7 +157,7 @@ class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
 
 for _function in IN_PLACE_OPERATORS:
     for _class in (RecordingProxy, RecordingAttribute):
-        setattr(_class, f"__{_function.__name__.strip('_')}__", _in_place(_function))
+        setattr(_class, f"__{_function.__name__.strip('_')}__", in_place(_function))
 
 
 class RecordingShape(RecordingAttribute):
@@ -205,45 +170,6 @@ class RecordingSize(RecordingProxy):
 
 Sequence.register(RecordingShape)
 Sequence.register(RecordingSize)
-
-
-class _InPlaceMethod:
-    def __init__(self, owner: fx.Proxy, name: str) -> None:
-        self._owner = owner
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        tracer = self._owner.tracer
-        changed = tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
-        self._owner.node = changed.node
-        return self._owner
-
-
-def change_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: fx.Proxy) -> None:
-    """Rebind the argument of a function that changes it in place (``torch.relu_(x)``, ``F.relu(x, inplace=True)``).
-
-    Raises ``RuntimeError`` for a function that changes several, or one that it returns nothing of.
-    """
-    name = getattr(function, "__name__", "")
-    if kwargs.get("out") is not None or (name.startswith("_foreach_") and name.endswith("_")):
-        raise _tracer(changed).refused(
-            RuntimeError(
-                f"{name} changes tensors that it is given, outside the transformer layers. Use its result "
-                f"(y = torch.mul(x, 2), without out), or a method of the tensor (x.mul_(2))."
-            )
-        )
-    if changes_argument(function, kwargs):
-        owner = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
-        if owner is not None:
-            owner.node = changed.node
-
-
-def changes_argument(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function of torch changes its first argument in place, and returns it."""
-    name = getattr(function, "__name__", "")
-    is_named_so = name.endswith("_") and not name.endswith("__") and not isinstance(function, _InPlaceOperator)
-    is_torch = (getattr(function, "__module__", None) or "torch").startswith("torch")
-    return (is_named_so and is_torch) or kwargs.get("inplace") is True
 
 
 def proxy_of(node: fx.Node, tracer: Any) -> RecordingProxy:

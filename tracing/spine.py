@@ -22,12 +22,13 @@ from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.einops_calls import recorded_einops
 from nxdpp.tracing.errors import StaleValueError, calling_line
 from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
+from nxdpp.tracing.in_place import change_argument
 from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.kept_tensors import recorded_sizes
 from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
-from nxdpp.tracing.proxy import change_argument, proxy_of
+from nxdpp.tracing.proxy import proxy_of
 from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
 from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none, is_tensor

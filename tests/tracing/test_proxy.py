@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from nxdpp.tracing.in_place import assign_item
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.proxy import assign_item
 from nxdpp.tracing.trace import trace
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 from tests.tracing.test_constructors import Prepared
