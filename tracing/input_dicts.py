@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.fx.proxy import TraceError
 from transformers import BatchEncoding, BatchFeature
 
 from nxdpp.tracing.input_specs import UNKNOWN
@@ -65,13 +66,17 @@ def levels(opened: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{name: name for name in opened}, *dicts]
 
 
-def reads_dict(graph: fx.Graph | None) -> bool:
-    """Return whether an unfinished ``graph`` reads an input of unknown kind like a dict, or reads no input yet."""
+def reads_dict(graph: fx.Graph | None, error: Exception) -> bool:
+    """Return whether an unfinished ``graph`` reads an input of unknown kind like a dict.
+
+    ``error`` ended the trace. ``key in batch`` leaves no node: Python iterates over the input.
+    """
     inputs = [] if graph is None else [node for node in graph.nodes if node.op == "placeholder"]
     unknown = [node for node in inputs if node.meta.get("spec") == UNKNOWN]
     if any(_is_item_of_dict(user) for node in unknown for user in node.users):
         return True
-    return bool(unknown) and not any(node.users for node in inputs)
+    is_iterated = isinstance(error, TraceError) and "iterated" in str(error)
+    return is_iterated and any(not node.users for node in unknown)
 
 
 def _is_item_of_dict(node: fx.Node) -> bool:

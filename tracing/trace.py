@@ -128,7 +128,7 @@ def trace(
         except Exception as error:
             failed = TracingError(_explain(module, inputs, error, tracer))
             failed.reached = _reached(tracer)
-            failed.reads_dict = reads_dict(getattr(tracer, "graph", None))
+            failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
             raise failed from error
         graph = traced.graph
         refuse_lost_changes(graph)
