@@ -100,7 +100,7 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
                 if not parameter.is_meta or parameter in _freed:
                     _freed[module._parameters[key]] = True
         for key, buffer in module._buffers.items():
-            if buffer is not None and all(ownership.is_elsewhere(module, prefix) for prefix in places):
+            if buffer is not None and all(ownership.buffer_is_elsewhere(module, prefix, key) for prefix in places):
                 module._buffers[key] = torch.empty_like(buffer, device="meta")
 
 
@@ -111,7 +111,7 @@ def _fill(
         if parameter is not None and _join(prefix, key) in ownership.local:
             container.register_parameter(key, parameter)
     for key, buffer in module._buffers.items():
-        if buffer is not None and not ownership.is_elsewhere(module, prefix):
+        if buffer is not None and not ownership.buffer_is_elsewhere(module, prefix, key):
             container.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
     for key, child in module._modules.items():
         name = _join(prefix, key)
@@ -137,6 +137,10 @@ class _Ownership:
         """Return whether ``module`` has owned tensors and other ranks hold all of them."""
         names = self._names(module, prefix)
         return bool(names) and not any(name in self.local for name in names)
+
+    def buffer_is_elsewhere(self, module: nn.Module, prefix: str, key: str) -> bool:
+        """Return whether other ranks hold ``module``, or this changing buffer of it."""
+        return _join(prefix, key) in self._elsewhere or self.is_elsewhere(module, prefix)
 
     def is_whole(self, module: nn.Module, prefix: str) -> bool:
         """Return whether this rank holds all owned tensors of ``module``."""

@@ -25,6 +25,7 @@ from nxdpp.pipeline.p2p.layout import check_layout, tensors_of
 from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
+from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
@@ -89,6 +90,7 @@ class StageRunner:
         self._splits = splits
         self._timer = timer
         self._metadata = MetadataExchange(program.plan, channels_in, channels_out, device)
+        self._in_module_memory: list[str] | None = None
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
         self._made: dict[int, dict[str, Any]] = {}
@@ -121,6 +123,9 @@ class StageRunner:
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
         made = dict(zip(self._names, values, strict=True))
+        if self._in_module_memory is None:
+            self._in_module_memory = names_in_module_memory(self._plan.sent, made, self._program.module)
+        copy_values(self._in_module_memory, made)
         # Metadata exchange in a first step; in later ones check that the layouts are the same.
         self._metadata.send(made)
         for channel in self._channels_out:

@@ -87,8 +87,13 @@ class InProcessPipeline:
             made.append(dict(zip(plan.made, module(*given, *received, *placeholders), strict=True)))
         return fill_output(self.cut.output, made[-1])
 
-    def train(self, inputs: Mapping[str, Any], microbatches: int, backward: bool = True) -> list[torch.Tensor]:
-        """Run the forward and, by default, the backward of all microbatches on the engine; return the losses."""
+    def train(
+        self, inputs: Mapping[str, Any], microbatches: int, backward: bool = True, in_flight: bool = False
+    ) -> list[torch.Tensor]:
+        """Run the forward and, by default, the backward of all microbatches on the engine; return the losses.
+
+        With ``in_flight`` each stage runs the forward of all microbatches before the next stage begins.
+        """
         parts, _ = split_batch(self._module, inputs, microbatches, None, _CPU)
         program = self.programs.program(self.programs.cut_graph_of_all(parts, self._module.training), "loss")
         stages = self.partition.stages
@@ -100,6 +105,8 @@ class InProcessPipeline:
             for kind in kinds
             for stage in order[kind]
         ]
+        if in_flight:
+            actions.sort(key=lambda action: (kinds.index(action.kind), order[action.kind].index(action.stage)))
         config = EngineConfig(Placement(1, stages), 0, microbatches, _CPU, backward, keep_outputs=True)
         engine = Engine(config, program.stages, None, actions, [])
         return [result[0] for result in engine.run(parts)]

@@ -1,12 +1,13 @@
 """The tree of a rank: its own modules under their names; other parameters are freed."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, tied_names
+from nxdpp.pipeline.local.tree import build_local_module, free_others, local_names, names_elsewhere, tied_names
 from nxdpp.pipeline.partition.assignment import Owners
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model
@@ -109,3 +110,52 @@ def test_no_ties(architecture: str, stages: int) -> None:
     owners, _ = _cut(model, "llama", stages)
 
     assert tied_names(model, owners) == []
+
+
+class _CountingLayer(nn.Module):
+    """Changes a buffer, and has a weight that the head uses too."""
+
+    load: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("load", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.load += x.detach().mean(0)
+        changed: torch.Tensor = x + self.linear(x)
+        return changed
+
+
+class _WeightsOfLayers(nn.Module):
+    """Uses the weight of its first layer after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_CountingLayer() for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers: Any = self.layers
+        hidden = layers[1](layers[0](x))
+        loss: torch.Tensor = self.head(hidden @ layers[0].linear.weight).mean()
+        return loss
+
+
+def test_a_buffer_is_on_the_rank_that_changes_it_alone() -> None:
+    model = _WeightsOfLayers()
+    inputs = {"x": torch.ones(2, 4)}
+    owners = InProcessPipeline(model, 2, inputs, transformer_layer_cls=_CountingLayer).partition.owners
+    trees = [
+        build_local_module(model, local_names(owners, rank), ["layers.0", "layers.1"], names_elsewhere(owners, rank))
+        for rank in range(2)
+    ]
+
+    assert [[name for name, _ in tree.named_buffers()] for tree in trees] == [["layers.0.load"], ["layers.1.load"]]
+    assert "layers.0.linear.weight" in dict(trees[1].named_parameters())
+    free_others(model, local_names(owners, 1), names_elsewhere(owners, 1))
+    assert {name: buffer.is_meta for name, buffer in model.named_buffers()} == {
+        "layers.0.load": True,
+        "layers.1.load": False,
+    }
