@@ -72,7 +72,8 @@ class Entry(nn.Module):
             stack.enter_context(refused_functional_calls())
             stack.enter_context(refused_random_numbers(module))
             if isinstance(self._tracer, SpineTracer):
-                first_input = next(iter(proxies.values()), None)
+                tensors = (proxies[name] for name, spec in self._inputs.items() if spec.dtype is not None)
+                first_input = next(tensors, None)
                 stack.enter_context(self._tracer.surroundings(module, first_input))
             else:
                 stack.enter_context(refused_random_tensors())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.parameter_devices import ParameterOfModel
 
 
 @contextmanager
@@ -26,6 +27,7 @@ def refused_functional_calls() -> Iterator[None]:
         if threading.get_ident() == thread:
             own: dict[str, torch.Tensor] = dict(listings.named_parameters(module, remove_duplicate=False))
             own |= dict(listings.named_buffers(module, remove_duplicate=False))
+            given = {name: v.own if isinstance(v, ParameterOfModel) else v for name, v in given.items()}
             other = [name for name, value in given.items() if value is not own.get(name)]
             if other:
                 raise RuntimeError(

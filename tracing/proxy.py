@@ -78,6 +78,8 @@ class RecordingProxy(_SizedProxy):
         known = _KNOWN.get(name)
         if known is not None and (fact := getattr(_spec(self), known)) is not None:
             return fact
+        if name == "device" and _tracer(self).first_input is not None and reads_parameter(self):
+            return _tracer(self).first_input.device  # the parameter may be on the meta device here
         if name.endswith("_") and not name.endswith("__"):
             return InPlaceMethod(self, name)
         if name in ("_is_param", "_is_buffer"):

@@ -28,6 +28,7 @@ from nxdpp.tracing.kept_tensors import recorded_sizes
 from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
+from nxdpp.tracing.parameter_devices import devices_of_inputs
 from nxdpp.tracing.proxy import proxy_of
 from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
@@ -64,16 +65,19 @@ class SpineTracer(fx.Tracer):
         self._data_checks = DataChecks()
         self.finished = False
         self.answers = Answers()
+        self.first_input: fx.Proxy | None = None
 
     @contextmanager
     def surroundings(self, model: nn.Module, first_input: fx.Proxy | None) -> Iterator[None]:
         """Record tensors that ``model`` makes and wrapped functions that it calls."""
+        self.first_input = first_input
         with ExitStack() as stack:
             helpers = without_forward(model, self._spine)
             stack.enter_context(unchanged_modules(self.spine_modules(model), helpers))
             stack.enter_context(stable_attributes(self.spine_modules(model)))
             stack.enter_context(recorded_constructors(self))
             stack.enter_context(recorded_sizes())
+            stack.enter_context(devices_of_inputs(first_input))
             named = listings.named_modules(model)
             leaves = [module for name, module in named if name not in self._spine and module not in helpers]
             self._left_behind = LeftBehind(self, model, self._spine, leaves)
