@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +13,27 @@ from tests.support.in_process import InProcessPipeline
 TIED_ROUNDING = 1e-6
 
 
-def distance(pipeline: InProcessPipeline, model: Any, whole: Any, batch: dict[str, torch.Tensor], parts: int) -> float:
+def distance(
+    pipeline: InProcessPipeline,
+    model: Any,
+    whole: Any,
+    batch: dict[str, torch.Tensor],
+    parts: int,
+    microbatches: Sequence[Mapping[str, torch.Tensor]] | None = None,
+) -> float:
     """Greatest relative difference: 0 if all numbers are equal, infinite if one is not finite.
 
     ``pipeline`` runs the modules of ``model``; ``whole`` is its unwrapped copy. Both accumulate ``parts`` microbatches
-    from empty gradients. With gradients disabled, only losses and buffers are compared. Raises ``RuntimeError`` if
-    ``whole`` has no gradient, because nothing would be compared.
+    from empty gradients. Those of ``whole`` are ``microbatches``, by default from ``split_inputs``. With gradients
+    disabled, only losses and buffers are compared. Raises ``RuntimeError`` if ``whole`` has no gradient, because
+    nothing would be compared.
     """
     backward = torch.is_grad_enabled()
     model.zero_grad()
     whole.zero_grad()
     ours = pipeline.train(batch, parts, backward)
     theirs = []
-    for part in split_inputs(batch, parts):
+    for part in split_inputs(batch, parts) if microbatches is None else microbatches:
         loss = loss_of(whole(**part))
         if backward:
             (loss / parts).backward()

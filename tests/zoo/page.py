@@ -23,20 +23,22 @@ Each type of transformers' auto mappings with a head, and models of other librar
 Stages run in one process. Loss, gradients and buffers are compared with the unwrapped model that accumulates the same
 microbatches. Dropout is off. Types of the first four mappings are cut into two and four stages, on the meta device and
 on the CPU; they run in train and eval mode on three shapes, one of them padded. The others are cut into three stages,
-and run in train mode on two shapes. A class that several mappings name is in the first of them.
+and run in train mode on two shapes. A class that several mappings name is in the first of them. Vision-language models
+get an image in each row, except for those named in `tests/zoo/inputs/image_text.py`.
 
 | result | meaning |
 |---|---|
 | exact | equal to the last bit, except for the gradient of a tied weight, a sum in another order |
 | to rounding | each gradient differs by less than 1e-5 of its greatest value; the number is the largest difference |
-| refused | an error of ours; its first line and the place in the model are given |
+| refused | an error that the package raises; its first line and the place in the model are given |
 | failing, WRONG | another error; a difference above rounding |
 | does not build | the model cannot be built or trained by itself with the inputs of the sweep |
 
-Rates are those of the types that build. A right type that needs an argument of `NxDPPModel`, another configuration or
-the shapes of the first step has a row with it. *Received* has the number of values that each stage after the first
-receives. Models that return no loss stand in a module with a loss, which is a script's own: `tests/zoo/with_loss.py`
-and `tests/zoo/libraries/case.py`. Models of the libraries get their layer class, and no other argument.
+Rates are those of the types that build; the last column has the number of those that do not. A right type that needs
+an argument of `NxDPPModel`, another configuration or the shapes of the first step has a row with it. *Received* has the
+number of values that each stage after the first receives. Models that return no loss stand in a module with a loss,
+which is a script's own: `tests/zoo/with_loss.py` and `tests/zoo/libraries/case.py`. Models of the libraries get their
+layer class, and no other argument.
 
 ## `None` between layers
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 from tests.zoo.shrinking import EXPERTS, HEAD_DIM, HEADS
+from tests.zoo.special_image_text import IMAGE_TEXT
+from tests.zoo.special_images import IMAGES, IMAGES_FOR_TASK
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
@@ -29,47 +31,18 @@ _DOTS3_NOTE = {
     "num_hidden_layers": 4,
 }
 
-_RESNET = {
-    "model_type": "resnet",
-    "embedding_size": 16,
-    "hidden_sizes": [16, 16, 32, 32],
-    "depths": [1, 1, 1, 1],
-    "layer_type": "basic",
-}
-_DETR = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 8}
-_ONE_MAP = _DETR | {"backbone_config": _RESNET | {"out_features": ["stage4"]}}
-_THREE_MAPS = _DETR | {"backbone_config": _RESNET | {"out_features": ["stage2", "stage3", "stage4"]}}
-
-# An encoder of four layers with a map after each, for necks of four maps.
-_DINOV2 = {
-    "model_type": "dinov2",
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 64,
-    "patch_size": 8,
-    "out_indices": [1, 2, 3, 4],
-    "reshape_hidden_states": False,
-    "apply_layernorm": True,
-}
-_FOUR_MAPS = {"neck_hidden_sizes": [16, 32, 48, 64], "fusion_hidden_size": 32}
-
 SPECIAL: dict[str, dict[str, Any]] = {
-    "dpt": {"backbone_out_indices": [0, 1, 2, 3], **_FOUR_MAPS},
-    "depth_anything": {"backbone_config": _DINOV2, "reassemble_hidden_size": 64, "patch_size": 8, **_FOUR_MAPS},
-    # Otherwise positions are scaled at random in training.
-    "dinov3_vit": {"pos_embed_rescale": None},
+    **IMAGES,
+    **IMAGE_TEXT,
     "lilt": {"hidden_size": 96},
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
+    "dia": {"decoder_config": {"cross_hidden_size": 64}},
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 64, "num_filters": 16}},
+    "moonshine_streaming": {"num_key_value_heads": 4},
     "wav2vec2-bert": {"vocab_size": 128},
     "wav2vec2-conformer": {"vocab_size": 128},
     "moonshine": {"pad_token_id": 0},
     "speech-encoder-decoder": {"pad_token_id": 0},
-    "detr": _ONE_MAP,
-    "conditional_detr": _ONE_MAP,
-    "dab-detr": _ONE_MAP,
-    "table-transformer": _ONE_MAP,
-    "deformable_detr": _THREE_MAPS,
     "albert": {"num_hidden_groups": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
@@ -103,43 +76,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
-    "bit": {"num_groups": 8},
     "hrm_text": {"H_cycles": 1, "L_cycles": 1},
     "rwkv": {"rescale_every": 0},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320},
     "encoder-decoder": {"pad_token_id": 0},
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 2},
-    "levit": {"patch_size": 16},
     "vibevoice_asr": {
         name: {"num_filters": 4, "depths": [1] * 7}
         for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
     },
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "mode": "train", "use_cache": False},
     "xmod": {"default_language": "en_XX"},
-    "cvt": {"depth": (1, 2, 3), "embed_dim": (16, 48, 96)},
-    "donut-swin": {"window_size": 2},
-    "swin": {"window_size": 2},
-    "swinv2": {"window_size": 2},
-    "hgnet_v2": {
-        "stem_channels": (3, 16, 16),
-        "stage_in_channels": (16, 32, 64, 96),
-        "stage_mid_channels": (8, 16, 24, 32),
-        "stage_out_channels": (32, 64, 96, 128),
-        "hidden_sizes": (32, 64, 96, 128),
-        "stage_num_blocks": (1, 1, 1, 1),
-        "stage_numb_of_layers": (2, 2, 2, 2),
-    },
     "mllama": {"text_config": {"num_hidden_layers": 5, "cross_attention_layers": [3]}},
     "mobilebert": {"embedding_size": 16},
     "perceiver": {"image_size": 16, "num_blocks": 1, "num_latents": 16, "num_self_attends_per_block": 4},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    "textnet": {"stem_out_channels": 16},
 }
 
 SPECIAL_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("masked-lm", "reformer"): {"is_decoder": False},
-    ("semantic-segmentation", "beit"): {"out_indices": [1, 2, 3, 4]},
+    **IMAGES_FOR_TASK,
 }
 
 # Arguments of ``NxDPPModel`` that a type needs: its layers, if it declares fewer than four; its inputs, if it takes

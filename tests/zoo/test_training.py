@@ -7,6 +7,7 @@ from torch import nn
 from nxdpp.pipeline.partition.cuts import even_cuts
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.layers import find_layer_classes
+from nxdpp.tracing.proxy import assign_item
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
 from tests.zoo.comparison import is_refusal, without_randomness
@@ -22,7 +23,7 @@ def _raised(function: object, *arguments: object) -> Exception:
     return caught.value
 
 
-def test_our_error_with_file_and_line_is_a_refusal() -> None:
+def test_a_trace_that_fails_is_a_refusal() -> None:
     model = build("causal-lm", "gpt2", "meta")
     error = _raised(trace, model, {}, {}, TracingOptions(find_layer_classes(model, None)))
 
@@ -30,12 +31,16 @@ def test_our_error_with_file_and_line_is_a_refusal() -> None:
     assert is_refusal(error)
 
 
+def test_our_error_without_a_place_is_a_refusal() -> None:
+    assert is_refusal(_raised(even_cuts, ["a"], 2))
+
+
 @pytest.mark.parametrize(
     "error",
     [
-        pytest.param(_raised(even_cuts, ["a"], 2), id="ours, without a place"),
         pytest.param(_raised(int, "x.py:3"), id="of another package"),
         pytest.param(_raised(find_layer_classes, None, "Layer"), id="a defect in our code"),
+        pytest.param(_raised(assign_item, torch.ones(2), slice(None), torch.ones(3)), id="of torch, in our code"),
     ],
 )
 def test_another_error_is_not_a_refusal(error: Exception) -> None:
@@ -62,6 +67,10 @@ def test_a_right_type_has_the_arguments_that_it_needs() -> None:
 )
 def test_a_type_of_each_kind_of_task_is_exact(task: str, name: str) -> None:
     assert judge_quietly(judge, task, name).result == "exact"
+
+
+def test_a_detector_with_a_cached_method_is_right() -> None:
+    assert judge_quietly(judge, "object-detection", "rt_detr").result in ("exact", "to rounding")
 
 
 def test_dropout_is_off() -> None:
