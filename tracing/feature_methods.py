@@ -74,6 +74,13 @@ class _Recorder:
             return self._with_spec(result, operator.getitem, 0, _POSITION_IDS), result[1]
         if _type_of(self._owner) in _LISTS_OF_FEATURES:
             result.pooler_output = self._with_spec(result, getattr, "pooler_output", _LIST)
+        if count := _deepstack(self._owner):
+            features = self._tracer.create_proxy("call_function", getattr, (result, "deepstack_features"), {})
+            checked = record_opaque_call(expect_length, (features, count), {})
+            result.deepstack_features = [
+                self._tracer.create_proxy("call_function", operator.getitem, (checked, index), {})
+                for index in range(count)
+            ]
         return result
 
     def _with_spec(self, source: fx.Proxy, function: Any, argument: Any, spec: InputSpec) -> fx.Proxy:
@@ -111,6 +118,24 @@ class FeatureMethod:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
+
+
+def expect_length(values: Any, length: int) -> Any:
+    """Return ``values``. Raise ``RuntimeError`` unless they are ``length`` items."""
+    if len(values) != length:
+        raise RuntimeError(
+            f"the vision tower gives features of {len(values)} layers; the trace took {length}, the indexes in "
+            f"deepstack_visual_indexes that the tower has. Change the configuration before the model is wrapped."
+        )
+    return values
+
+
+def _deepstack(owner: nn.Module) -> int:
+    """The number of layers of the vision tower whose features are added to the language model's layers (Qwen3-VL)."""
+    vision = getattr(getattr(owner, "config", None), "vision_config", None)
+    indexes = getattr(vision, "deepstack_visual_indexes", None) or ()
+    depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None) or 0
+    return len({index for index in indexes if 0 <= index < depth})
 
 
 def _shape_of_positions(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

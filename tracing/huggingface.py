@@ -13,6 +13,7 @@ functions of transformers elsewhere    the same, where the code above a model ca
 ``loss_function``                      one node
 ``device``                             the device of the first input (a freed module would give "meta")
 ``gradient_checkpointing``             off; the layers are single nodes and have their own flag when they run
+methods that keep their results        called without their caches
 ``_maybe_slice_kv_shared_inputs``      returns its inputs where it would slice off nothing
 =====================================  ===============================================================
 """
@@ -30,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils, pytorch_utils
 from transformers.utils import generic
 from transformers.utils.generic import ModelOutput
 
@@ -162,6 +163,8 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
             stack.enter_context(swapped(vars(source), functions))
         stack.enter_context(recorded_masks())
         stack.enter_context(swapped(vars(generic), {"is_tensor": _is_tensor}))
+        # Methods that keep their results keep none for torch.compile. A trace would leave its values there.
+        stack.enter_context(swapped(vars(pytorch_utils), {"is_torchdynamo_compiling": lambda: True}))
         for name, read in (("loss_function", _recorded_loss), ("device", lambda pick, model: device)):
             stack.enter_context(patch.object(PreTrainedModel, name, _while_traced(name, read)))
         yield

@@ -63,14 +63,14 @@ class NumberProxy(fx.Proxy):
         return other // self, other % self
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return numpy.asarray(self._fact(_constant, "an array of NumPy"), *args)
+        return numpy.asarray(self._fact(constant_value, "an array of NumPy"), *args)
 
     def __hash__(self) -> int:
         """The hash of the value of a number, a shape or a dtype. A tensor has its own, and so has an ended trace."""
         tracer: Any = self.tracer
         if tracer.finished or not is_metadata(self.node):
             return object.__hash__(self)
-        return hash(self._fact(_constant, "a key"))
+        return hash(self._fact(constant_value, "a key"))
 
     def __str__(self) -> str:
         return str(self._for_text())
@@ -84,7 +84,7 @@ class NumberProxy(fx.Proxy):
         tracer: Any = self.tracer
         if not tracer.finished and is_metadata(self.node):
             with suppress(UnknownSizeError):
-                return tracer.fact(self.node, _constant)
+                return tracer.fact(self.node, constant_value)
         return f"{UNKNOWN_TEXT}{self.node.name})"
 
     def _number(self) -> float:
@@ -110,7 +110,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _constant(value: Any) -> Any:
+def constant_value(value: Any) -> Any:
+    """Return a value that a key or a text needs. Raise ``UnknownSizeError`` for a tensor."""
     if not isinstance(value, _CONSTANTS):
         raise UnknownSizeError(f"a {type(value).__name__} is not a constant")
     return value

@@ -14,21 +14,20 @@ from typing import Any, Self
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
 from nxdpp.tracing.function_caches import Uncached, uncached_functions, without_caches
 from nxdpp.tracing.generators import unchanged_generators
+from nxdpp.tracing.guessing_mode import GuessingMode, TooManyGuessesError
 from nxdpp.tracing.input_specs import COMPARISONS
 from nxdpp.tracing.modes import Modes, applied, applied_to_fakes, current_modes, modes_of
 from nxdpp.tracing.swap import swapped
 
 # Fake tensors log the errors that end here as UnknownSizeError.
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
-# Guesses in one run of the nodes that lead to an answer.
-_MOST_GUESSES = 100
 _OF_FAKES = frozenset({"autocast cpu", "autocast cache"})
 # Names of inputs with their shapes and dtypes.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -36,11 +35,15 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class Fact:
-    """``read`` of the value of ``node`` was ``answer`` when the graph was made."""
+    """``read`` of the value of ``node`` was ``answer`` when the graph was made.
+
+    ``of_any_data``: it is the answer of ``Sizes.read_for_any_data``.
+    """
 
     node: fx.Node
     read: Callable[[Any], Any]
     answer: Any
+    of_any_data: bool = False
 
 
 class UnknownSizeError(Exception):
@@ -49,6 +52,10 @@ class UnknownSizeError(Exception):
 
 class UnknownInputError(UnknownSizeError):
     """The answer depends on an input of unknown shape."""
+
+
+class DataInModuleError(UnknownSizeError):
+    """The answer depends on data that the code of a module asks for."""
 
 
 class FakeCopies:
@@ -87,29 +94,6 @@ class FakeCopies:
         return copied
 
 
-class _Guessing(FakeTensorMode):
-    """Fake tensors whose every element is ``guess``."""
-
-    def __init__(self, guess: bool) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._guess = guess
-        self._guesses = 0
-
-    def __enter__(self) -> Self:
-        self._guesses = 0
-        super().__enter__()
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        # A loop that data end would not end with a guess.
-        self._guesses += 1
-        if self._guesses > _MOST_GUESSES:
-            raise UnknownSizeError(f"more than {_MOST_GUESSES} answers depend on data")
-        return self._guess
-
-
 class Sizes:
     """Answers for inputs of one signature.
 
@@ -118,12 +102,21 @@ class Sizes:
         shapes: shapes and dtypes of the graph's inputs; other inputs have unknown shapes.
         guess: the elements of tensors, where an answer depends on them. By default such an answer is unknown.
         modes: the modes of torch around the model. By default those of this thread.
+        in_modules: the guess serves the code of modules alone, and not the code between them.
     """
 
-    def __init__(self, root: nn.Module, shapes: Shapes, guess: bool | None = None, modes: Modes | None = None) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        shapes: Shapes,
+        guess: bool | None = None,
+        modes: Modes | None = None,
+        in_modules: bool = False,
+    ) -> None:
         self._root = root
         self._shapes = shapes
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if guess is None else _Guessing(guess)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if guess is None else GuessingMode(guess)
+        self._in_modules = in_modules
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
         self._modes = modes or current_modes()
@@ -141,11 +134,43 @@ class Sizes:
     def hold(self, facts: tuple[Fact, ...]) -> bool:
         """Return whether ``facts`` are true for these shapes."""
         try:
-            return all(self.read(fact.node, fact.read) == fact.answer for fact in facts)
+            return all(self._answer(fact) == fact.answer for fact in facts)
         except UnknownSizeError:
             return False
 
+    def _answer(self, fact: Fact) -> Any:
+        read = self.read_for_any_data if fact.of_any_data else self.read
+        return read(fact.node, fact.read)
+
+    def read_for_any_data(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        """``read(value of node)`` where modules ask data on the way: ``if not isfinite(x).all(): x = x.clamp(...)``.
+
+        The modules run with both answers. Raises ``UnknownSizeError`` unless they give values of the same structure
+        and sizes, or where code between modules asks data.
+        """
+        first, second = self._guessing
+        answer = first.read(node, read)
+        if second.read(node, read) != answer:
+            raise UnknownSizeError("data decide")
+        for needed in _in_order(node):
+            if needed.op == "call_module" and first.structure(needed) != second.structure(needed):
+                raise UnknownSizeError(f"data decide what {needed.target} returns")
+        return answer
+
+    @cached_property
+    def _guessing(self) -> tuple[Self, Self]:
+        one, other = (type(self)(self._root, self._shapes, guess, self._modes, True) for guess in (True, False))
+        return one, other
+
+    def structure(self, node: fx.Node) -> tuple[list[Any], Any]:
+        """Sizes and dtypes of the tensors in a value that was read, its other leaves, and their places."""
+        leaves, places = pytree.tree_flatten(self._values[node])
+        kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return kinds, places
+
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
+        if isinstance(self._mode, GuessingMode):
+            self._mode.asks = not self._in_modules
         try:
             quiet = swapped(vars(_LOG), {"disabled": True})
             unchanged = unchanged_generators()
@@ -157,12 +182,12 @@ class Sizes:
                 if asks_for_device(node) and self._device.type != "cpu":
                     return read(answer_for(node, self._device, self._values.__getitem__))
                 return read(self._values[node])
-        except UnknownInputError:
+        except (UnknownInputError, DataInModuleError):
             raise
         except Exception as error:
             told = (
                 str(error)
-                if isinstance(error, UnknownSizeError | ElsewhereError)
+                if isinstance(error, UnknownSizeError | ElsewhereError | TooManyGuessesError)
                 else f"{type(error).__name__}: {error}"
             )
             raise UnknownSizeError(told) from error
@@ -183,13 +208,24 @@ class Sizes:
             return self._attribute(str(node.target))
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: self._values[argument])
         if node.op == "call_module":
-            return self._copies.module(self._root.get_submodule(str(node.target)))(*args, **kwargs)
+            return self._run(self._root.get_submodule(str(node.target)), _mutable(args), _mutable(kwargs))
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if any(isinstance(argument, torch.dtype) for argument in args) and node.target in COMPARISONS:
             self._refuse_other_autocast(node)
         assert callable(node.target)
         return node.target(*args, **kwargs)
+
+    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if isinstance(self._mode, GuessingMode):
+            self._mode.asks = True
+        try:
+            return self._copies.module(module)(*args, **kwargs)
+        except DataDependentOutputException as error:
+            raise DataInModuleError(f"{type(error).__name__}: {error}") from error
+        finally:
+            if isinstance(self._mode, GuessingMode):
+                self._mode.asks = not self._in_modules
 
     def _refuse_other_autocast(self, node: fx.Node) -> None:
         # The fake tensors are on the CPU.
@@ -206,6 +242,15 @@ class Sizes:
             return self._copies.module(self._root.get_submodule(target))
         value = module._parameters.get(name, module._buffers.get(name, vars(module).get(name)))
         return self._copies.tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _mutable(value: Any) -> Any:
+    """``value`` with lists and dicts of its own, as the code of a stage gives them. Those of fx cannot be changed."""
+    if isinstance(value, list):
+        return [_mutable(item) for item in value]
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_mutable(item) for item in value)
+    return {key: _mutable(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _is_device(node: fx.Node) -> bool:

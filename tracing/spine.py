@@ -14,6 +14,7 @@ from torch.fx.proxy import TraceError
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
+from nxdpp.tracing.any_data import check_in_every_step, is_checked
 from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls, refuse_made
 from nxdpp.tracing.captured_outputs import call_capturing
 from nxdpp.tracing.checks import mark_must_run, value_or_none
@@ -32,7 +33,16 @@ from nxdpp.tracing.parameter_devices import devices_of_inputs
 from nxdpp.tracing.proxy import proxy_of
 from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
-from nxdpp.tracing.sizes import Fact, Shapes, Sizes, UnknownInputError, UnknownSizeError, is_none, is_tensor
+from nxdpp.tracing.sizes import (
+    DataInModuleError,
+    Fact,
+    Shapes,
+    Sizes,
+    UnknownInputError,
+    UnknownSizeError,
+    is_none,
+    is_tensor,
+)
 from nxdpp.tracing.spine_modules import without_forward
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.torch_transformer import recorded_transformers
@@ -56,7 +66,6 @@ class SpineTracer(fx.Tracer):
         self._shapes = shapes
         self._guess = guess
         self._guessed = 0
-        self._sizes: Sizes | None = None
         self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
         self._modes = current_modes()
@@ -221,7 +230,21 @@ class SpineTracer(fx.Tracer):
             answer = self.read(node, read)
         except UnknownInputError as error:
             return self._guess_answer(node, read, error)
+        except DataInModuleError as error:
+            return self._fact_of_any_data(node, read, error)
         self.facts.append(Fact(node, read, answer))
+        return answer
+
+    def _fact_of_any_data(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownSizeError) -> Any:
+        if not is_checked(read):
+            raise unknown
+        try:
+            question = (node.name, read, "any data")
+            answer = self.answers.get(question, lambda: self._known_sizes.read_for_any_data(node, read))
+        except UnknownSizeError:
+            raise unknown from None
+        check_in_every_step(self.proxy(node), read, answer)
+        self.facts.append(Fact(node, read, answer, of_any_data=True))
         return answer
 
     def is_none(self, node: fx.Node) -> tuple[bool | None, bool]:
@@ -274,12 +297,11 @@ class SpineTracer(fx.Tracer):
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value)`` for inputs of the sizes at hand. Raises ``UnknownSizeError`` as ``fact`` does."""
 
-        def compute() -> Any:
-            if self._sizes is None:
-                self._sizes = Sizes(self.root, self._shapes, modes=self._modes)
-            return self._sizes.read(node, read)
+        return self.answers.get((node.name, read), lambda: self._known_sizes.read(node, read))
 
-        return self.answers.get((node.name, read), compute)
+    @cached_property
+    def _known_sizes(self) -> Sizes:
+        return Sizes(self.root, self._shapes, modes=self._modes)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node."""

@@ -25,6 +25,7 @@ _DICTIONARIES = frozenset({"__dict__", "vars"})
 _BUILD_STRING = dis.opmap["BUILD_STRING"]
 # Marks a text that is part of a name.
 _PART = "*"
+_ROPE_UTILS = "transformers/modeling_rope_utils.py"
 _STORE_ITEM = dis.opmap["STORE_SUBSCR"]
 
 
@@ -176,6 +177,9 @@ class _Search:
             is_self = cls is not None and by_string <= {_REGISTER, "setattr", "delattr"} and _all_on_self(code)
             names = self.on_self.setdefault(cls, set()) if is_self else self.on_others
             constants = [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+            if code.co_filename.endswith(_ROPE_UTILS):
+                # It puts the type of a layer before names, which its code has in full.
+                constants = [c for c in constants if c != "_"]
             names.update(constants)
             # A name that is put together, or given from elsewhere, is known in parts only.
             if "setattr" in by_string and (_BUILD_STRING in opcodes or not constants):

@@ -76,7 +76,12 @@ def _arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int | 
 
 
 def _is_of_one_user(value: Any) -> bool:
-    """Return whether ``value`` is a value of the graph that a module made, and that only one node uses."""
+    """Return whether ``value`` is a value of the graph that a module made, and that only one node uses.
+
+    A list of such values is of one user too: the spine reads no item after the call.
+    """
+    if isinstance(value, list | tuple) and value:
+        return all(_is_of_one_user(item) for item in value)
     if not isinstance(value, fx.Node) or len(value.users) != 1:
         return False
     return value.op in ("call_module", "placeholder", "call_method") or value.target is operator.getitem

@@ -95,17 +95,18 @@ def _paligemma() -> tuple[Any, dict[str, Tensor]]:
     return transformers.PaliGemmaForConditionalGeneration(config), batch
 
 
-def _qwen(model_class: Any, **vision: Any) -> tuple[Any, dict[str, Tensor]]:
+def _qwen(model_class: Any, two_images: bool = True, **vision: Any) -> tuple[Any, dict[str, Tensor]]:
     vision = {"depth": 2, "hidden_size": HIDDEN, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, **vision}
     text = {**_TEXT, "rope_parameters": _ROPE}
     config = model_class.config_class(text_config=text, vision_config={"temporal_patch_size": 2, **vision}, **_TOKENS)
     ids = tokens([4, 4, 4, 4], start=True)
-    # Row 2 has two images.
-    ids[2, 6:12] = torch.tensor([END, START, IMAGE, IMAGE, IMAGE, IMAGE])
-    grid = torch.tensor([[1, 4, 4]] * 5)
+    if two_images:
+        ids[2, 6:12] = torch.tensor([END, START, IMAGE, IMAGE, IMAGE, IMAGE])
+    images = ROWS + two_images
+    grid = torch.tensor([[1, 4, 4]] * images)
     batch = {
         "input_ids": ids,
-        "pixel_values": pixels(5 * 16, 3 * 2 * 4 * 4),
+        "pixel_values": pixels(images * 16, 3 * 2 * 4 * 4),
         "image_grid_thw": grid,
         "attention_mask": torch.ones_like(ids),
         "mm_token_type_ids": (ids == IMAGE).int(),
@@ -125,6 +126,17 @@ def _qwen2_5() -> tuple[Any, dict[str, Tensor]]:
         intermediate_size=64,
         fullatt_block_indexes=[1],
         window_size=16,
+    )
+
+
+def _qwen3() -> tuple[Any, dict[str, Tensor]]:
+    return _qwen(
+        transformers.Qwen3VLForConditionalGeneration,
+        two_images=False,
+        out_hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0, 1],
     )
 
 
@@ -185,4 +197,5 @@ VISION_LANGUAGE: dict[str, Callable[[], tuple[Any, dict[str, Tensor]]]] = {
     "paligemma": _paligemma,
     "qwen2_5_vl": _qwen2_5,
     "qwen2_vl": _qwen2,
+    "qwen3_vl": _qwen3,
 }

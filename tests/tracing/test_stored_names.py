@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_rope_utils import dynamic_rope_update
 
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.spine_modules import spine_names
@@ -131,3 +132,19 @@ def test_a_method_that_is_replaced_later_counts(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Patched, "inner", inner)
     assert names(module) == {"auxiliary"}
+
+
+class Rotary(nn.Module):
+    @dynamic_rope_update  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_transformers_stores_frequencies_for_types_of_layers_and_nothing_else() -> None:
+    module = Rotary()
+    found = stored_names([module])
+
+    assert found.stores(module, "full_attention_inv_freq")
+    assert found.stores(module, "full_attention_max_seq_len_cached")
+    assert not found.stores(module, "mrope_section")
+    assert not found.stores(module, "layer_types")

@@ -6,8 +6,8 @@ from torch import nn
 
 from nxdpp.pipeline.partition.cuts import even_cuts
 from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.in_place import assign_item
 from nxdpp.tracing.layers import find_layer_classes
-from nxdpp.tracing.proxy import assign_item
 from nxdpp.tracing.trace import TracingOptions, trace
 from tests.zoo import ARGUMENTS, CANNOT_TRAIN, NOTES, TASKS, build, types
 from tests.zoo.comparison import is_refusal, without_randomness

@@ -285,3 +285,41 @@ def test_the_remedies_are_exact() -> None:
     returning = ReturningModel(to_nothing, lambda model: 0.0)
     returning.layers = nn.ModuleList(ReturningLayer(to_nothing) for _ in range(4))
     assert_exact(returning, {"x": torch.randn(4, 4)}, ReturningLayer)
+
+
+class Neck(nn.Module):
+    """Replaces an item of the list that it is given."""
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        maps[0] = maps[0] * 2
+        return maps[0] + maps[1]
+
+
+class WithNeck(nn.Module):
+    """Gives a list to a neck. ``reads``: the spine reads the replaced item afterwards."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(to_nothing) for _ in range(4))
+        self.maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.neck = Neck()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        maps = [map_of(x) for map_of in self.maps]
+        x = self.neck(maps)
+        return (x + maps[0] if self.reads else x).square().mean()
+
+
+def test_a_module_may_change_a_list_that_it_alone_reads() -> None:
+    assert_exact(WithNeck(False), {"x": torch.randn(4, 4)}, Layer)
+
+
+def test_a_changed_list_that_the_spine_reads_is_refused() -> None:
+    pipeline = InProcessPipeline(WithNeck(True), 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+
+    with pytest.raises(RuntimeError, match=r"neck \(Neck\) changes its argument 0\[0\]"):
+        pipeline.train({"x": torch.randn(4, 4)}, 2)
