@@ -99,6 +99,14 @@ class NumberedGraph:
         return next((node for node, number in self._numbers.items() if number not in others), None)
 
 
+def compute_the_same(
+    root: nn.Module, first: fx.Graph, first_facts: Iterable[Fact], second: fx.Graph, second_facts: Iterable[Fact]
+) -> bool:
+    """Return whether two graphs over the modules of ``root`` have equal values, effects and facts."""
+    numbers = ValueNumbers(root)
+    return numbers.of(first).results(first_facts) == numbers.of(second).results(second_facts)
+
+
 def _key(value: Any, known: Mapping[fx.Node, int], depth: int = 0) -> Any:
     """A key that is equal for equal values. Objects that a run makes anew are compared by their content."""
     if isinstance(value, fx.Node):

@@ -63,13 +63,14 @@ class ReachableState:
     Attributes:
         functions: functions of the user that the code may call.
         names: names of attributes and globals in their code.
+        of_leaves: attributes of modules below the spine that code names, as module, path and name.
     """
 
     def __init__(self, spine: Iterable[nn.Module]) -> None:
         self.spine = list(spine)
         self.functions: dict[FunctionType, None] = {}
         self.names = {"forward"}
-        self._of_leaves: list[tuple[nn.Module, str, str]] = []
+        self.of_leaves: list[tuple[nn.Module, str, str]] = []
         found = -1
         while found != len(self.functions):
             found = len(self.functions)
@@ -77,10 +78,10 @@ class ReachableState:
                 if function not in self.functions:
                     self.functions[function] = None
                     self.names |= names_in(function.__code__)
-        self._of_leaves = self._attributes_of_leaves()
+        self.of_leaves = self._attributes_of_leaves()
 
     def _walk(self) -> StateWalk:
-        return StateWalk(self.spine, self.names, self._of_leaves)
+        return StateWalk(self.spine, self.names, self.of_leaves)
 
     def _attributes_of_leaves(self) -> list[tuple[nn.Module, str, str]]:
         """Attributes of leaves that code names, with module and path; without those that a run of the leaf stores."""

@@ -18,14 +18,16 @@ from nxdpp.pipeline.stages.meta_copy import meta_copy
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.tracing import listings
 from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.graph_values import compute_the_same
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.modes import Modes, current_modes
+from nxdpp.tracing.read_values import ReadValues
 from nxdpp.tracing.settings import Settings, SpineSettings
 from nxdpp.tracing.sizes import Shapes, Sizes, shapes_of
 from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.swap import swapped
-from nxdpp.tracing.trace import TracingOptions, reachable_state, trace
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, reachable_state, trace
 
 _UNKNOWN = object()
 
@@ -36,14 +38,14 @@ class _Variant:
 
     ``traced`` inputs have a spec. ``constants`` have a type, a sign and a value, because 1 is not ``True`` and 0.0 is
     not -0.0. ``modes`` are those of torch around the model, for which code may ask. ``settings`` are the
-    training modes and the attributes of modules above layers.
+    training modes and the attributes of modules above layers, and the number of the other values that their code reads.
     """
 
     traced: tuple[tuple[str, InputSpec], ...]
     constants: tuple[tuple[str, tuple[type, float], Any], ...]
     training: bool
     modes: Modes
-    settings: Settings
+    settings: tuple[Settings, int]
 
     def with_numbers_fixed(self, numbers: Mapping[str, float]) -> "_Variant":
         """Return the variant in which numbers are part of the graph."""
@@ -88,6 +90,7 @@ class ProgramCache:
         self._state: Any = _UNKNOWN
         self._spine_settings = SpineSettings((), ())
         self._last_settings: Settings = ()
+        self._read_values: ReadValues | None = None
 
     def cut_graph(self, inputs: Mapping[str, Any], training: bool) -> CutGraph:
         """Return the graph for a microbatch like ``inputs``, in training or evaluation mode, in this thread's modes.
@@ -111,7 +114,7 @@ class ProgramCache:
                     self._fixed.add(variant)
             return self._kept(variant.with_numbers_fixed(numbers) if numbers else variant, shapes)
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> tuple[Settings, int]:
         if self._state is _UNKNOWN:
             self._state = reachable_state(self._module, self._options)
             names = spine_names(self._module, layer_names(self._module, self._options.layer_classes), ())
@@ -119,12 +122,19 @@ class ProgramCache:
             read = () if self._state is None else self._state.names
             self._spine_settings = SpineSettings(spine, read, self._partition.owners)
             self._last_settings = self._spine_settings.present()
+            if self._read_values is None:
+                # The first look takes the state that is known.
+                known = [self._state]
+                self._read_values = ReadValues(
+                    spine, lambda: known.pop() if known else reachable_state(self._module, self._options)
+                )
         present = self._spine_settings.present()
         if present != self._last_settings:
             # Another function may read other attributes.
             self._state = _UNKNOWN
             return self._settings()
-        return present
+        assert self._read_values is not None, "made with the state"
+        return present, self._read_values.number
 
     def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], training: bool) -> CutGraph:
         """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.
@@ -170,6 +180,7 @@ class ProgramCache:
         """Drop all graphs: modules, buffers or dtypes have changed."""
         self._graphs.clear()
         self._state = _UNKNOWN
+        self._read_values = None
         self._with_facts.clear()
 
     @contextmanager
@@ -196,12 +207,32 @@ class ProgramCache:
             constants = {name: value for name, _, value in variant.constants}
             traced = trace(self._module, dict(variant.traced), constants, self._options, shapes)
             with self._partition.remedy_named():
-                graph = CutGraph(traced, self._partition, variant.training)
+                graph = self._with_other_values(traced, variant) or CutGraph(traced, self._partition, variant.training)
         if graph.traced.facts:
             self._with_facts.add(variant)
             key = by_shapes
         self._graphs[key] = graph
         return graph
+
+    def _with_other_values(self, traced: TracedGraph, variant: _Variant) -> CutGraph | None:
+        """Take the graph of other values out of the cache if it is equal to ``traced``.
+
+        Its engines serve on. A value that changes on one rank alone, for a log, so needs no step of other ranks.
+        """
+        for key, graph in self._graphs.items():
+            other = graph.traced
+            attributes, number = key[0].settings
+            # The stages of a graph hold the modules and buffers of its attributes.
+            is_same_but_values = replace(key[0], settings=(attributes, variant.settings[1])) == variant
+            is_other = is_same_but_values and number != variant.settings[1]
+            if (
+                is_other
+                and (other.inputs, other.output_spec) == (traced.inputs, traced.output_spec)
+                and compute_the_same(self._module, other.graph, other.facts, traced.graph, traced.facts)
+            ):
+                del self._graphs[key]
+                return graph
+        return None
 
     def _build(self, cut: CutGraph, ends_with: EndsWith, results: list[fx.Node]) -> RankProgram:
         with self._model_as_cut():
