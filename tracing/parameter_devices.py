@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 _MACHINERY = ("torch.", "nxdpp.")
 
@@ -22,11 +23,56 @@ class ParameterOfModel(nn.Parameter):
 
     own: nn.Parameter
     traced_device: Any
+    is_detached: bool
 
     @property
     def device(self) -> Any:  # type: ignore[override]
         """The traced device of the first input."""
         return self.traced_device
+
+    @property
+    def data(self) -> Any:
+        """The same memory, which code must not change either."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise _refusal()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``function`` on the parameters. Raise ``RuntimeError`` for one that changes its argument in place."""
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+            raise _refusal()
+        if name == "detach":
+            return shown(args[0].own, args[0].traced_device, detached=True)
+        own_args, own_kwargs = pytree.tree_map_only(ParameterOfModel, _own, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*own_args, **own_kwargs)
+
+
+def _own(shown_parameter: ParameterOfModel) -> torch.Tensor:
+    own = shown_parameter.own
+    return own.detach() if shown_parameter.is_detached else own
+
+
+def shown(parameter: nn.Parameter, device: Any, detached: bool = False) -> ParameterOfModel:
+    """Return ``parameter`` for code of the spine, with the traced ``device`` of an input."""
+    requires_grad = parameter.requires_grad and not detached
+    made: ParameterOfModel = torch.Tensor._make_subclass(ParameterOfModel, parameter, requires_grad)
+    made.own, made.traced_device, made.is_detached = parameter, device, detached
+    return made
+
+
+def _refusal() -> RuntimeError:
+    return RuntimeError(
+        "forward changes a parameter outside the transformer layers; the trace would change it, and no step. Change it "
+        "between steps on each rank (wrapped.local_named_parameters()), or in the forward of a module without layers, "
+        "which runs as one node."
+    )
 
 
 @contextmanager
@@ -40,24 +86,19 @@ def devices_of_inputs(first_input: fx.Proxy | None) -> Iterator[None]:
         return
     original, thread, device = nn.Module.named_parameters, threading.get_ident(), first_input.device
 
-    def shown(parameter: nn.Parameter) -> nn.Parameter:
-        made: Any = torch.Tensor._make_subclass(ParameterOfModel, parameter, parameter.requires_grad)
-        made.own, made.traced_device = parameter, device
-        return made  # type: ignore[no-any-return]
-
     def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         frame = sys._getframe(1)
         named = original(self, *args, **kwargs)
         if threading.get_ident() != thread or f"{frame.f_globals.get('__name__')}.".startswith(_MACHINERY):
             return named
-        return ((name, shown(parameter)) for name, parameter in named)
+        return ((name, shown(parameter, device)) for name, parameter in named)
 
     def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
         frame = sys._getframe(1)
         named = original(self, recurse=recurse)
         if threading.get_ident() != thread or f"{frame.f_globals.get('__name__')}.".startswith(_MACHINERY):
             return (parameter for _, parameter in named)
-        return (shown(parameter) for _, parameter in named)
+        return (shown(parameter, device) for _, parameter in named)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(nn.Module, "named_parameters", named_parameters))

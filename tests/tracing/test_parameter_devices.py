@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.tracing.errors import TracingError
 from tests.support.exact import assert_exact
 from tests.support.run_ranks import run_ranks
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
@@ -85,3 +86,53 @@ class OwnWeights(PlainModel):
 
 def test_a_parameter_is_its_own() -> None:
     assert_exact(OwnWeights(), {"x": torch.randn(4, 4)}, PlainLayer)
+
+
+class Averaged(PlainModel):
+    """Averages its head into another one, in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.head).requires_grad_(False)
+
+    def prepare(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            for new, old in zip(self.head.parameters(), self.average.parameters(), strict=True):
+                self.change(old, new)
+        changed: Tensor = hidden + self.average(hidden)
+        return changed
+
+    def change(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        old.mul_(0.9).add_(new, alpha=0.1)
+
+
+class AveragedData(Averaged):
+    """Gives the averages new memory."""
+
+    def change(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        old.data = 0.9 * old.data + 0.1 * new.data
+
+
+class AveragedInData(Averaged):
+    """Changes the memory of the averages by ``data``."""
+
+    def change(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+class AveragedByCopy(Averaged):
+    """Copies into the averages."""
+
+    def change(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        old.copy_(0.9 * old + 0.1 * new)
+
+
+@pytest.mark.parametrize("model", [Averaged, AveragedData, AveragedInData, AveragedByCopy])
+def test_a_change_of_a_parameter_is_refused_and_changes_nothing(model: Any) -> None:
+    module = model()
+    before = copy.deepcopy(module.state_dict())
+
+    with pytest.raises(TracingError, match="changes a parameter outside the transformer layers"):
+        trace_with(module, {"x": torch.ones(2, 4)}, options_for(module, PlainLayer))
+
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
