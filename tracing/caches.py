@@ -38,17 +38,17 @@ class Caches:
 
         Raises ``RuntimeError`` for two modules that use the same part of a cache.
         """
-        if not any(isinstance(leaf, _CACHES) for leaf in pytree.tree_leaves((args, kwargs))):
+        if not any(_is_cache(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             return args, kwargs
         numbers = sorted({n for child in module.modules() if isinstance(n := getattr(child, "layer_idx", None), int)})
 
         def traced(leaf: Any) -> Any:
-            if not isinstance(leaf, _CACHES):
+            if not _is_cache(leaf):
                 return leaf
             self._note(leaf, module, numbers)
             return _record(_Template(leaf, numbers), leaf)
 
-        args, kwargs = pytree.tree_map(traced, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _CACHES))
+        args, kwargs = pytree.tree_map(traced, (args, kwargs), is_leaf=_is_cache)
         return args, kwargs
 
     def _note(self, cache: Any, module: nn.Module, numbers: Collection[int]) -> None:
@@ -69,12 +69,12 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     record = recorded(function)
 
     def shapes(leaf: Any) -> Any:
-        if not isinstance(leaf, _CACHES):
+        if not _is_cache(leaf):
             return leaf
         return _record(_Template(leaf, None), leaf)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, _CACHES) for value in (*args, *kwargs.values())):
+        if any(_is_cache(value) for value in (*args, *kwargs.values())):
             args = tuple(map(shapes, args))
             kwargs = {name: shapes(value) for name, value in kwargs.items()}
         return record(*args, **kwargs)
@@ -86,11 +86,16 @@ def without_cache(output: Any) -> Any:
     """``output`` of a model without the cache in it."""
     if not isinstance(output, ModelOutput):
         return output
-    caches = [name for name, value in output.items() if isinstance(value, _CACHES)]
+    caches = [name for name, value in output.items() if _is_cache(value)]
     if not caches:
         return output
     fields = {name: value for name, value in output.items() if name not in caches}
     return type(output)(**fields)
+
+
+def _is_cache(value: Any) -> bool:
+    # A traced value would look through the stack for the answer to isinstance.
+    return issubclass(type(value), _CACHES)
 
 
 class _Traced:

@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -166,11 +166,18 @@ class _Apply:
 @contextmanager
 def recorded_direct_calls(tracer: fx.Tracer, leaves: Iterable[nn.Module]) -> Iterator[None]:
     """Record ``leaf.forward(x)`` as ``leaf(x)``. The graph calls the whole module, so that its hooks run."""
-    with ExitStack() as stack:
-        for leaf in leaves:
-            if type(leaf).forward is not nn.Module.forward:
-                stack.enter_context(swapped(vars(leaf), {"forward": _DirectCall(tracer, leaf)}))
+    called = [leaf for leaf in leaves if type(leaf).forward is not nn.Module.forward]
+    originals = [vars(leaf).get("forward") for leaf in called]
+    try:
+        for leaf in called:
+            vars(leaf)["forward"] = _DirectCall(tracer, leaf)
         yield
+    finally:
+        for leaf, original in zip(called, originals, strict=True):
+            if original is not None:
+                vars(leaf)["forward"] = original
+            else:
+                vars(leaf).pop("forward", None)
 
 
 class _DirectCall:

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.errors import calling_line, model_line
-from nxdpp.tracing.listings import unwrapped
+from nxdpp.tracing.listings import submodule, unwrapped
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _MUST_RUN = "must_run"
@@ -165,7 +165,7 @@ def _expectation(node: fx.Node, root: nn.Module) -> Literal["value", "probably",
         return "either"
     if node.op != "call_module":
         return "value"
-    module = unwrapped(root.get_submodule(str(node.target)))
+    module = unwrapped(submodule(root, str(node.target)))
     if is_from_torch(module):
         # Attention without its weights is the only module of torch that returns None.
         return "either" if builtins.isinstance(module, nn.MultiheadAttention) and not is_first else "value"

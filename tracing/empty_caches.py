@@ -26,4 +26,5 @@ def without_empty_caches(
 
 
 def _is_empty_cache(value: Any) -> bool:
-    return isinstance(value, Cache) and value.get_seq_length() == 0
+    # A traced value would look through the stack for the answer to isinstance.
+    return issubclass(type(value), Cache) and value.get_seq_length() == 0

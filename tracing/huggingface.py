@@ -152,8 +152,7 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
                 stack.enter_context(swapped(vars(module), {"gradient_checkpointing": False}))
             if hasattr(module, _SLICE):
                 stack.enter_context(swapped(vars(module), {_SLICE: _unless_whole(getattr(module, _SLICE))}))
-        inside = {part for model in models.values() for part in model.modules()}
-        own = sources([module for module in spine if module in inside], _FRAMEWORKS)
+        own = sources(_inside(spine, models), _FRAMEWORKS)
         for source in sources(spine, _FRAMEWORKS):
             functions = {
                 n: recorded_with_shapes(f)
@@ -168,6 +167,14 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
         for name, read in (("loss_function", _recorded_loss), ("device", lambda pick, model: device)):
             stack.enter_context(patch.object(PreTrainedModel, name, _while_traced(name, read)))
         yield
+
+
+def _inside(spine: list[nn.Module], models: Mapping[str, PreTrainedModel]) -> list[nn.Module]:
+    """The modules of ``spine`` that are in one of ``models``, by name."""
+    if "" in models:
+        return spine
+    inside = {part for model in models.values() for part in model.modules()}
+    return [module for module in spine if module in inside]
 
 
 def _while_traced(name: str, read: Callable[[Callable[[Any], Any], Any], Any]) -> property:

@@ -66,10 +66,12 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
 def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -> list[str]:
     """Qualified names of the outermost layers, in the order of ``named_modules``; a wrapped layer has its wrapper's."""
     names: list[str] = []
+    inside: str | None = None
     for name, child in listings.named_modules(module):
         # Modules inside a layer directly follow it.
-        if is_instance(child, layer_classes) and not (names and name.startswith(f"{names[-1]}.")):
+        if (inside is None or not name.startswith(inside)) and is_instance(child, layer_classes):
             names.append(name)
+            inside = f"{name}."
     return names
 
 

@@ -74,8 +74,9 @@ class LeftBehind:
         Raises ``RuntimeError`` for a read before the run, and for a store that cannot be repeated in each step.
         """
         with self._stack:
-            for cls in {type(module) for module in self._leaves if self._stored.of(module)}:
-                self._watch_reads(cls)
+            for cls, module in {type(module): module for module in self._leaves}.items():
+                if self._stored.of(module):
+                    self._watch_reads(cls)
             self._watch_stores()
             yield
         for path, name, _ in self._pending:

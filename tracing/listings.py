@@ -24,8 +24,9 @@ def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[
                 continue
             seen.add(child)
         yield name, child
-        below = [(key, part) for key, part in child._modules.items() if part is not None]
-        pending += [(f"{name}.{key}" if name else key, part) for key, part in reversed(below)]
+        if child._modules:
+            prefix = f"{name}." if name else ""
+            pending += [(prefix + key, part) for key, part in reversed(child._modules.items()) if part is not None]
 
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -70,9 +71,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
     The wrappers are those of ``checkpoint_wrapper`` and of ``torch.compile``.
     """
-    while type(module).__module__.startswith("torch."):
+    while module._modules and type(module).__module__.startswith("torch."):
         inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
         if inner is None:
             break
         module = inner
     return module
+
+
+def submodule(root: nn.Module, name: str) -> nn.Module:
+    """``root.get_submodule(name)`` from the registries: while fx traces, the tracer answers each read of a module."""
+    module: nn.Module | None = root
+    for part in name.split(".") if name else ():
+        module = module._modules.get(part) if module is not None else None
+    return root.get_submodule(name) if module is None else module

@@ -49,6 +49,7 @@ from nxdpp.tracing.torch_transformer import recorded_transformers
 from nxdpp.tracing.type_answers import TracedType, traced_callable, traced_isinstance
 
 _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class SpineTracer(fx.Tracer):
@@ -212,6 +213,8 @@ class SpineTracer(fx.Tracer):
             if a.tracer is not self:
                 raise self.refused(StaleValueError("a value of another trace is used"))
             return a.node
+        if type(a) in _PLAIN:
+            return a
         try:
             return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
         except NotImplementedError:

@@ -70,6 +70,6 @@ def stable_attributes(modules: list[nn.Module]) -> Iterator[None]:
 
 def sources(modules: list[nn.Module], frameworks: re.Pattern[str]) -> list[ModuleType]:
     """The Python modules that define the classes of ``modules``, without those of ``frameworks``."""
-    classes = {cls for module in modules for cls in type(module).__mro__}
+    classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
     names = {cls.__module__ for cls in classes if not frameworks.match(cls.__module__)}
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]

@@ -99,9 +99,11 @@ def trace(
     Raises:
         TracingError: with the line of the model that cannot be traced, and the remedy.
     """
+    layers = layer_names(module, options.layer_classes)
+    spine = spine_names(module, layers, options.leaf_classes)
 
     def make_tracer() -> fx.Tracer:
-        return _make_tracer(module, constants, options, shapes or {}, guess)
+        return _make_tracer(module, constants, options, spine, shapes or {}, guess)
 
     def run(tracer: fx.Tracer, carried: Carried | None = None) -> Run:
         entry = Entry(module, inputs, constants, tracer, carried, namespaces)
@@ -118,7 +120,7 @@ def trace(
         return Run(graph, tuple(tracer.facts), entry.output_spec)
 
     tracer = make_tracer()
-    state = reachable_state(module, options)
+    state = reachable_state(module, options, layers)
     namespaces = [] if state is None else list({id(f.__globals__): f.__globals__ for f in state.functions}.values())
     with ExitStack() as stack:
         stack.enter_context(lasting_hooks())
@@ -141,10 +143,9 @@ def trace(
             if guess is None:
                 warn_of_unused_numbers(graph, {fact.node for fact in traced.facts})
     _name_after_module(graph)
-    called = [node.target for node in graph.nodes if node.op == "call_module"]
-    known = set(layer_names(module, options.layer_classes))
-    layers = tuple(target for target in called if target in known)
-    return TracedGraph(graph, tuple(inputs), traced.output_spec, layers, traced.facts, state)
+    known = set(layers)
+    called = tuple(node.target for node in graph.nodes if node.op == "call_module" and node.target in known)
+    return TracedGraph(graph, tuple(inputs), traced.output_spec, called, traced.facts, state)
 
 
 def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions) -> TracedGraph:
@@ -158,10 +159,9 @@ def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOpti
     return trace(module, specs, constants, options, shapes_of(inputs))
 
 
-def reachable_state(module: nn.Module, options: TracingOptions) -> ReachableState | None:
-    """The state that code of the user in the spine can reach, or ``None`` without such code."""
-    layers = layer_names(module, options.layer_classes)
-    if options.tracer_cls in (None, "hf"):
+def reachable_state(module: nn.Module, options: TracingOptions, layers: list[str]) -> ReachableState | None:
+    """The state that code of the user above ``layers`` can reach, or ``None`` without such code."""
+    if options.traces_the_spine:
         spine = [module.get_submodule(name) for name in sorted(spine_names(module, layers, options.leaf_classes))]
     else:
         inside = {part for name in layers for part in listings.modules(module.get_submodule(name))}
@@ -170,13 +170,17 @@ def reachable_state(module: nn.Module, options: TracingOptions) -> ReachableStat
 
 
 def _make_tracer(
-    module: nn.Module, constants: Mapping[str, Any], options: TracingOptions, shapes: Shapes, guess: bool | None
+    module: nn.Module,
+    constants: Mapping[str, Any],
+    options: TracingOptions,
+    spine: set[str],
+    shapes: Shapes,
+    guess: bool | None,
 ) -> fx.Tracer:
     wraps: dict[str, Any] = {
         "autowrap_modules": (math, *options.autowrap_modules),
         "autowrap_functions": options.autowrap_functions,
     }
-    spine = spine_names(module, layer_names(module, options.layer_classes), options.leaf_classes)
     refuse_backward_hooks(module, spine)
     if options.traces_the_spine:
         if transformers_models(module, spine):

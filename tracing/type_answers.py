@@ -13,7 +13,7 @@ from torch import fx, nn
 from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.checks import expect_type, mark_must_run, passes_on, return_annotation
 from nxdpp.tracing.input_specs import UNKNOWN
-from nxdpp.tracing.listings import unwrapped
+from nxdpp.tracing.listings import submodule, unwrapped
 from nxdpp.tracing.metadata import is_metadata, is_shape
 from nxdpp.tracing.sizes import UnknownSizeError
 from nxdpp.tracing.uses import is_from_torch
@@ -125,7 +125,7 @@ def _source(node: fx.Node, root: nn.Module) -> nn.Module | None:
         node = node.args[0]
     if node.op != "call_module":
         return None
-    module = unwrapped(root.get_submodule(str(node.target)))
+    module = unwrapped(submodule(root, str(node.target)))
     gives_tensors = is_from_torch(module) and not builtins.isinstance(module, _WITH_ANY_OUTPUT)
     return None if gives_tensors else module
 

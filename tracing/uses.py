@@ -61,7 +61,7 @@ def modules_of(node: fx.Node, root: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that ``node`` runs, by name: its own one, and those among its arguments."""
     names = [str(node.target)] if node.op == "call_module" else []
     names += [str(argument.target) for argument in node.all_input_nodes if is_module(argument, root)]
-    return {name: root.get_submodule(name) for name in names}
+    return {name: listings.submodule(root, name) for name in names}
 
 
 def is_module(node: fx.Node, root: nn.Module) -> bool:
@@ -69,7 +69,7 @@ def is_module(node: fx.Node, root: nn.Module) -> bool:
     if node.op != "get_attr":
         return False
     owner, _, name = str(node.target).rpartition(".")
-    return name in root.get_submodule(owner)._modules
+    return name in listings.submodule(root, owner)._modules
 
 
 def _may_draw(module: nn.Module) -> bool:

@@ -189,7 +189,7 @@ def is_parameter(node: fx.Node, root: nn.Module) -> bool:
     if node.op != "get_attr":
         return False
     owner, _, name = str(node.target).rpartition(".")
-    return name in root.get_submodule(owner)._parameters
+    return name in listings.submodule(root, owner)._parameters
 
 
 def _is_read_anywhere(node: fx.Node, root: nn.Module) -> bool:

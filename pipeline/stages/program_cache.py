@@ -116,8 +116,9 @@ class ProgramCache:
 
     def _settings(self) -> tuple[Settings, int]:
         if self._state is _UNKNOWN:
-            self._state = reachable_state(self._module, self._options)
-            names = spine_names(self._module, layer_names(self._module, self._options.layer_classes), ())
+            layers = layer_names(self._module, self._options.layer_classes)
+            self._state = reachable_state(self._module, self._options, layers)
+            names = spine_names(self._module, layers, ())
             spine = [self._module.get_submodule(name) for name in sorted(names)]
             read = () if self._state is None else self._state.names
             self._spine_settings = SpineSettings(spine, read, self._partition.owners)

@@ -49,3 +49,17 @@ def test_a_wrapped_module_is_found() -> None:
     wrapped = checkpoint_wrapper(torch.compile(block, backend="eager"))  # type: ignore[arg-type]
     assert listings.unwrapped(wrapped) is block
     assert listings.unwrapped(block) is block
+
+
+def test_a_module_is_found_in_the_registries_by_its_name() -> None:
+    class Hiding(nn.Sequential):
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(name)
+
+    model = make("tied_llama")
+    for name, module in model.named_modules():
+        assert listings.submodule(model, name) is module
+    block = Block()
+    assert listings.submodule(nn.ModuleList([Hiding(block)]), "0.0") is block
+    with pytest.raises(AttributeError, match="nothing"):
+        listings.submodule(model, "model.nothing")
