@@ -1,7 +1,8 @@
 """Microseconds a microbatch of this tree and of another one, with stages that compute next to nothing.
 
     git worktree add ../before COMMIT
-    python benchmarks/before_and_after.py ../before
+    python benchmarks/before_and_after.py ../before                                  # all rows: see docs/performance.md
+    python benchmarks/before_and_after.py ../before --only 1f1b --ranks 2 --starts 1 # one row
 
 Both trees run at the same time, one step each in turn, in processes of their own. The processes are started several
 times, because the ratio of one start differs by up to 7 % from that of the next. The last column is the median over
@@ -15,6 +16,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,26 +85,36 @@ class Tree:
 
 
 def main() -> None:
-    """Print a table in Markdown: a row for each number of ranks, family and unit."""
+    """Print a table in Markdown for each number of ranks as soon as it is measured: a row for each family and unit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("before", type=Path, help="root of the other tree")
     parser.add_argument("--only", choices=FAMILIES, action="append", help="family, may be repeated; all by default")
+    parser.add_argument("--ranks", type=int, choices=RANKS, action="append", help="may be repeated; all by default")
     parser.add_argument("--starts", type=int, default=4, help="starts of the processes")
     parser.add_argument("--steps", type=int, default=30, help="steps of each family and start, after 5")
     options = parser.parse_args()
     families = {name: find_family(name).default_chunks for name in options.only or FAMILIES}
-    cells = []
-    for ranks in RANKS:
-        starts = [_start(options.before.resolve(), ranks, families, options.steps) for _ in range(options.starts)]
-        for family in families:
-            for unit, name in enumerate(UNITS):
-                pairs = [tuple(statistics.median(s[unit] for s in side) for side in start[family]) for start in starts]
-                micro = [1e6 * statistics.median(side) / MICROBATCHES for side in zip(*pairs, strict=True)]
-                ratios = sorted(now / before for before, now in pairs)
-                row = [f"p={ranks}", family, name, *(f"{value:,.0f}" for value in micro)]
-                cells.append([*row, f"{ratios[0]:.3f} to {ratios[-1]:.3f}", f"{statistics.median(ratios):.3f}"])
     columns = ("ranks", "family", "time", "before, µs", "now, µs", "ratios", "now / before")
-    print(markdown_table(columns, cells, left=columns[:3]))
+    for ranks in options.ranks or RANKS:
+        starts = []
+        for number in range(1, options.starts + 1):
+            began = time.perf_counter()
+            starts.append(_start(options.before.resolve(), ranks, families, options.steps))
+            taken = time.perf_counter() - began
+            print(f"{ranks} ranks: start {number} of {options.starts} took {taken:.0f} s", file=sys.stderr)
+        cells = [row for family in families for row in _rows(f"p={ranks}", family, [start[family] for start in starts])]
+        print(markdown_table(columns, cells, left=columns[:3]), flush=True)
+
+
+def _rows(ranks: str, family: str, starts: list[tuple[list[Seconds], ...]]) -> list[list[str]]:
+    rows = []
+    for unit, name in enumerate(UNITS):
+        pairs = [tuple(statistics.median(s[unit] for s in side) for side in start) for start in starts]
+        micro = [1e6 * statistics.median(side) / MICROBATCHES for side in zip(*pairs, strict=True)]
+        ratios = sorted(now / before for before, now in pairs)
+        row = [ranks, family, name, *(f"{value:,.0f}" for value in micro)]
+        rows.append([*row, f"{ratios[0]:.3f} to {ratios[-1]:.3f}", f"{statistics.median(ratios):.3f}"])
+    return rows
 
 
 def _start(before: Path, ranks: int, families: dict[str, int], steps: int) -> dict[str, tuple[list[Seconds], ...]]:

@@ -1,10 +1,9 @@
-"""Time of a construction, of a first step, and of a step with inputs of a new shape.
+"""Time of a first step, and of a step with inputs of a new shape; trace_speed.py measures the traces alone.
 
     python benchmarks/first_step.py
 
-Construction: CPU time of wrapping a Llama of 80 layers with the shapes of the 70B model, on the meta device, as the
-last of 8 ranks. Steps: wall time on 4 ranks over gloo, Llama of 16 layers and 4 microbatches of one sequence. Each
-new length is run twice: the second step has no trace, no graph and no metadata exchange left to do.
+Wall time on 4 ranks over gloo, Llama of 16 layers and 4 microbatches of one sequence. Each new length is run twice:
+the second step has no trace, no graph and no metadata exchange left to do.
 """
 
 import statistics
@@ -24,43 +23,23 @@ from benchmarks.report import markdown_table  # noqa: E402
 from nxdpp import NxDPPModel, parallel_state  # noqa: E402
 from tests.support.run_ranks import run_ranks  # noqa: E402
 
-LARGE = LlamaConfig(
-    vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-    num_attention_heads=64, num_key_value_heads=8,
-)  # fmt: skip
 SMALL = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=16
 )  # fmt: skip
-CONSTRUCTIONS, LENGTHS = 6, range(8, 38)
+LENGTHS = range(8, 38)
 RANKS, MICROBATCHES = 4, 4
 
 
 def main() -> None:
     """Print one table in Markdown."""
-    constructions = run_ranks(1, construction_seconds, LARGE, timeout=200)[0]
     first, new, known = run_ranks(RANKS, step_seconds, SMALL, LENGTHS, timeout=200)[0]
     rows = {
-        "construction, first of a process": constructions[:1],
-        "construction, later": constructions[1:],
         "first step": [first],
         "step with a known shape": known,
         "step with a new shape, above the known": [a - b for a, b in zip(new, known, strict=True)],
     }
     cells = [[name, f"{1000 * statistics.median(seconds):.1f}", _quartiles(seconds)] for name, seconds in rows.items()]
     print(markdown_table(("", "median ms", "quartiles"), cells, left=("",)))
-
-
-def construction_seconds(rank: int, config: LlamaConfig) -> list[float]:
-    """CPU seconds of each of several constructions in one process, as the last of 8 ranks."""
-    parallel_state.initialize_debug(pipeline_model_parallel_rank=7, pipeline_model_parallel_size=8)
-    seconds = []
-    for _ in range(CONSTRUCTIONS):
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        started = time.process_time()
-        NxDPPModel(model, num_microbatches=8)
-        seconds.append(time.process_time() - started)
-    return seconds
 
 
 def step_seconds(rank: int, config: LlamaConfig, lengths: range) -> tuple[float, list[float], list[float]]:

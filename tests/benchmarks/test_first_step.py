@@ -1,17 +1,11 @@
-"""Times of constructions and first steps, on a small model."""
+"""Times of first steps, on a small model."""
 
 from transformers import LlamaConfig
 
-from benchmarks.first_step import CONSTRUCTIONS, RANKS, construction_seconds, step_seconds
+from benchmarks.first_step import RANKS, step_seconds
 from tests.support.run_ranks import run_ranks
 
 SMALL = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=8, num_attention_heads=2)
-
-
-def test_every_construction_is_timed() -> None:
-    (seconds,) = run_ranks(1, construction_seconds, SMALL)
-    assert len(seconds) == CONSTRUCTIONS
-    assert min(seconds) > 0
 
 
 def test_a_known_shape_takes_less_than_the_first_step() -> None:
