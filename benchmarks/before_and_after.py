@@ -1,12 +1,12 @@
 """Microseconds a microbatch of this tree and of another one, with stages that compute next to nothing.
 
     git worktree add ../before COMMIT
-    python benchmarks/before_and_after.py ../before                                  # all rows: see docs/performance.md
-    python benchmarks/before_and_after.py ../before --only 1f1b --ranks 2 --starts 1 # one row
+    python benchmarks/before_and_after.py ../before                                  # 18 rows, 8 starts of processes
+    python benchmarks/before_and_after.py ../before --only 1f1b --ranks 2 --starts 1 # one row, a minute
 
 Both trees run at the same time, one step each in turn, in processes of their own. The processes are started several
 times, because the ratio of one start differs by up to 7 % from that of the next. The last column is the median over
-the starts of the ratio of the medians.
+the starts of the ratio of the medians. Standard error has the seconds that each start took.
 """
 
 import argparse
