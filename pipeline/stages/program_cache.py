@@ -116,7 +116,7 @@ class ProgramCache:
 
     def _settings(self) -> tuple[Settings, int]:
         if self._state is _UNKNOWN:
-            layers = layer_names(self._module, self._options.layer_classes)
+            layers = self._layers()
             self._state = reachable_state(self._module, self._options, layers)
             names = spine_names(self._module, layers, ())
             spine = [self._module.get_submodule(name) for name in sorted(names)]
@@ -127,7 +127,8 @@ class ProgramCache:
                 # The first look takes the state that is known.
                 known = [self._state]
                 self._read_values = ReadValues(
-                    spine, lambda: known.pop() if known else reachable_state(self._module, self._options)
+                    spine,
+                    lambda: known.pop() if known else reachable_state(self._module, self._options, self._layers()),
                 )
         present = self._spine_settings.present()
         if present != self._last_settings:
@@ -136,6 +137,9 @@ class ProgramCache:
             return self._settings()
         assert self._read_values is not None, "made with the state"
         return present, self._read_values.number
+
+    def _layers(self) -> list[str]:
+        return layer_names(self._module, self._options.layer_classes)
 
     def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], training: bool) -> CutGraph:
         """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.
