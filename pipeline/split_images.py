@@ -30,8 +30,15 @@ class _Kind:
 
 
 _KINDS = (
-    _Kind(("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw", ("image_sizes",)),
-    _Kind(("video_token_id", "video_token_index"), "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",)),
+    _Kind(
+        ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw", ("image_sizes", "image_merge_sizes")
+    ),
+    _Kind(
+        ("video_token_id", "video_token_index"),
+        "pixel_values_videos",
+        "video_grid_thw",
+        ("second_per_grid_ts", "video_merge_sizes"),
+    ),
 )
 # Types whose images have a first dimension of rows, with a second one of images.
 _BY_ROWS = frozenset({"idefics2", "idefics3", "mllama", "smolvlm"})
@@ -88,9 +95,11 @@ def _sizes(
     grid = inputs.get(kind.grid)
     pixels = inputs[kind.pixels]
     if grid is not None:
-        merged = config.vision_config.spatial_merge_size**2
         patches = grid.prod(dim=1).tolist()
-        of_rows = _images_of_rows([number // merged for number in patches], counts)
+        given = next((inputs[name] for name in kind.of_each if name.endswith("_merge_sizes") and name in inputs), None)
+        sides = [config.vision_config.spatial_merge_size] * len(patches) if given is None else given.tolist()
+        merged = [number // side**2 for number, side in zip(patches, sides, strict=True)]
+        of_rows = _images_of_rows(merged, counts)
     else:
         patches = [1] * len(pixels)
         of_rows = _equal_images_of_rows(len(pixels), counts)

@@ -64,7 +64,7 @@ class _Recorder:
         self._spine = spine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not has_proxy(args, kwargs):
+        if not has_proxy(args, kwargs) or self._runs_layers():
             return getattr(type(self._owner), self._name)(self._owner, *args, **kwargs)
         names = _names_in(type(self._owner), self._name)
         parts = {key: self._part(key) for key in (*self._owner._modules, *self._owner._parameters) if key in names}
@@ -82,6 +82,12 @@ class _Recorder:
                 for index in range(count)
             ]
         return result
+
+    def _runs_layers(self) -> bool:
+        """Return whether the method runs a module above layers, which is cut (CLIP): it is then traced through."""
+        function = inspect.unwrap(getattr(type(self._owner), self._name))
+        paths = {f"{self._path}.{key}" if self._path else key for key in _attributes_in(function)}
+        return not paths.isdisjoint(self._spine)
 
     def _with_spec(self, source: fx.Proxy, function: Any, argument: Any, spec: InputSpec) -> fx.Proxy:
         part = self._tracer.create_proxy("call_function", function, (source, argument), {})
@@ -152,8 +158,13 @@ def _names_in(cls: type, method: str, seen: frozenset[str] = frozenset()) -> set
     function = inspect.unwrap(getattr(cls, method))
     if not isinstance(function, FunctionType):
         return set()
-    names = {str(i.argval) for i in dis.get_instructions(function) if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    names = _attributes_in(function)
     called = {name for name in names if isinstance(getattr(cls, name, None), FunctionType)} - seen
     for name in called:
         names |= _names_in(cls, name, seen | called)
     return names
+
+
+def _attributes_in(function: Any) -> set[str]:
+    """Return the names that the code of ``function`` reads as attributes."""
+    return {str(i.argval) for i in dis.get_instructions(function) if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}

@@ -96,6 +96,15 @@ def test_images_of_several_rows_go_with_their_rows() -> None:
         assert all(torch.equal(of_dict[f"batch[{name!r}]"], value) for name, value in part.items())
 
 
+def test_sizes_of_merged_patches_may_be_inputs() -> None:
+    model, batch = make_vision_language("qwen2_vl")
+
+    parts, _ = split_batch(model, {**batch, "image_merge_sizes": torch.full((5,), 2)}, ROWS, None, CPU)
+
+    assert [len(part["image_merge_sizes"]) for part in parts] == [1, 1, 2, 1]
+    assert [len(part["pixel_values"]) for part in parts] == [16, 16, 32, 16]
+
+
 def test_more_images_than_rows_are_split_by_their_tokens() -> None:
     model, batch = make_vision_language("internvl")
     ids = batch["input_ids"].clone()
