@@ -11,6 +11,7 @@ from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
+from nxdpp.pipeline.item_counts import CountItems, check_normalization
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
 from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
@@ -44,6 +45,10 @@ class PipelineConfig:
             microbatch, for inputs whose first dimension is not the batch. By default tensors are split along
             dimension 0, and images of transformers' models go with their rows.
         output_loss_value_spec: position of the loss in the output.
+        loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
+            labels of the batch. Replicas are included.
+        count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
+            the model's loss is a mean. By default a transformers model gets ``num_items_in_batch``.
         leaf_module_cls, autowrap_functions, autowrap_modules, tracer_cls: modules and functions that are not traced
             through, and the tracer.
         param_init_fn: initialises a model on the meta device: a function of a module, or of a module and a device.
@@ -68,6 +73,8 @@ class PipelineConfig:
     input_names: Sequence[str] | None = None
     split_inputs_fn: SplitInputs | None = None
     output_loss_value_spec: LossSpec = None
+    loss_normalization: str = "microbatch"
+    count_items_fn: CountItems | None = None
     leaf_module_cls: Sequence[Any] | None = None
     autowrap_functions: Sequence[Callable[..., Any]] | None = None
     autowrap_modules: Sequence[ModuleType] | None = None
@@ -94,6 +101,7 @@ class PipelineConfig:
         arguments.check_tracer(self.tracer_cls)
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
+        check_normalization(module, self.loss_normalization, self.count_items_fn)
         arguments.check_reference(self.check_against_module)
         if self.input_names is not None:
             arguments.check_names(module, self.input_names, "input_names")

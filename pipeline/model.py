@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.item_counts import CountItems
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
@@ -57,6 +58,10 @@ class NxDPPModel(LocalView):
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``.
         post_partition_hooks: functions of the wrapped model, called in order at the end of construction.
         split_inputs_fn: a function of the inputs and ``num_microbatches`` that returns the inputs of each microbatch.
+        loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
+            labels of the batch, replicas included.
+        count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
+            the model's loss is a mean. By default a transformers model gets ``num_items_in_batch``.
 
     Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
@@ -91,6 +96,8 @@ class NxDPPModel(LocalView):
         post_partition_hooks: Sequence[PostPartitionHook] | None = None,
         split_inputs_fn: SplitInputs | None = None,
         check_against_module: str | None = None,
+        loss_normalization: str = "microbatch",
+        count_items_fn: CountItems | None = None,
     ) -> None:
         super().__init__()
         config = PipelineConfig.of(locals())

@@ -9,7 +9,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,23 +20,26 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
+from nxdpp.pipeline.loss_normalization import LossNormalization, StepLoss
 from nxdpp.pipeline.microbatch import join_outputs
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
 from nxdpp.pipeline.split_batch import split_batch
-from nxdpp.pipeline.stages.cut_graph import fill_output
+from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.huggingface import refuse_packed_positions
 from nxdpp.tracing.input_dicts import levels, open_inputs
+from nxdpp.tracing.loss_terms import NUM_ITEMS
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Result of ``eval_step`` on this rank.
 
-    ``losses`` holds the loss of each microbatch where the model's output names a loss, and is ``None`` otherwise.
+    ``losses`` holds the loss of each microbatch where the model's output names a loss, and is ``None`` otherwise. Their
+    mean is the loss.
     ``output`` is then the model's output, with the microbatches concatenated along dimension 0. Both are empty on
     ranks without the last stage.
     """
@@ -88,6 +91,10 @@ class Pipeline:
             config.input_names,
             config.partition_batch,
         )
+        self._normalization = LossNormalization(
+            module, config.loss_normalization, config.count_items_fn, config.output_loss_value_spec
+        )
+        self._normalization.check_example(self.partition, options, config.input_names, config.partition_batch)
         arguments.warn_of_traced_hooks(module, self.partition.layers)
         arguments.warn_of_own_listings(module)
         timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
@@ -98,6 +105,8 @@ class Pipeline:
             **(agreed or {}),
             "writes a timeline": timeline_path is not None,
             "check_against_module": config.check_against_module,
+            "loss_normalization": config.loss_normalization,
+            "count_items_fn": config.count_items_fn is not None,
         }
         self._programs = ProgramCache(
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
@@ -155,16 +164,20 @@ class Pipeline:
         arguments.check_input_names(self.original_module, inputs, self._input_names)
         values = open_inputs(inputs).values()
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), self.device)
-        _, distinct = self._split(inputs, device)
+        batch = self._split(inputs, device)
         training = self.original_module.training
         with torch.set_grad_enabled(training):
-            cut = self._programs.cut_graph_of_all(distinct, training)
-            self._programs.program(cut, "loss" if training else self._programs.evaluation_ends_with(cut))
+            cut = self._programs.cut_graph_of_all(batch.distinct, training)
+            ends_with = "loss" if training else self._programs.evaluation_ends_with(cut)
+            self._programs.program(cut, ends_with)
+            if ends_with == "loss":
+                self._normalization.check(cut)
 
     def train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches; collective over the pipeline.
 
-        Gradients of the mean loss are added to ``.grad``; those of data-parallel replicas are not averaged.
+        Gradients of the loss, a mean over microbatches or labels (``loss_normalization``), are added to ``.grad``. The
+        average over data-parallel replicas is that of the whole batch; it is not taken here.
 
         Args:
             inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
@@ -173,28 +186,32 @@ class Pipeline:
                 model go with their rows.
 
         Returns:
-            The detached loss of each microbatch on the rank of the last stage, an empty list on others.
+            The detached loss of each microbatch on the rank of the last stage, an empty list on others. Their mean is
+            the loss.
 
         Raises:
-            ValueError, TypeError: for inputs that cannot be used, before anything is sent.
+            ValueError, TypeError: for inputs that cannot be used, such as a microbatch without labels, before anything
+                is sent to another stage.
             TracingError: for inputs with which the model cannot be traced.
             RuntimeError: without gradients (``torch.no_grad()``), and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-        microbatches, distinct = self._microbatches(inputs)
-        cut = self._programs.cut_graph_of_all(distinct, self.original_module.training)
+        batch = self._microbatches(inputs)
+        cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
+        cut, step = self._step_loss(cut, batch)
         program = self._programs.program(cut, "loss")
         check = self._first_check()
         self.part.tied.set_aside()
         results = self._steps.run(
             program,
-            microbatches,
+            step.microbatches,
             self.device,
             train=True,
             origin=self.part.origin,
-            once_verified=None if check is None else lambda: check.run(microbatches),
+            once_verified=None if check is None else lambda: check.run(step.microbatches, step.scales),
+            scales=step.scales,
         )
         self.part.tied.add_up(self._steps.transport(self.device))
         losses = [result[0] for result in results if result]
@@ -202,7 +219,7 @@ class Pipeline:
             plans = cut.plans([cut.loss(self.config.output_loss_value_spec)])
             check.compare(losses, plans)
             self._check_first = False
-        return losses
+        return step.scaled(losses)
 
     def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
         """Run the forward of all microbatches without gradients; collective over the pipeline.
@@ -210,14 +227,17 @@ class Pipeline:
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
         parallel_state.refuse_in_debug("an evaluation")
-        microbatches, distinct = self._microbatches(inputs)
+        batch = self._microbatches(inputs)
         with torch.no_grad():
-            cut = self._programs.cut_graph_of_all(distinct, self.original_module.training)
+            cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
             ends_with = self._programs.evaluation_ends_with(cut)
+            step = StepLoss(batch.microbatches)
+            if ends_with == "loss":
+                cut, step = self._step_loss(cut, batch)
             program = self._programs.program(cut, ends_with)
-            results = self._steps.run(program, microbatches, self.device, train=False, origin=self.part.origin)
+            results = self._steps.run(program, step.microbatches, self.device, train=False, origin=self.part.origin)
         if ends_with == "loss":
-            return Evaluation([result[0] for result in results if result])
+            return Evaluation(step.scaled([result[0] for result in results if result]))
         if not self.holds_last_stage:
             return Evaluation(None)
         named = [dict(zip(program.results, values, strict=True)) for values in results]
@@ -291,8 +311,7 @@ class Pipeline:
         spec = self.config.output_loss_value_spec
         return ReferenceStep(self.part, self.partition.owners, group, spec, self.device)
 
-    def _microbatches(self, inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the inputs of each microbatch, and those of the ones that may differ in their shapes."""
+    def _microbatches(self, inputs: Mapping[str, Any]) -> "_Batch":
         arguments.check_input_names(self.original_module, inputs, self._input_names)
         self.check_materialised()
         opened = open_inputs(inputs)
@@ -300,11 +319,26 @@ class Pipeline:
             refuse_packed_positions(self.original_module, {key: opened[name] for key, name in names.items()})
         return self._split(inputs, self.device)
 
-    def _split(
-        self, inputs: Mapping[str, Any], device: torch.device
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _split(self, inputs: Mapping[str, Any], device: torch.device) -> "_Batch":
         config = self.config
         parts, are_alike = split_batch(
             self.original_module, inputs, config.num_microbatches, config.split_inputs_fn, device
         )
-        return parts, parts[:1] if are_alike else parts
+        microbatches, is_counted = self._normalization.prepared(parts, inputs)
+        return _Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted)
+
+    def _step_loss(self, cut: CutGraph, batch: "_Batch") -> tuple[CutGraph, StepLoss]:
+        """Return the graph of a step that ends with the loss, and the part of each microbatch in it."""
+        step = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, self.device)
+        if step.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
+            # The model's control flow depends on the number of items, which is then part of the graph.
+            cut = self._programs.cut_graph_of_all(step.microbatches, self.original_module.training)
+        return cut, step
+
+
+class _Batch(NamedTuple):
+    """Inputs of each microbatch, and of those that may differ in shapes; ``True`` if the user counted the items."""
+
+    microbatches: list[dict[str, Any]]
+    distinct: list[dict[str, Any]]
+    is_counted: bool

@@ -73,10 +73,10 @@ class ReferenceStep:
         self._losses: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
-    def run(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
+    def run(self, microbatches: Sequence[Mapping[str, Any]], scales: Sequence[float] | None = None) -> None:
         """Run the module before the step of the pipeline; collective over the pipeline.
 
-        Parameters, buffers, gradients and global random generators are as before.
+        Parameters, buffers, gradients and global random generators are as before. ``scales`` are those of the step.
 
         Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process.
         """
@@ -84,7 +84,7 @@ class ReferenceStep:
 
         def act() -> list[str]:
             with _unchanged_generators(self._device) as have_moved:
-                self._train(self._copy(values), microbatches)
+                self._train(self._copy(values), microbatches, scales)
                 return [_DRAWS] if have_moved() else []
 
         self._raise_together(act, "check_against_module cannot compare this step")
@@ -147,12 +147,17 @@ class ReferenceStep:
             model.config.use_cache = False
         return module
 
-    def _train(self, module: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> None:
-        for microbatch in microbatches:
+    def _train(
+        self, module: nn.Module, microbatches: Sequence[Mapping[str, Any]], scales: Sequence[float] | None
+    ) -> None:
+        for number, microbatch in enumerate(microbatches):
             loss = pick_loss(module(**close_inputs(microbatch)), self._loss_spec)
             # As in the step of the pipeline.
             with torch._C._DisableAutocast():
-                (loss / len(microbatches)).backward()
+                if scales is None:
+                    (loss / len(microbatches)).backward()
+                elif scales[number]:
+                    (loss * scales[number]).backward()
             self._losses.append(loss.detach())
         gradients = {n: parameter.grad for n, parameter in listings.named_parameters(module, remove_duplicate=False)}
         self._gradients = {name: gradients[name] for name, _ in listings.named_parameters(self._local)}

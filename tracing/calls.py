@@ -51,6 +51,10 @@ class OpaqueCall:
         """The static arguments and keywords, with ``...`` in the places of the traced arguments."""
         return self._with(... for _ in self._positions)
 
+    def arguments(self, traced: Iterable[Any]) -> tuple[Any, Any]:
+        """The positional arguments and keywords of the function, with ``traced`` in their places."""
+        return self._with(traced)
+
     def parameter_of(self, index: int) -> str | int | None:
         """The keyword or position at which the function gets traced argument ``index`` itself."""
         marks = [object() for _ in self._positions]

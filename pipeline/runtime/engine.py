@@ -115,16 +115,17 @@ class Engine:
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._timer.busy_share
 
-    def run(self, inputs: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    def run(self, inputs: Sequence[dict[str, Any]], scales: Sequence[float] | None = None) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
-        ``inputs`` are the model's inputs of each microbatch, for example ``input_ids`` of (B, T). Returns the last
-        stage's results of each microbatch, in order, on the rank of that stage, and nothing on others. An exception
-        gets a note with its action, is reported to the other ranks, and raised.
+        ``inputs`` are the model's inputs of each microbatch, for example ``input_ids`` of (B, T). ``scales`` are the
+        factors of their losses in the loss of the step, by default that of a mean. Returns the last stage's results of
+        each microbatch, in order and not scaled, on the rank of that stage, and nothing on others. An exception gets a
+        note with its action, is reported to the other ranks, and raised.
         """
         self._timer.start()
         for runner in self._runners.values():
-            runner.begin(inputs)
+            runner.begin(inputs, scales)
         at = 0
         try:
             for at, call in enumerate(self._calls):  # noqa: B007

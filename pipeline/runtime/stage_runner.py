@@ -56,7 +56,7 @@ class StageRunner:
         channels_out: the channels to destination stages, by their number.
         device: device of the stage.
         train: ``True`` if backwards follow. The stage's first result is then the loss. Its mean over the microbatches
-            is differentiated.
+            is differentiated, or its sum with the ``scales`` of a step.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
         splits: ``True`` if input-gradients and weight-gradients are computed apart.
         timer: measures the time in which the stage computes.
@@ -93,13 +93,15 @@ class StageRunner:
         self._in_module_memory: list[str] | None = None
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
+        self._scales: Sequence[float] | None = None
         self._made: dict[int, dict[str, Any]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
 
-    def begin(self, inputs: Sequence[dict[str, Any]]) -> None:
-        """Begin a step with the model's inputs of each microbatch."""
+    def begin(self, inputs: Sequence[dict[str, Any]], scales: Sequence[float] | None = None) -> None:
+        """Begin a step with the model's inputs of each microbatch, and the factor of each loss in that of the step."""
         self._inputs = inputs
+        self._scales = scales
 
     def end(self) -> None:
         """End the step: free all that belongs to it."""
@@ -133,7 +135,7 @@ class StageRunner:
                 check_layout(name, made[name], channel.boundary.layouts[name])
         # Keep what the backward and the sends need.
         if self._train:
-            self._prepare_backward(in_flight, made)
+            self._prepare_backward(in_flight, made, microbatch)
             self._in_flight[microbatch] = in_flight
         for local in self._local_out:
             local.give(Direction.ACTIVATION, microbatch, self._own_activations(local, made))
@@ -209,14 +211,19 @@ class StageRunner:
             *(placeholders[name] for name in plan.received_metadata),
         ]
 
-    def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any]) -> None:
+    def _prepare_backward(self, in_flight: _InFlight, made: dict[str, Any], microbatch: int) -> None:
         in_flight.outputs = made if self._keep_outputs else None
         for name in self._plan.sent:
             for position, tensor in enumerate(tensors_of(made[name])):
                 if tensor.requires_grad:
                     in_flight.roots[name, position] = get_gradient_edge(tensor)
         if self._plan.results:
-            in_flight.loss = _checked_loss(made[self._plan.results[0]]) / len(self._inputs)
+            loss = _checked_loss(made[self._plan.results[0]])
+            if self._scales is None:
+                in_flight.loss = loss / len(self._inputs)
+            elif self._scales[microbatch]:
+                # Without items a loss is not-a-number: it has no backward, and earlier stages get zeros.
+                in_flight.loss = loss * self._scales[microbatch]
 
     def _roots(self, in_flight: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
         """The roots of a backward, and the gradient of each."""

@@ -76,6 +76,7 @@ class StepRunner:
         train: bool,
         origin: str | None,
         once_verified: Callable[[], None] | None = None,
+        scales: Sequence[float] | None = None,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
@@ -86,6 +87,7 @@ class StepRunner:
             train: ``True`` if backwards follow.
             origin: the random numbers that this rank's initial weights are from; ``None`` when none were drawn.
             once_verified: called when all ranks are known to run the same step, before it; may be collective.
+            scales: factor of each microbatch's loss in the loss that is differentiated, by default that of a mean.
 
         Returns:
             The results of each microbatch on the rank of the last stage, nothing on others.
@@ -109,7 +111,7 @@ class StepRunner:
         # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
         with nullcontext() if self._timeline is None else self._timeline.step(device, train):
-            results = engine.run(microbatches)
+            results = engine.run(microbatches, scales)
         self.busy_share = engine.busy_share
         # Keep the engine of a new signature.
         if known is None:

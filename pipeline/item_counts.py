@@ -1,0 +1,93 @@
+"""Number of items of each microbatch: counted by a function of the user, or from the inputs of a loss."""
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm
+from nxdpp.tracing.transformers_models import transformers_models
+
+CountItems = Callable[[dict[str, Any]], Any]
+"""A function of a microbatch's inputs. It returns the number of items over which the model's loss is a mean."""
+
+REMEDY = (
+    "Give count_items_fn: a function of a microbatch's inputs that returns the number of items over which the model's "
+    "loss is a mean. For example lambda inputs: (inputs['labels'] != -100).sum()."
+)
+
+
+def check_normalization(module: nn.Module, rule: Any, count_items: Any) -> None:
+    """Raise ``ValueError`` or ``TypeError`` for a rule or a function that ``module`` cannot honour."""
+    if rule not in ("microbatch", "tokens"):
+        raise ValueError(
+            f"loss_normalization={rule!r} must be 'microbatch', the mean over microbatches, or 'tokens', the mean over "
+            f"all labels of the batch."
+        )
+    if count_items is not None and not callable(count_items):
+        raise TypeError(f"count_items_fn={count_items!r:.80} must be a function of a microbatch's inputs.")
+    if count_items is not None and rule != "tokens":
+        raise ValueError("count_items_fn is for loss_normalization='tokens'. Give both, or neither.")
+    if rule == "tokens" and count_items is None and not _takes_number(module):
+        raise ValueError(
+            f"loss_normalization='tokens': {type(module).__name__}.forward is not that of a transformers model that "
+            f"takes {NUM_ITEMS}. {REMEDY}"
+        )
+
+
+def _takes_number(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    takes = NUM_ITEMS in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes and bool(transformers_models(module))
+
+
+def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the number of labels of each microbatch whose inputs tell it. Waits for the device once."""
+    found = {number: term.count(microbatch) for number, microbatch in enumerate(microbatches)}
+    known = {number: items for number, items in found.items() if items is not None}
+    tensors = [items.reshape(()).double() for items in known.values() if isinstance(items, torch.Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    return {n: next(values) if isinstance(items, torch.Tensor) else float(items) for n, items in known.items()}
+
+
+def counted(function: CountItems, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the number of items of each microbatch. Raises ``ValueError`` or ``TypeError`` for other results."""
+    return [
+        number_of(function(dict(microbatch)), f"the result of count_items_fn for microbatch {number}", positive=False)
+        for number, microbatch in enumerate(microbatches)
+    ]
+
+
+def number_of(value: Any, name: str, positive: bool = True) -> float:
+    """Return a number, or a tensor of one element, as a Python number; 1 for a tensor on the meta device.
+
+    Raises ``TypeError`` for another value, and ``ValueError`` for one that is not finite or too small.
+    """
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return 1.0
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, or a tensor of one element, not {value!r:.80}.")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ValueError(f"{name} must be a finite number {'above' if positive else 'of at least'} 0, not {number:g}.")
+    return number
+
+
+def of_all_replicas(values: list[float], device: torch.device) -> list[list[float]]:
+    """Return the ``values`` of each data-parallel replica; collective over the replicas."""
+    replicas = parallel_state.get_data_parallel_size()
+    if replicas == 1:
+        return [values]
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    everyones = [torch.empty_like(own) for _ in range(replicas)]
+    with failure_watch.reported():
+        dist.all_gather(everyones, own, group=parallel_state.get_data_parallel_group())
+    return [each.tolist() for each in everyones]

@@ -1,0 +1,244 @@
+"""Normalization of the loss: the mean over microbatches, or the mean over all items of the batch.
+
+::
+
+    "microbatch"  mean over microbatches and replicas of each one's loss. One without labels is an error.
+    "tokens"      sum over the labels of all microbatches and replicas, divided by their number
+
+The items are counted before the step, from the inputs that each rank has. A transformers model divides its sum by
+``num_items_in_batch``: it gets the items of an average microbatch, and the step takes the mean. So a loss that is
+added to it (a router's) is the mean over microbatches. The loss of other models is the mean over the items that
+``count_items_fn`` counts. It is weighted by their share.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx, nn
+
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.pipeline.example_inputs import example_shapes, example_specs
+from nxdpp.pipeline.item_counts import REMEDY, CountItems, counted, counts_of, number_of, of_all_replicas
+from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.stages.cut_graph import CutGraph
+from nxdpp.pipeline.stages.loss import LossSpec
+from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.input_specs import InputSpec
+from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm, all_terms, means, takes_number_of_items
+from nxdpp.tracing.trace import TracingOptions, trace
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Microbatches of a step, and the part of each in its loss.
+
+    Attributes:
+        microbatches: the inputs of each.
+        scales: factor of each microbatch's loss in the loss of the step; ``None`` for the mean.
+    """
+
+    microbatches: list[dict[str, Any]]
+    scales: list[float] | None = None
+
+    def scaled(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the losses of the microbatches such that their mean is the loss of the step."""
+        if self.scales is None:
+            return list(losses)
+        # Without items a loss is not-a-number.
+        return [
+            loss * (scale * len(losses)) if scale else torch.zeros_like(loss)
+            for loss, scale in zip(losses, self.scales, strict=False)
+        ]
+
+
+class LossNormalization:
+    """The normalization of one pipeline.
+
+    Args:
+        module: the model.
+        rule: ``"microbatch"`` or ``"tokens"``.
+        count_items: counts the items of a microbatch; ``None`` leaves that to ``num_items_in_batch``.
+        loss_spec: the output that is the loss.
+    """
+
+    def __init__(self, module: nn.Module, rule: str, count_items: CountItems | None, loss_spec: LossSpec) -> None:
+        self._module = module
+        self._rule = rule
+        self._count_items = count_items
+        self._loss_spec = loss_spec
+        self._terms: WeakKeyDictionary[CutGraph, _Terms] = WeakKeyDictionary()
+
+    @property
+    def by_keyword(self) -> bool:
+        """``True`` if the model divides by a number of items that it is given."""
+        return self._rule == "tokens" and self._count_items is None
+
+    def prepared(
+        self, microbatches: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Return the microbatches for a trace, and whether the user gave their number of items.
+
+        A model that takes this number gets a Python number. ``inputs`` are those of the batch. Raises ``ValueError`` or
+        ``TypeError`` for a number of the user that cannot divide a loss.
+        """
+        given = [microbatch.get(NUM_ITEMS) is not None for microbatch in microbatches]
+        if inputs.get(NUM_ITEMS) is not None and not all(given):
+            raise ValueError(
+                f"split_inputs_fn left {NUM_ITEMS} out. Return it with each microbatch, the number of the whole batch."
+            )
+        if any(given) and self._count_items is not None:
+            raise ValueError(
+                f"{NUM_ITEMS} and count_items_fn exclude each other: the model divides by the one, and nxdpp weights "
+                f"microbatches by the other. Give one of them."
+            )
+        if not any(given) and not self.by_keyword:
+            return [dict(microbatch) for microbatch in microbatches], False
+        with_number = [
+            {**microbatch, NUM_ITEMS: number_of(microbatch[NUM_ITEMS], NUM_ITEMS) if own else 1.0}
+            for microbatch, own in zip(microbatches, given, strict=True)
+        ]
+        return with_number, any(given)
+
+    def check_example(
+        self,
+        partition: Partition,
+        options: TracingOptions,
+        input_names: Sequence[str] | None,
+        batch: Mapping[str, torch.Tensor] | None,
+    ) -> None:
+        """Check, as ``check`` does, the graph for the example inputs of a construction; without one, a step checks."""
+        if not self.by_keyword or partition.assumed:
+            return
+        specs = example_specs(self._module, input_names, batch)
+        shapes = example_shapes(self._module, specs, batch)
+        try:
+            traced = trace(self._module, {**specs, NUM_ITEMS: InputSpec(None, None, float)}, {}, options, shapes)
+            cut = CutGraph(traced, partition)
+            cut.loss(self._loss_spec)
+        except (TracingError, ValueError):
+            return
+        self.check(cut)
+
+    def check(self, cut: CutGraph) -> None:
+        """Raise ``ValueError`` for a graph whose loss does not divide the labels by the number of items it is given."""
+        if self.by_keyword:
+            self._known(cut).one_that_divides()
+
+    def of_step(
+        self, cut: CutGraph, microbatches: list[dict[str, Any]], is_given: bool, device: torch.device
+    ) -> StepLoss:
+        """Return the step's loss; collective over data-parallel replicas unless each microbatch has its mean.
+
+        Args:
+            cut: the graph of the microbatches, which has a loss.
+            microbatches: as ``prepared`` returns them.
+            is_given: the user gave the number of items.
+            device: device of this rank's stages.
+
+        Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
+        labels that cannot be counted, and for a batch without items.
+        """
+        count = len(microbatches)
+        replicas = parallel_state.get_data_parallel_size()
+        if is_given:
+            self._check_given(cut, microbatches, device)
+            return StepLoss(microbatches, [float(replicas)] * count)
+        if self._rule == "microbatch":
+            _refuse_empty(self._known(cut).means, microbatches)
+            return StepLoss(microbatches)
+        if self._count_items is not None:
+            items = counted(self._count_items, microbatches)
+        else:
+            items = self._labels(self._known(cut).one_that_divides(), microbatches)
+        total = sum(found for (found,) in of_all_replicas([math.fsum(items)], device))
+        if total == 0:
+            raise ValueError(
+                f"none of the {count * replicas} microbatches of the batch has an item: the loss would be 0 / 0. Leave "
+                f"such a batch out, on all replicas."
+            )
+        if self._count_items is not None:
+            return StepLoss(microbatches, [number * replicas / total for number in items])
+        average = total / (count * replicas)
+        return StepLoss([{**microbatch, NUM_ITEMS: average} for microbatch in microbatches])
+
+    def _known(self, cut: CutGraph) -> "_Terms":
+        if cut not in self._terms:
+            self._terms[cut] = _Terms.of(cut, cut.loss(self._loss_spec), self._module)
+        return self._terms[cut]
+
+    def _labels(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
+        known = counts_of(term, microbatches)
+        if len(known) < len(microbatches):
+            raise ValueError(
+                f"loss_normalization='tokens': the labels of {term.name} do not follow from the inputs alone, and "
+                f"cannot be counted before the step. {REMEDY}"
+            )
+        return list(known.values())
+
+    def _check_given(self, cut: CutGraph, microbatches: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        terms = self._known(cut)
+        if not terms.takes_number:
+            raise ValueError(
+                f"the loss of {type(self._module).__name__} does not depend on {NUM_ITEMS}, and would ignore it. Leave "
+                f"{NUM_ITEMS} out. loss_normalization='tokens' with count_items_fn gives the mean over all items."
+            )
+        if parallel_state.get_data_parallel_size() == 1:
+            return
+        number = float(microbatches[0][NUM_ITEMS])
+        own = [counts_of(term, microbatches) for term in terms.dividing]
+        known = math.fsum(own[0].values()) if own and len(own[0]) == len(microbatches) else math.nan
+        everyones = of_all_replicas([number, known], device)
+        given = [replicas_number for replicas_number, _ in everyones]
+        if len(set(given)) > 1 or (number == known != math.fsum(items for _, items in everyones)):
+            raise ValueError(
+                f"{NUM_ITEMS} must be the number of items of all data-parallel replicas together; they gave "
+                f"{[int(each) if each.is_integer() else each for each in given]}. Give the sum; or leave it out, and "
+                f"use loss_normalization='tokens', which counts."
+            )
+
+
+def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> None:
+    for term in terms:
+        empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
+        if empty:
+            raise ValueError(
+                f"microbatch {', '.join(map(str, empty))} of {len(microbatches)} has no label: {term.without_labels}, "
+                f"and the loss would be 0 / 0. Give batches in which each microbatch has a label; or "
+                f"loss_normalization='tokens', the mean over all labels of the batch. {REMEDY}"
+            )
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Terms of the loss of one graph: means, and others that divide by ``num_items_in_batch``."""
+
+    means: list[LossTerm]
+    dividing: list[LossTerm]
+    other_means: list[LossTerm]
+    takes_number: bool
+    model: str
+
+    @classmethod
+    def of(cls, cut: CutGraph, loss: fx.Node, module: nn.Module) -> "_Terms":
+        terms = [term for term in all_terms(loss, module) if term.ignore_index is not None]
+        return cls(
+            means(loss, module),
+            [term for term in terms if term.divisor is not None],
+            [term for term in terms if term.divisor is None],
+            takes_number_of_items(loss, cut.traced.layers),
+            type(module).__name__,
+        )
+
+    def one_that_divides(self) -> LossTerm:
+        if len(self.dividing) == 1 and not self.other_means:
+            return self.dividing[0]
+        if not self.dividing:
+            reason = f"does not divide a sum over labels by {NUM_ITEMS}"
+        else:
+            names = [term.name for term in (*self.dividing, *self.other_means)]
+            reason = f"has several terms with labels of their own ({', '.join(names)})"
+        raise ValueError(f"loss_normalization='tokens': the loss of {self.model} {reason}. {REMEDY}")

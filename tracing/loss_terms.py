@@ -1,0 +1,203 @@
+"""Terms of a loss that divide by a number of labels, found in the graph.
+
+::
+
+    labels ── [..., 1:] ──┐
+    logits ─────────── cross_entropy ── * 0.5 ── + ── loss          LossTerm(targets=getitem, ignore_index=-100)
+                                  router loss ── * 0.1 ──┘
+
+A mean over no label is not-a-number. The targets follow from the inputs alone, so that every rank can count the labels
+of each microbatch before it runs.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from transformers.loss import loss_utils
+
+from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.checks import passes_on
+from nxdpp.tracing.proxy import IN_PLACE_OPERATORS
+
+NUM_ITEMS = "num_items_in_batch"
+"""The input of transformers models that divides their summed loss."""
+
+_IGNORED = -100
+_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+# Losses of transformers: each is the mean over labels, or their sum divided by ``num_items_in_batch``.
+_THEIRS = (loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss, loss_utils.ForTokenClassification)
+
+# Operations whose result is not-a-number where one of their arguments is.
+_KEEP_NAN = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.stack, torch.sum, torch.mean),
+    *IN_PLACE_OPERATORS,
+)
+_METHODS_KEEP_NAN = {"add", "sub", "mul", "div", "sum", "mean", "to", "float", "double", "squeeze", "view", "reshape"}
+_DIVISIONS = (operator.truediv, torch.div)
+
+# Operations that are computed from inputs alone to count labels.
+_COUNTED = (
+    *(operator.getitem, operator.ne, operator.eq, operator.ge, operator.gt, operator.lt, operator.le),
+    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.and_, operator.or_, operator.invert),
+    *(torch.sum, torch.ne, torch.eq, torch.flatten, torch.clamp, torch.where, F.pad, getattr),
+)
+_METHODS_COUNTED = {
+    *("view", "reshape", "flatten", "contiguous", "clone", "squeeze", "unsqueeze", "transpose", "permute", "t"),
+    *("size", "numel", "dim", "long", "int", "float", "bool", "masked_fill", "ne", "eq", "ge", "gt", "lt", "le"),
+    *("sum", "clamp", "clamp_min", "clip", "count_nonzero", "logical_and", "logical_not", "detach", "item"),
+}
+# A device or dtype, perhaps that of a tensor of another stage, changes no label.
+_CONVERSIONS = {"to", "type_as", "cuda", "cpu"}
+
+
+class _UnknownError(Exception):
+    """A value does not follow from the inputs alone."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A part of the loss that is divided by a number of labels.
+
+    Attributes:
+        name: of the function, for messages.
+        targets: node of the labels, or of their number.
+        ignore_index: label that does not count; ``None`` where ``targets`` is the number.
+        shifted: the first label of each row does not count.
+        divisor: the argument ``num_items_in_batch``, a node or a number; ``None`` for a mean.
+    """
+
+    name: str
+    targets: fx.Node
+    ignore_index: int | None = _IGNORED
+    shifted: bool = False
+    divisor: Any = None
+
+    @property
+    def without_labels(self) -> str:
+        """Text about a microbatch whose number of labels is 0."""
+        if self.ignore_index is None:
+            return f"{self.targets.name}, by which the model divides, is 0"
+        place = " after the first of each row" if self.shifted else ""
+        return f"all labels of {self.name}{place} are {self.ignore_index}"
+
+    def count(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the number of labels among ``inputs``, a tensor or a number; ``None`` where they do not tell it."""
+        try:
+            targets = _value(self.targets, inputs)
+        except _UnknownError:
+            return None
+        if self.ignore_index is None:
+            is_one = isinstance(targets, torch.Tensor) and targets.numel() == 1 and not targets.is_meta
+            return targets if is_one or isinstance(targets, int | float) else None
+        # Targets of floating point are probabilities: all count.
+        if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.is_meta:
+            return None
+        counted = targets[..., 1:] if self.shifted else targets
+        return (counted != self.ignore_index).sum()
+
+
+def means(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
+    """Return the means over labels that ``loss`` is a sum or a product of: without labels it is not-a-number."""
+    return [term for node in _with_nan(loss) for term in _terms(node, module) if term.divisor is None]
+
+
+def all_terms(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
+    """Return all means and sums over labels on which ``loss`` depends."""
+    return [term for node in _ancestors(loss) for term in _terms(node, module)]
+
+
+def takes_number_of_items(loss: fx.Node, layers: tuple[str, ...]) -> bool:
+    """Return whether ``loss`` depends on ``num_items_in_batch`` other than through ``layers``, which may ignore it."""
+    inside = tuple(f"{layer}." for layer in layers)
+    for node in _ancestors(loss):
+        is_layer = node.op == "call_module" and (str(node.target) in layers or str(node.target).startswith(inside))
+        if not is_layer and any(arg.op == "placeholder" and arg.target == NUM_ITEMS for arg in node.all_input_nodes):
+            return True
+    return False
+
+
+def _terms(node: fx.Node, module: nn.Module) -> Iterator[LossTerm]:
+    call: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    args, kwargs = node.args, node.kwargs
+    if isinstance(call, OpaqueCall):
+        args, kwargs = call.arguments(node.args)
+        call = call.function
+    if _is_one_of(call, _DIVISIONS) and len(args) == 2 and isinstance(args[1], fx.Node):
+        yield LossTerm("the division by a number", args[1], ignore_index=None)
+    elif isinstance(call, _MODULES):
+        found = _bound(type(call).forward, (call, *args), kwargs)
+        if call.reduction == "mean" and isinstance(found.get("target"), fx.Node):
+            yield LossTerm(type(call).__name__, found["target"], call.ignore_index)
+    elif _is_one_of(call, _FUNCTIONS):
+        found = _bound(call, args, kwargs)
+        target = found.get("target")
+        if found.get("reduction", "mean") == "mean" and isinstance(target, fx.Node):
+            yield LossTerm(call.__name__, target, found.get("ignore_index", _IGNORED))
+    elif _is_one_of(call, _THEIRS):
+        found = _bound(call, args, kwargs)
+        shifted = found.get("shift_labels")
+        target = found.get("labels") if shifted is None else shifted
+        if isinstance(target, fx.Node):
+            shifts = call is loss_utils.ForCausalLMLoss and shifted is None
+            yield LossTerm(call.__name__, target, found.get("ignore_index", _IGNORED), shifts, found.get(NUM_ITEMS))
+
+
+def _is_one_of(call: Any, functions: Iterable[Any]) -> bool:
+    # A callable object of the user may be equal to others, and have no hash.
+    return any(call is function for function in functions)
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(function).bind(*args, **kwargs).arguments
+    return {**bound, **bound.pop("kwargs", {})}
+
+
+def _with_nan(loss: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose not-a-number makes ``loss`` one."""
+    seen: dict[fx.Node, None] = {loss: None}
+    waiting = [loss]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        is_method = node.op == "call_method" and node.target in _METHODS_KEEP_NAN
+        keeps = is_method or _is_one_of(node.target, _KEEP_NAN) or passes_on(node)
+        for argument in node.all_input_nodes if keeps else ():
+            if argument not in seen:
+                seen[argument] = None
+                waiting.append(argument)
+
+
+def _ancestors(loss: fx.Node) -> list[fx.Node]:
+    seen: dict[fx.Node, None] = {loss: None}
+    waiting = [loss]
+    while waiting:
+        for argument in waiting.pop().all_input_nodes:
+            if argument not in seen:
+                seen[argument] = None
+                waiting.append(argument)
+    return list(seen)
+
+
+def _value(node: fx.Node, inputs: Mapping[str, Any]) -> Any:
+    """The value of ``node`` for ``inputs``. Raises ``_UnknownError`` where it needs more than these."""
+    if node.op == "placeholder":
+        if node.target not in inputs:
+            raise _UnknownError
+        return inputs[str(node.target)]
+    if passes_on(node) or (node.op == "call_method" and node.target in _CONVERSIONS):
+        return _value(node.args[0], inputs)  # type: ignore[arg-type]
+    is_method = node.op == "call_method" and node.target in _METHODS_COUNTED
+    if not is_method and not _is_one_of(node.target, _COUNTED):
+        raise _UnknownError
+    args: Any = fx.node.map_arg(node.args, lambda each: _value(each, inputs))
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda each: _value(each, inputs))
+    function: Any = node.target
+    return getattr(args[0], function)(*args[1:], **kwargs) if is_method else function(*args, **kwargs)
