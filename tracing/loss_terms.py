@@ -132,22 +132,26 @@ def _terms(node: fx.Node, module: nn.Module) -> Iterator[LossTerm]:
         call = call.function
     if _is_one_of(call, _DIVISIONS) and len(args) == 2 and isinstance(args[1], fx.Node):
         yield LossTerm("the division by a number", args[1], ignore_index=None)
-    elif isinstance(call, _MODULES):
-        found = _bound(type(call).forward, (call, *args), kwargs)
-        if call.reduction == "mean" and isinstance(found.get("target"), fx.Node):
-            yield LossTerm(type(call).__name__, found["target"], call.ignore_index)
+        return
+    name, targets, ignored, shifted, divisor = "", None, None, False, None
+    # A subclass may treat a mean over nothing in its own way.
+    if type(call) in _MODULES and call.reduction == "mean":
+        name, ignored = type(call).__name__, call.ignore_index
+        targets = _bound(call.forward, args, kwargs).get("target")
     elif _is_one_of(call, _FUNCTIONS):
         found = _bound(call, args, kwargs)
-        target = found.get("target")
-        if found.get("reduction", "mean") == "mean" and isinstance(target, fx.Node):
-            yield LossTerm(call.__name__, target, found.get("ignore_index", _IGNORED))
+        is_mean = found.get("reduction", "mean") == "mean"
+        if is_mean and found.get("size_average") is None and found.get("reduce") is None:
+            name, targets, ignored = call.__name__, found.get("target"), found.get("ignore_index", _IGNORED)
     elif _is_one_of(call, _THEIRS):
         found = _bound(call, args, kwargs)
-        shifted = found.get("shift_labels")
-        target = found.get("labels") if shifted is None else shifted
-        if isinstance(target, fx.Node):
-            shifts = call is loss_utils.ForCausalLMLoss and shifted is None
-            yield LossTerm(call.__name__, target, found.get("ignore_index", _IGNORED), shifts, found.get(NUM_ITEMS))
+        name, ignored, divisor = call.__name__, found.get("ignore_index", _IGNORED), found.get(NUM_ITEMS)
+        given = found.get("shift_labels")
+        targets = found.get("labels") if given is None else given
+        shifted = call is loss_utils.ForCausalLMLoss and given is None
+    # A label to ignore may itself be traced: the length of a sequence.
+    if isinstance(targets, fx.Node) and isinstance(ignored, int):
+        yield LossTerm(name, targets, ignored, shifted, divisor)
 
 
 def _is_one_of(call: Any, functions: Iterable[Any]) -> bool:

@@ -15,7 +15,7 @@ ONE_EMPTY = (31, 0, 10, 4)
 
 
 def uneven_batch(kept: tuple[int, ...], rows: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """Tokens and labels, (rows x microbatches, 32). Rows of microbatch ``i`` have ``kept[i]`` labels after the first."""
+    """Tokens and labels, (rows x microbatches, 32). Rows of microbatch ``i`` have ``kept[i]`` labels after a first."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (len(kept) * rows, LENGTH), generator=generator)
     labels = ids.clone()
@@ -26,7 +26,7 @@ def uneven_batch(kept: tuple[int, ...], rows: int = 2, seed: int = 0) -> dict[st
 
 def count_labels(inputs: dict[str, Any]) -> Tensor:
     """Number of labels of a microbatch of ``MeanModel``."""
-    return (inputs["labels"][:, 1:] != -100).sum()
+    return torch.sum(inputs["labels"][:, 1:] != -100)
 
 
 class MeanLayer(nn.Module):

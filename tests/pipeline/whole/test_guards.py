@@ -74,19 +74,21 @@ def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bo
     """Names of losses and gradients that are not bit for bit those of ``whole``, in training and evaluation."""
     context = torch.autocast("cpu", torch.bfloat16) if amp else nullcontext()
     losses, evaluated = [], []
+    # A loss that the model divides by the number of items is a part of the sum.
+    parts = 1 if "num_items_in_batch" in inputs else MICROBATCHES
     with context:
         for microbatch in split_inputs(inputs, MICROBATCHES):
             loss = whole(**microbatch).loss
             losses.append(loss.detach())
-            (loss / MICROBATCHES).backward()
+            (loss / parts).backward()
             with torch.no_grad():
                 evaluated.append(whole(**microbatch).loss)
         trained, tested = wrapped.run_train(**inputs), wrapped.run_eval(**inputs)
     wrong = []
     if wrapped.holds_last_stage:
         assert isinstance(trained, torch.Tensor)
-        wrong += [] if torch.equal(trained, torch.stack(losses).mean()) else ["the loss"]
-        wrong += [] if torch.equal(tested, torch.stack(evaluated).mean()) else ["the loss without gradients"]
+        wrong += [] if torch.equal(trained, torch.stack(losses).sum() / parts) else ["the loss"]
+        wrong += [] if torch.equal(tested, torch.stack(evaluated).sum() / parts) else ["the loss without gradients"]
     uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
     for parameter, distance in gradient_differences(wrapped, whole).items():
         # The two gradients of a tied weight are summed in another order.
@@ -106,6 +108,9 @@ def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[s
     wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES)
     wrong = {}
     for step, (description, inputs) in enumerate(batches(model.config.hidden_size)):
+        if name == "bert" and "num_items_in_batch" in inputs:
+            # Its loss ignores the number.
+            continue
         for training in (True, False, True) if step < 4 else (step % 2 == 0,):
             wrapped.train(training)
             whole.train(training)
