@@ -41,6 +41,8 @@ def train(settings: Settings) -> None:
         transformer_layer_cls=LlamaDecoderLayer,
         num_microbatches=settings.num_microbatches,
         broadcast_and_average_loss=True,
+        # nxdpp: the mean over all bytes of the batch, however many of them each microbatch has.
+        loss_normalization="tokens",
     )
     if settings.pretrained is not None:
         # nxdpp: each rank reads its own layers.

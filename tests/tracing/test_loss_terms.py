@@ -56,7 +56,7 @@ def flat(logits: Tensor) -> Tensor:
     return logits.reshape(-1, VOCABULARY)
 
 
-COUNTED = {
+COUNTED: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "a function": (lambda m, x, y, n: F.cross_entropy(flat(x), y.view(-1)), [3]),
     "shifted": (lambda m, x, y, n: F.cross_entropy(flat(x[:, :-1]), y[:, 1:].reshape(-1)), [2]),
     "padded": (lambda m, x, y, n: F.cross_entropy(flat(x), F.pad(y, (0, 1), value=-100)[..., 1:].reshape(-1)), [2]),

@@ -1,0 +1,206 @@
+"""Arguments of the mean over all labels: honoured, or refused with a remedy that works."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.item_counts import number_of
+from tests.support.models import gradient_differences, make, microbatches, reference
+from tests.support.run_ranks import run_ranks
+from tests.support.uneven_labels import ONE_EMPTY, UNEVEN, MeanLayer, count_labels, mean_model, uneven_batch
+
+ITEMS = "num_items_in_batch"
+
+
+@pytest.fixture
+def two_stages() -> Iterator[None]:
+    parallel_state.initialize_debug(pipeline_model_parallel_size=2)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def count_all_labels(inputs: dict[str, Any]) -> Any:
+    """The function that the message of a refusal shows."""
+    return (inputs["labels"] != -100).sum()
+
+
+class Around(nn.Module):
+    """A module of the user around a transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+class Named(Around):
+    def forward(self, input_ids: Any, labels: Any) -> Any:  # type: ignore[override]
+        return self.model(input_ids=input_ids, labels=labels)
+
+
+def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+
+
+def constant(result: Any, inputs: dict[str, Any]) -> Any:
+    return result
+
+
+def t5() -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
+    sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+    torch.manual_seed(1)
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+@pytest.mark.usefixtures("two_stages")
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"loss_normalization": "token"}, ValueError, "must be 'microbatch', .* or 'tokens'"),
+        ({"loss_normalization": None}, ValueError, "loss_normalization=None must be"),
+        ({"count_items_fn": count_labels}, ValueError, "count_items_fn is for loss_normalization='tokens'"),
+        ({"loss_normalization": "tokens", "count_items_fn": 3}, TypeError, "count_items_fn=3 must be a function"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        NxDPPModel(make("llama", layers=2), **arguments)
+
+
+@pytest.mark.usefixtures("two_stages")
+def test_a_model_that_does_not_divide_by_the_number_of_items_is_refused_at_construction() -> None:
+    llama = make("llama", layers=2)
+    llama.loss_function = own_loss
+    for model, reason in (
+        (mean_model(2), f"is not that of a transformers model that takes {ITEMS}"),
+        (Named(make("llama", layers=2)), f"is not that of a transformers model that takes {ITEMS}"),
+        (make("bert", layers=2), f"does not divide a sum over labels by {ITEMS}"),
+        (llama, f"does not divide a sum over labels by {ITEMS}"),
+        (t5(), f"does not divide a sum over labels by {ITEMS}"),
+    ):
+        layers: dict[str, Any] = {}
+        layers |= (
+            {"transformer_layer_cls": MeanLayer} if reason.startswith("is") and not hasattr(model, "model") else {}
+        )
+        parameters = list(model.parameters())
+        with pytest.raises(ValueError, match=rf"{reason}.*Give count_items_fn"):
+            NxDPPModel(model, loss_normalization="tokens", **layers)
+        assert not any(parameter.is_meta for parameter in parameters), "before anything is changed"
+    NxDPPModel(make("bert", layers=2), loss_normalization="tokens", count_items_fn=count_all_labels)
+
+
+@pytest.mark.parametrize("value", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), numpy.int64(3), numpy.float32(3)])
+def test_numbers_of_items(value: Any) -> None:
+    assert number_of(value, ITEMS) == 3.0
+
+
+@pytest.mark.parametrize("value", ["3", None, True, [3], torch.tensor([3, 4]), torch.tensor(True), torch.tensor(3j)])
+def test_values_that_are_no_number_of_items(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{ITEMS} must be a number, or a tensor of one element"):
+        number_of(value, ITEMS)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, torch.tensor(0)])
+def test_numbers_that_cannot_divide_a_loss(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{ITEMS} must be a finite number above 0"):
+        number_of(value, ITEMS)
+    if value in (0,):
+        assert number_of(value, ITEMS, positive=False) == 0
+
+
+def refuse(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    batch = uneven_batch(UNEVEN)
+    empty = uneven_batch((0, 0, 0, 0))
+    tokens: dict[str, Any] = {"num_microbatches": 4, "loss_normalization": "tokens"}
+    counting = tokens | {"transformer_layer_cls": MeanLayer}
+    # Nothing to count, or not by the model.
+    wrapped = NxDPPModel(make("llama", layers=2), **tokens)
+    for run in (wrapped.run_train, wrapped.run_eval):
+        with pytest.raises(ValueError, match="none of the 4 microbatches of the batch has an item"):
+            run(**empty)
+    with pytest.raises(ValueError, match=f"{ITEMS} must be a finite number above 0, not 0"):
+        wrapped.run_train(**batch, num_items_in_batch=0)
+    with pytest.raises(ValueError, match="has no loss"):
+        wrapped.run_train(input_ids=batch["input_ids"])
+    assert wrapped.run_eval(input_ids=batch["input_ids"]).logits.shape[0] == 8
+    # A number that the loss ignores.
+    bert = NxDPPModel(make("bert", layers=2), num_microbatches=4)
+    with pytest.raises(ValueError, match=f"does not depend on {ITEMS}, and would ignore it. Leave {ITEMS} out"):
+        bert.run_train(**batch, num_items_in_batch=5)
+    bert.run_train(**batch)
+    # Two numbers.
+    both = NxDPPModel(make("llama", layers=2), **tokens, count_items_fn=count_labels)
+    with pytest.raises(ValueError, match=f"{ITEMS} and count_items_fn exclude each other"):
+        both.run_train(**batch, num_items_in_batch=5)
+    # Results of the function.
+    for result, error in (
+        (-1, ValueError),
+        (math.nan, ValueError),
+        (True, TypeError),
+        ("2", TypeError),
+        (0, ValueError),
+    ):
+        wrong = NxDPPModel(mean_model(2), **counting, count_items_fn=partial(constant, result))
+        with pytest.raises(error, match=r"count_items_fn for microbatch 0|none of the 4 microbatches"):
+            wrong.run_train(**batch)
+    # A split that leaves the number out.
+    split = NxDPPModel(
+        make("llama", layers=2),
+        num_microbatches=4,
+        split_inputs_fn=lambda inputs, count: microbatches({n: inputs[n] for n in batch}, count),
+    )
+    with pytest.raises(ValueError, match=f"split_inputs_fn left {ITEMS} out"):
+        split.run_train(**batch, num_items_in_batch=5)
+    split.run_train(**batch)
+
+
+def test_steps_that_are_refused() -> None:
+    run_ranks(1, refuse)
+
+
+def train_others(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    batch = uneven_batch(ONE_EMPTY)
+    # T5 and BERT count the first label of a row too.
+    batch["labels"][2:4] = -100
+    for model, count in ((make("bert", layers=2), count_all_labels), (t5(), count_all_labels)):
+        check(model, batch, count_items_fn=count)
+    # The remedy of the refusal of a microbatch without labels.
+    llama = make("llama", layers=2)
+    llama.loss_function = own_loss
+    check(llama, batch, count_items_fn=count_labels)
+    check(Around(make("llama", layers=2)), batch)
+    check(make("llama", layers=2), batch, input_names=["input_ids", "labels"], deallocate_pipeline_outputs=True)
+
+
+def check(model: Any, batch: dict[str, torch.Tensor], **arguments: Any) -> None:
+    whole = reference(model)
+    wrapped = NxDPPModel(
+        model, num_microbatches=4, loss_normalization="tokens", broadcast_and_average_loss=True, **arguments
+    )
+    wrapped.trace(**{name: value.to("meta") for name, value in batch.items()})
+    loss = wrapped.run_train(**batch)
+    expected = whole(**batch).loss
+    expected.backward()
+    assert isinstance(loss, torch.Tensor)
+    assert abs(loss.item() / expected.item() - 1) < 1e-6
+    # The gradient of a key's bias is zero but for rounding.
+    differences = {n: d for n, d in gradient_differences(wrapped, whole).items() if not n.endswith("key.bias")}
+    assert all(distance is not None and distance < 1e-6 for distance in differences.values()), differences
+
+
+def test_other_models_have_the_mean_over_the_items_that_a_function_counts() -> None:
+    run_ranks(2, train_others)
