@@ -27,10 +27,9 @@ class _Reduction:
     flat: torch.Tensor
     work: dist.Work
 
-    def finish(self, size: int) -> None:
-        """Wait for the sum and copy the mean over ``size`` ranks back into the gradients."""
+    def finish(self) -> None:
+        """Wait for the mean and copy it back into the gradients."""
         self.work.wait()
-        self.flat.div_(size)
         if self.flat.data_ptr() == self.gradients[0].data_ptr():
             return
         parts = self.flat.split([gradient.numel() for gradient in self.gradients])
@@ -57,10 +56,10 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     with torch.no_grad():
         for bucket in _buckets(gradients):
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
-                in_flight.popleft().finish(size)
-            in_flight.append(_start(bucket, group))
+                in_flight.popleft().finish()
+            in_flight.append(_start(bucket, group, size))
         while in_flight:
-            in_flight.popleft().finish(size)
+            in_flight.popleft().finish()
 
 
 def _gradients_of_any_rank(trained: list[nn.Parameter], group: ProcessGroup) -> list[torch.Tensor]:
@@ -100,10 +99,12 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _start(bucket: list[torch.Tensor], group: ProcessGroup) -> _Reduction:
+def _start(bucket: list[torch.Tensor], group: ProcessGroup, size: int) -> _Reduction:
     alone = len(bucket) == 1 and bucket[0].is_contiguous()
     # The only gradient of a bucket is summed in place.
     flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
+    # Divided before they are summed: the sum of many float16 gradients may overflow where their mean does not.
+    flat.div_(size)
     work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None
     return _Reduction(bucket, flat, work)

@@ -60,6 +60,15 @@ def _is_overridden(module: nn.Module, name: str) -> bool:
     return not owner.__module__.startswith("torch.")
 
 
+def check_autocast(device: torch.device) -> None:
+    """Raise ``RuntimeError`` under autocast to float16, whose small gradients would become zero."""
+    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16:
+        raise RuntimeError(
+            f"autocast to float16 needs a scaled loss (torch.amp.GradScaler), and run_train runs the backward itself, "
+            f"without one: small gradients would become zero. Use torch.autocast({device.type!r}, torch.bfloat16)."
+        )
+
+
 def check_not_positional(values: Sequence[Any]) -> None:
     """Raise ``TypeError`` for positional inputs."""
     if values:

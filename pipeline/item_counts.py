@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.tracing.input_dicts import close_inputs
 from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm
 from nxdpp.tracing.transformers_models import transformers_models
 
@@ -59,7 +60,7 @@ def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict
 def counted(function: CountItems, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the number of items of each microbatch. Raises ``ValueError`` or ``TypeError`` for other results."""
     return [
-        number_of(function(dict(microbatch)), f"the result of count_items_fn for microbatch {number}", positive=False)
+        number_of(function(close_inputs(microbatch)), f"the result of count_items_fn for microbatch {number}", positive=False)
         for number, microbatch in enumerate(microbatches)
     ]
 

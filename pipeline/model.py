@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
+from nxdpp.parallel_layers import parallel_state
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.item_counts import CountItems
@@ -18,6 +19,7 @@ from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec
+from nxdpp.pipeline.zero1_check import FirstStepCheck
 from nxdpp.schedules.chosen import Written
 
 
@@ -45,7 +47,8 @@ class NxDPPModel(LocalView):
         tracer_cls: ``"hf"`` (default) traces above layers only; ``"torch"``; or a ``torch.fx.Tracer`` class.
         param_init_fn: initialises each local module of a model on the meta device; see ``PipelineConfig``.
         trace_file_path: file for a Chrome trace of each step, complete after each step.
-        use_zero1_optimizer: leave the average of gradients over data-parallel ranks to the optimizer.
+        use_zero1_optimizer: leave the average of gradients over data-parallel ranks to the optimizer. Its first step
+            is collective over them, and raises ``RuntimeError`` if it has not averaged.
         auto_partition: split the layers evenly. Excludes ``pipeline_cuts``.
         deallocate_pipeline_outputs: free an activation after it is sent.
         check_against_module: ``"first"`` compares the first training step with the unwrapped module, for small models.
@@ -120,6 +123,7 @@ class NxDPPModel(LocalView):
         self.input_names = None if input_names is None else list(input_names)
         self.use_zero1_optimizer = use_zero1_optimizer
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
+        self._first_step_check: FirstStepCheck | None = None
         # The whole model is no submodule: this rank holds only a part of it.
         self.__dict__["original_module"] = module
         self.local_module = self._pipeline.local_module
@@ -155,6 +159,9 @@ class NxDPPModel(LocalView):
         losses = self._pipeline.train_step(inputs)
         if not self.use_zero1_optimizer:
             self._pipeline.average_gradients()
+        elif self._first_step_check is None and parallel_state.get_data_parallel_size() > 1:
+            parameters = dict(self.local_named_parameters())
+            self._first_step_check = FirstStepCheck(parameters, parallel_state.get_data_parallel_group())
         return self._return_loss(losses)
 
     def run_eval(self, *positional: Any, **inputs: Any) -> Any:

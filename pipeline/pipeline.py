@@ -193,11 +193,12 @@ class Pipeline:
             ValueError, TypeError: for inputs that cannot be used, such as a microbatch without labels, before anything
                 is sent to another stage.
             TracingError: for inputs with which the model cannot be traced.
-            RuntimeError: without gradients (``torch.no_grad()``), and for a step that fails. A failure ends all ranks.
+            RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16, and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
+        arguments.check_autocast(self.device)
         batch = self._microbatches(inputs)
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
         cut, step = self._step_loss(cut, batch)

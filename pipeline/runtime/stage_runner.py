@@ -43,6 +43,7 @@ class _InFlight:
     entries: list[GradientEdge] = field(default_factory=list)
     roots: dict[tuple[str, int], GradientEdge] = field(default_factory=dict)
     loss: torch.Tensor | None = None
+    has_items: bool = True
     outputs: Any = None
     split: SplitBackward | None = None
 
@@ -158,7 +159,7 @@ class StageRunner:
         if roots:
             with self._timer:
                 run_backward(roots, starts)
-        self._keep_gradients(microbatch, [received.gradient for received in in_flight.received])
+        self._keep_gradients(microbatch, [received.gradient for received in in_flight.received], in_flight.has_items)
 
     def input_gradient(self, microbatch: int) -> None:
         """Compute the gradients of received activations (B, T, H); ``weight_gradient`` computes the others."""
@@ -169,7 +170,7 @@ class StageRunner:
             gradients = split.input_gradients(starts)
         # Free all but what the weight-gradient needs.
         self._in_flight[microbatch] = _InFlight([], split=split)
-        self._keep_gradients(microbatch, gradients)
+        self._keep_gradients(microbatch, gradients, in_flight.has_items)
 
     def weight_gradient(self, microbatch: int) -> None:
         """Compute the gradients of the parameters."""
@@ -222,8 +223,10 @@ class StageRunner:
             if self._scales is None:
                 in_flight.loss = loss / len(self._inputs)
             elif self._scales[microbatch]:
-                # Without items a loss is not-a-number: it has no backward, and earlier stages get zeros.
                 in_flight.loss = loss * self._scales[microbatch]
+            else:
+                # Such a loss is not-a-number: it has no backward, and earlier stages get zeros.
+                in_flight.has_items = False
 
     def _roots(self, in_flight: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
         """The roots of a backward, and the gradient of each."""
@@ -260,13 +263,16 @@ class StageRunner:
             for entry, tensor in zip(channel.boundary.activations, _activations(channel, made), strict=True)
         ]
 
-    def _keep_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give the gradients of received activations to stages of this rank, and keep the others until their send."""
+    def _keep_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None], has_items: bool) -> None:
+        """Give the gradients of received activations to stages of this rank, and keep the others until their send.
+
+        They are zeros for a microbatch without items.
+        """
         remaining = iter(gradients)
         by_source = {
             channel.boundary.source: [
-                None if gradient is None else _own(gradient)
-                for _, gradient in zip(channel.boundary.gradients, remaining, strict=False)
+                _own_or_none(gradient) if has_items else entry.layout.allocate(self._device).zero_()
+                for entry, gradient in zip(channel.boundary.gradients, remaining, strict=False)
             ]
             for channel in self._channels_in
         }
@@ -280,8 +286,8 @@ def _activations(channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
     return [tensors_of(made[entry.value])[entry.position].detach() for entry in channel.boundary.activations]
 
 
-def _own(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if has_own_memory(gradient) else copied(gradient)
+def _own_or_none(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient if gradient is None or has_own_memory(gradient) else copied(gradient)
 
 
 def _checked_loss(loss: Any) -> torch.Tensor:

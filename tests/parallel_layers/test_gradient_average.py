@@ -105,6 +105,21 @@ def test_frozen_parameters_are_skipped_and_strides_do_not_matter() -> None:
         assert torch.equal(transposed, torch.full((2, 3), 0.5))
 
 
+def _large(rank: int) -> list[float]:
+    parallel_state.initialize_model_parallel()
+    alone, first, second = (nn.Parameter(torch.zeros(2, dtype=torch.float16)) for _ in range(3))
+    for parameter in (alone, first, second):
+        parameter.grad = torch.full((2,), 60000.0, dtype=torch.float16)
+    group = parallel_state.get_data_parallel_group()
+    average_gradients([alone], group)
+    average_gradients([first, second], group)
+    return [p.grad[0].item() for p in (alone, first, second) if p.grad is not None]
+
+
+def test_a_mean_within_float16_whose_sum_is_not() -> None:
+    assert run_ranks(2, _large) == [[60000.0] * 3] * 2
+
+
 def _within_data_groups(rank: int) -> float:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     parameter = nn.Parameter(torch.zeros(1))

@@ -86,3 +86,14 @@ def test_warning_for_hooks_that_run_at_the_trace(caplog: pytest.LogCaptureFixtur
     model.model.register_forward_hook(print)
     arguments.warn_of_traced_hooks(model, ["model.layers.0", "model.layers.1"])
     assert "hooks of model run when a graph is traced, not in each step" in caplog.text
+
+
+def test_autocast_to_float16_is_refused() -> None:
+    cpu = torch.device("cpu")
+    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match=r"float16 needs a scaled loss"):
+        arguments.check_autocast(cpu)
+    # The remedy of the message.
+    with torch.autocast("cpu", torch.bfloat16):
+        arguments.check_autocast(cpu)
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        arguments.check_autocast(cpu)

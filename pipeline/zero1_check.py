@@ -1,0 +1,43 @@
+"""Check, at the first optimizer step, that the optimizer averages gradients over replicas (``use_zero1_optimizer``)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from nxdpp.pipeline.agreement.replicas import check_replica_values
+
+
+class FirstStepCheck:
+    """Compares a sample of the parameters over the replicas once, after the first step of an optimizer that has some.
+
+    The hook on optimizers' steps is removed then. That step is collective over ``group``.
+
+    Args:
+        parameters: those of this rank, by name.
+        group: the data-parallel ranks that have the same ones.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._group = group
+        self._hook: RemovableHandle = register_optimizer_step_post_hook(self._check)
+
+    def _check(self, optimizer: Optimizer, *_: Any) -> None:
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [(self._names[id(parameter)], parameter) for parameter in stepped if id(parameter) in self._names]
+        if not held:
+            return
+        self._hook.remove()
+        try:
+            check_replica_values(held, None, self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"use_zero1_optimizer=True leaves the average of gradients over data-parallel replicas to the "
+                f"optimizer. After the first step of {type(optimizer).__name__} the replicas have different parameters: "
+                f"it does not average. Set use_zero1_optimizer=False, or take an optimizer that does."
+            ) from error

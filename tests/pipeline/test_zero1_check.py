@@ -1,0 +1,57 @@
+"""An optimizer that has to average gradients over replicas, and does or does not."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+
+class Averaging(torch.optim.SGD):
+    """Averages gradients in its step, as a ZeRO-1 optimizer does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= parallel_state.get_data_parallel_size()
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        return super().step(closure)
+
+
+def train(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    batch = padded_batch(4)
+    own = {name: value.chunk(2)[rank] for name, value in batch.items()}
+    model = make("llama", layers=2)
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=1, use_zero1_optimizer=True)
+    elsewhere = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    averaging = Averaging(wrapped.parameters(), lr=0.1)
+    for _ in range(2):
+        wrapped.run_train(**own)
+        elsewhere.step()
+        averaging.step()
+        train_in_one_process(whole, batch, 2)
+        differences = gradient_differences(wrapped, whole)
+        assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
+        for module in (wrapped, whole):
+            module.zero_grad()
+        whole.load_state_dict(model.state_dict())
+    # One that leaves each replica its own gradients.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped.run_train(**own)
+    with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*Set use_zero1_optimizer=False"):
+        optimizer.step()
+    # The remedy.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=False)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped.run_train(**own)
+    optimizer.step()
+
+
+def test_an_optimizer_that_does_not_average_is_found_at_its_first_step() -> None:
+    run_ranks(2, train)
