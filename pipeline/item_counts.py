@@ -60,7 +60,9 @@ def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict
 def counted(function: CountItems, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the number of items of each microbatch. Raises ``ValueError`` or ``TypeError`` for other results."""
     return [
-        number_of(function(close_inputs(microbatch)), f"the result of count_items_fn for microbatch {number}", positive=False)
+        number_of(
+            function(close_inputs(microbatch)), f"the result of count_items_fn for microbatch {number}", positive=False
+        )
         for number, microbatch in enumerate(microbatches)
     ]
 

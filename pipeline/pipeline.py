@@ -193,7 +193,8 @@ class Pipeline:
             ValueError, TypeError: for inputs that cannot be used, such as a microbatch without labels, before anything
                 is sent to another stage.
             TracingError: for inputs with which the model cannot be traced.
-            RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16, and for a step that fails. A failure ends all ranks.
+            RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16, and for a step that fails.
+                A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():

@@ -38,6 +38,6 @@ class FirstStepCheck:
         except RuntimeError as error:
             raise RuntimeError(
                 f"use_zero1_optimizer=True leaves the average of gradients over data-parallel replicas to the "
-                f"optimizer. After the first step of {type(optimizer).__name__} the replicas have different parameters: "
-                f"it does not average. Set use_zero1_optimizer=False, or take an optimizer that does."
+                f"optimizer. After the first step of {type(optimizer).__name__} the replicas have different "
+                f"parameters: it does not average. Set use_zero1_optimizer=False, or take an optimizer that does."
             ) from error

@@ -87,6 +87,7 @@ class StageRunner:
         self._sends_activations = any(c.boundary.values for c in channels_out if c not in self._local_out)
         self._sends_gradients = any(c.boundary.values for c in channels_in if c not in self._local_in)
         self._train = train
+        self._device = device
         self._keep_outputs = keep_outputs
         self._splits = splits
         self._timer = timer
@@ -159,7 +160,8 @@ class StageRunner:
         if roots:
             with self._timer:
                 run_backward(roots, starts)
-        self._keep_gradients(microbatch, [received.gradient for received in in_flight.received], in_flight.has_items)
+        gradients = [received.gradient for received in in_flight.received]
+        self._keep_gradients(microbatch, gradients, in_flight.has_items)
 
     def input_gradient(self, microbatch: int) -> None:
         """Compute the gradients of received activations (B, T, H); ``weight_gradient`` computes the others."""
