@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
@@ -100,6 +101,10 @@ class LossTerm:
         # Targets of floating point are probabilities: all count.
         if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.is_meta:
             return None
+        if type(targets) is torch.Tensor and targets.device.type == "cpu":
+            # A third of the time of torch's operations.
+            values = targets.numpy()
+            return int(numpy.count_nonzero((values[..., 1:] if self.shifted else values) != self.ignore_index))
         counted = targets[..., 1:] if self.shifted else targets
         return (counted != self.ignore_index).sum()
 
