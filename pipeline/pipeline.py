@@ -199,8 +199,8 @@ class Pipeline:
         parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-        arguments.check_autocast(self.device)
         batch = self._microbatches(inputs)
+        arguments.check_autocast(self.device)
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
         cut, step = self._step_loss(cut, batch)
         program = self._programs.program(cut, "loss")
