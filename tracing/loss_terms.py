@@ -24,7 +24,7 @@ from transformers.loss import loss_utils
 
 from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.checks import passes_on
-from nxdpp.tracing.proxy import IN_PLACE_OPERATORS
+from nxdpp.tracing.in_place import IN_PLACE_OPERATORS
 
 NUM_ITEMS = "num_items_in_batch"
 """The input of transformers models that divides their summed loss."""

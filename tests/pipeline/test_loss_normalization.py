@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.item_counts import number_of
@@ -49,8 +49,23 @@ class Named(Around):
         return self.model(input_ids=input_ids, labels=labels)
 
 
+class Asking(LlamaForCausalLM):
+    """Its control flow depends on the number of items, which becomes a part of each graph."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        if num_items_in_batch is not None and num_items_in_batch < 20:
+            num_items_in_batch = 7.0 * num_items_in_batch
+        return super().forward(input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)
+
+
 def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+
+
+def asking() -> Asking:
+    model = make("llama", layers=2)
+    model.__class__ = Asking
+    return model  # type: ignore[no-any-return]
 
 
 def constant(result: Any, inputs: dict[str, Any]) -> Any:
@@ -183,6 +198,7 @@ def train_others(rank: int) -> None:
     llama.loss_function = own_loss
     check(llama, batch, count_items_fn=count_labels)
     check(Around(make("llama", layers=2)), batch)
+    check(asking(), batch)
     check(make("llama", layers=2), batch, input_names=["input_ids", "labels"], deallocate_pipeline_outputs=True)
 
 
