@@ -38,7 +38,7 @@ class NxDPPModel(LocalView):
         num_microbatches: number of microbatches of a batch.
         virtual_pipeline_size: stages of each rank. 1 leaves the number to the ``schedule``.
         output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss. By default ``loss``.
-        return_mb_loss: return a list with the loss of each microbatch in place of their mean.
+        return_mb_loss: return a list with the loss of each microbatch, whose mean is the loss, in place of that mean.
         broadcast_and_average_loss: return the mean loss, over data-parallel ranks too, on every rank.
         pipeline_cuts: names of the layers after which to cut, one fewer than stages. By default an even split.
         input_names: names of the inputs of every step. By default any.
@@ -149,8 +149,9 @@ class NxDPPModel(LocalView):
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Run forward and backward of all microbatches; collective over all ranks.
 
-        Gradients of the mean loss are added to ``.grad`` and averaged over data-parallel replicas. Takes ``inputs`` by
-        name, and raises, as ``Pipeline.train_step`` does.
+        Gradients of the loss (``loss_normalization``) are added to ``.grad`` and averaged over data-parallel replicas.
+        Takes ``inputs`` by name, and raises, as ``Pipeline.train_step`` does. ``num_items_in_batch`` is the number of
+        all replicas; the loss is then the sum of what the model returns.
 
         Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``), and
         ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
