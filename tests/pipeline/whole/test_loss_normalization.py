@@ -1,6 +1,9 @@
 """Loss and gradients of the mean over all labels, over real processes, against one process on the whole batch."""
 
 import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -41,6 +44,16 @@ def check_near(wrapped: NxDPPModel, whole: nn.Module, loss: Any, expected: torch
     assert all(distance is not None and distance < NEAR for distance in differences.values()), (case, differences)
 
 
+@contextmanager
+def caught_warnings() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp").addHandler(handler)
+    yield messages
+    logging.getLogger("nxdpp").removeHandler(handler)
+
+
 def every_schedule(rank: int) -> None:
     start()
     models: dict[Any, Any] = {}
@@ -79,6 +92,11 @@ def replicate(rank: int) -> None:
             expected = whole(**batch)["loss"]
             expected.backward()
             check_near(wrapped, whole, wrapped.run_train(**own), expected, kept)
+            # A replica without items has gradients of zero, and is no surprise in a later step.
+            later = uneven_batch((31, 20, 0, 4, 0, 0, 0, 0), seed=1)
+            with caught_warnings() as warnings:
+                wrapped.run_train(**{name: value.chunk(2)[replica] for name, value in later.items()})
+            assert warnings == []
     # The user counts the items of both replicas.
     model = make("llama", layers=2)
     whole = reference(model)
