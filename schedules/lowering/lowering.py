@@ -11,12 +11,15 @@ A stage sends the gradients of its inputs after its full backward or input-gradi
 The transfers between two ranks have one stream without tags for each direction. A rank therefore posts the receives
 from another in the order of its sends, some earlier than ``posted_ahead``. A deadlock then needs a circle of compute
 actions (``check``), or too few sends in flight (``rendezvous``).
+
+With ``posted_ahead=None`` receives are posted in the global order (``global_order``), as NCCL needs it.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.lowering.global_order import GlobalOrder
 
 # (source, destination): an output of stage ``source`` is an input of stage ``destination``.
 StagePair = tuple[int, int]
@@ -28,7 +31,7 @@ _RECEIVED_AS = {
 }
 
 
-def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int = 2) -> Schedule:
+def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None = 2) -> Schedule:
     """Add the sends and receives to each rank's compute actions.
 
     Sends and receives name their peer. On a rank with one stage, those at one place become one action without a peer.
@@ -36,13 +39,14 @@ def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int = 
     Args:
         schedule: compute actions of each rank, a schedule that ``check`` accepts.
         edges: pairs of stages that exchange activations; gradients go in the other direction.
-        posted_ahead: number of compute actions between a receive and its use; bounds the buffers held.
+        posted_ahead: number of compute actions between a receive and its use; bounds the buffers held. ``None`` posts
+            receives in the global order. All sends and receives then name their peer.
     """
     lowering = _Lowering(schedule, edges, posted_ahead)
     return [lowering.rank(rank) for rank in range(len(schedule))]
 
 
-def lower_rank(schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int = 2) -> list[Action]:
+def lower_rank(schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int | None = 2) -> list[Action]:
     """Return the list of ``rank`` in ``lower``; ``edges`` needs only those of its own stages."""
     return _Lowering(schedule, edges, posted_ahead).rank(rank)
 
@@ -66,6 +70,17 @@ class Exchanges:
             self._destinations[source].append(destination)
             self._sources[destination].append(source)
 
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
+
+    def each(self, action: Action) -> list[Action]:
+        """Return one send or receive for each peer of a lowered action."""
+        if action.peer is not None:
+            return [action]
+        return [action._replace(peer=peer) for peer in self.peers(action)]
+
     def sends(self, action: Action) -> list[Action]:
         """Return the sends after ``action``, one for each destination stage."""
         return self._exchanged(action, ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
@@ -88,15 +103,20 @@ class Exchanges:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, edges: Collection[StagePair], posted_ahead: int) -> None:
+    def __init__(self, schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | None) -> None:
         self._schedule = schedule
         self._exchanges = Exchanges(schedule, edges)
         self._posted_ahead = posted_ahead
+        self._order = GlobalOrder(schedule) if posted_ahead is None else None
 
     def rank(self, rank: int) -> list[Action]:
         actions = self._schedule[rank]
-        posts = self._posts(rank)
-        merged = len({action.stage for action in actions}) == 1
+        if self._order is None:
+            posts = self._posts(rank, self._posted_ahead or 0)
+        else:
+            posts = self._posts_in_order(rank, self._order)
+        # One action for several peers has no place in the global order.
+        merged = self._order is None and len({action.stage for action in actions}) == 1
         lowered: list[Action] = []
         for position, action in enumerate(actions):
             posted, sent = posts[position], self._exchanges.sends(action)
@@ -105,8 +125,16 @@ class _Lowering:
             lowered += self._merge(sent) if merged else sent
         return lowered
 
-    def _posts(self, rank: int) -> list[list[Action]]:
-        """Return the receives to post before each compute action of ``rank``."""
+    def _posts_in_order(self, rank: int, order: GlobalOrder) -> list[list[Action]]:
+        """Return the receives to post before each compute action of ``rank``, in the global order."""
+        posts: list[list[Action]] = [[] for _ in self._schedule[rank]]
+        receives = [receive for action in self._schedule[rank] for receive in self._exchanges.receives(action)]
+        for receive in sorted(receives, key=order.key):
+            posts[order.position(rank, receive)].append(receive)
+        return posts
+
+    def _posts(self, rank: int, posted_ahead: int) -> list[list[Action]]:
+        """Return the receives to post before each compute action of ``rank``, ``posted_ahead`` before their use."""
         uses = {
             receive: position
             for position, action in enumerate(self._schedule[rank])
@@ -117,7 +145,7 @@ class _Lowering:
             latest = len(posts)
             positions = []
             for receive in reversed(stream):
-                latest = min(latest, max(0, uses[receive] - self._posted_ahead))
+                latest = min(latest, max(0, uses[receive] - posted_ahead))
                 positions.append(latest)
             for receive, position in zip(stream, reversed(positions), strict=True):
                 posts[position].append(receive)

@@ -71,13 +71,6 @@ def check_lowered(lowered: Schedule, edges: Collection[StagePair], in_flight: in
         )
 
 
-def _each(action: Action, exchanges: Exchanges) -> list[Action]:
-    """Return one send or receive for each peer of ``action``."""
-    if action.peer is not None:
-        return [action]
-    return [action._replace(peer=peer) for peer in exchanges.peers(action)]
-
-
 class _Network:
     """Posted receives and started sends, both as receives; a transfer that is in both sets is over."""
 
@@ -96,9 +89,9 @@ def _run_rank(actions: Iterable[Action], network: _Network, in_flight: int) -> I
     at = 0
     for at, action in enumerate(actions):
         if action.kind in _RECEIVES:
-            network.posted.update(_each(action, network.exchanges))
+            network.posted.update(network.exchanges.each(action))
         elif action.kind in _SENDS:
-            for send in _each(action, network.exchanges):
+            for send in network.exchanges.each(action):
                 receive = matching_receive(send)
                 network.started.add(receive)
                 queue = sends[send.stage, send.peer, send.kind]

@@ -1,0 +1,60 @@
+"""Global order of a schedule: one order of the compute actions and transfers of all ranks.
+
+Compute actions are ordered by their start in a simulation in which each takes the same time. A transfer follows the
+action that computes its tensor. Every rank runs its own part of this order::
+
+    order     0F0  0→1  1F0  0F1  0→1  1B0  1→0 ...
+    rank 0    0F0  send      0F1  send      receive ...
+    rank 1         receive  1F0   receive  1B0  send ...
+
+No two ranks can then wait for each other. Of all that is not finished, the first in the order has no reason to wait:
+all before it is finished, and each of its ranks has come to it. So even a rank that waits for the end of each transfer
+before its next action comes to its end, and so does a device with a single queue.
+"""
+
+from bisect import bisect_right
+
+from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.execution import Times, run_in_order
+
+# Start of a compute action, then an order of those that start together.
+Key = tuple[float, int, int]
+
+
+class GlobalOrder:
+    """The order of ``schedule``, whose actions ``check`` accepts."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        stages = 1 + max(action.stage for actions in schedule for action in actions)
+        microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
+        each, transfers = [1.0] * stages, [0.0] * stages
+        starts = run_in_order(schedule, stages, microbatches, Times(each, each, each, transfers))
+        self._keys = [
+            [_key(action, start) for action, start in zip(actions, at, strict=True)]
+            for actions, at in zip(schedule, starts, strict=True)
+        ]
+        # By stage, microbatch and whether it is the forward: the action whose results are sent.
+        self._key_of_source = {
+            (action.stage, action.microbatch, action.kind is ActionKind.FORWARD): key
+            for actions, keys in zip(schedule, self._keys, strict=True)
+            for action, key in zip(actions, keys, strict=True)
+            if action.kind is not ActionKind.WEIGHT_GRADIENT
+        }
+
+    def key(self, receive: Action) -> tuple[Key, int]:
+        """Return the place of a transfer in the order; ``receive`` names its peer."""
+        assert receive.peer is not None, "a receive of the global order has one peer"
+        is_activation = receive.kind is ActionKind.RECEIVE_ACTIVATION
+        return self._key_of_source[receive.peer, receive.microbatch, is_activation], receive.stage
+
+    def position(self, rank: int, receive: Action) -> int:
+        """Return the number of compute actions of ``rank`` that come before the transfer."""
+        return bisect_right(self._keys[rank], self.key(receive)[0])
+
+
+def _key(action: Action, start: float) -> Key:
+    # Those of neighbours that start together: the receive of a result is posted before the action beside it, and
+    # overlaps with it.
+    if action.kind is ActionKind.FORWARD:
+        return start, 0, action.stage
+    return start, 1, -action.stage
