@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxdpp.parallel_layers import failure_watch, launch
 from nxdpp.parallel_layers.debug_state import DebugState
 from nxdpp.parallel_layers.process_groups import ProcessGroups, build_groups, ranks_along
+from nxdpp.parallel_layers.transfer_groups import TransferGroups
 
 _state: ProcessGroups | DebugState | None = None
 
@@ -212,12 +213,11 @@ def get_pipeline_control_group() -> ProcessGroup:
     return _with_groups().control_group
 
 
-def get_pipeline_transfer_groups() -> tuple[ProcessGroup, ...]:
-    """Four groups over this rank's pipeline group for the P2P transfers between stages.
+def get_pipeline_transfer_groups() -> TransferGroups:
+    """Groups for the P2P transfers between the stages of this rank's pipeline.
 
-    In this order: activations to lower ranks, activations to higher ranks, gradients to lower ranks, gradients to
-    higher ranks. NCCL runs the transfers of a group in the order of the calls, so one kind would delay another. Gloo
-    has message tags: there all four are the pipeline group itself.
+    NCCL runs the transfers of a group in the order of the calls, so neighbours have groups of their own. Gloo has
+    message tags: there all transfers use the pipeline group itself.
     """
     return _with_groups().transfer_groups
 

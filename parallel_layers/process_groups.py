@@ -8,11 +8,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxdpp.parallel_layers import launch
+from nxdpp.parallel_layers.transfer_groups import TransferGroups, build_transfer_groups, own_group
+from nxdpp.schedules.lowering.transport_rules import RULES
 
 DIMENSIONS = ("pipeline", "data", "tensor")
-
-# Activations and gradients, each to lower and to higher ranks.
-_TRANSFERS = 4
 
 
 @dataclass(frozen=True)
@@ -22,14 +21,14 @@ class ProcessGroups:
     Attributes:
         mesh: device mesh of shape (pipeline, data, tensor).
         control_group: gloo group over this rank's pipeline group.
-        transfer_groups: groups over this rank's pipeline group, one for each kind of transfer.
+        transfer_groups: groups for the P2P transfers of this rank's pipeline.
         world: the default process group at the time of construction.
         started_world: ``True`` if nxdpp started ``torch.distributed``.
     """
 
     mesh: DeviceMesh
     control_group: ProcessGroup
-    transfer_groups: tuple[ProcessGroup, ...]
+    transfer_groups: TransferGroups
     world: ProcessGroup
     started_world: bool
 
@@ -51,7 +50,7 @@ class ProcessGroups:
         if self.started_world:
             dist.destroy_process_group()
             return
-        groups = [*self.mesh.get_all_groups(), self.control_group, *self.transfer_groups]
+        groups = [*self.mesh.get_all_groups(), self.control_group, *self.transfer_groups.all]
         for group in dict.fromkeys(groups):
             if group is not self.world:
                 dist.destroy_process_group(group)
@@ -62,12 +61,11 @@ def build_groups(tensor: int, pipeline: int, world_size: int, started_world: boo
     device = launch.local_device()
     ranks = torch.arange(world_size).view(pipeline, world_size // (tensor * pipeline), tensor)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=DIMENSIONS)
-    control_group = mesh.get_group("pipeline")
-    transfer_groups = (control_group,) * _TRANSFERS
-    if device.type == "cuda":
-        pipelines = ranks_along(ranks, "pipeline")
-        control_group = _own_group(pipelines, "gloo")
-        transfer_groups = tuple(_own_group(pipelines, "nccl") for _ in range(_TRANSFERS))
+    pipelines = ranks_along(ranks, "pipeline")
+    pipeline_group = mesh.get_group("pipeline")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    control_group = own_group(pipelines, "gloo") if backend == "nccl" else pipeline_group
+    transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, pipeline_group, device)
     world = dist.group.WORLD
     assert world is not None
     return ProcessGroups(mesh, control_group, transfer_groups, world, started_world)
@@ -78,10 +76,3 @@ def ranks_along(mesh_of_ranks: torch.Tensor, dimension: str) -> list[list[int]]:
     index = DIMENSIONS.index(dimension)
     groups: list[list[int]] = mesh_of_ranks.movedim(index, -1).reshape(-1, mesh_of_ranks.shape[index]).tolist()
     return groups
-
-
-def _own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:
-    """Create a group for each list, and return this rank's one."""
-    group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)
-    assert isinstance(group, ProcessGroup)
-    return group

@@ -80,14 +80,18 @@ class ReceiveQueue:
     """Receives from one rank in one direction, posted in the order of the schedule.
 
     NCCL has no tags: it matches messages by their order alone. In a first step a receive waits for its layout. It
-    then delays the receives after it, until one of them is needed.
+    then delays the receives after it, until one of them is needed. ``at_once`` waits for the layout instead: the
+    receives of the global order are posted in their places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool) -> None:
+        self._at_once = at_once
         self._due: deque[tuple[RemoteChannel, Direction, int]] = deque()
 
     def add(self, channel: "RemoteChannel", direction: Direction, microbatch: int) -> None:
         """Post the receive now, or as soon as all receives before it have been posted."""
+        if self._at_once:
+            channel.receive_metadata()
         self._due.append((channel, direction, microbatch))
         while self._due and self._due[0][0].boundary.layouts:
             head, heading, number = self._due.popleft()
@@ -111,12 +115,13 @@ class Peer:
         rank: the other rank, in the transport's groups.
         pairs: number of pairs of a stage here and a stage there.
         microbatches: number of microbatches of a step.
+        in_order: ``True`` if receives are posted in the global order, in a first step too.
     """
 
-    def __init__(self, transport: Transport, rank: int, pairs: int, microbatches: int) -> None:
+    def __init__(self, transport: Transport, rank: int, pairs: int, microbatches: int, in_order: bool = False) -> None:
         self.transport = transport
         self.rank = rank
-        self.receives = {direction: ReceiveQueue() for direction in Direction}
+        self.receives = {direction: ReceiveQueue(in_order) for direction in Direction}
         self._pairs = pairs
         self.microbatches = microbatches
 

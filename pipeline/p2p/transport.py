@@ -1,11 +1,11 @@
 """P2P transfers of tensors between the ranks of a pipeline, over torch.distributed.
 
-On gloo each message has a tag. NCCL has no tags, and runs the operations of a communicator in the order of the calls. A
-receive that is posted early would delay a send after it. There are therefore four communicators: for activations and
-for gradients, each to higher and to lower ranks. Between ranks with several stages both go in both directions.
+On gloo each message has a tag. NCCL has no tags, and runs the operations of a communicator in the order of the calls.
+Neighbours there have a communicator for each way. Both ranks send and post in one global order
+(``schedules/lowering/global_order.py``), which excludes a deadlock.
 
-Two rules exclude a deadlock. For two ranks a communicator carries messages in one direction only, sent and received in
-the same order. A rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
+On gloo two rules exclude a deadlock. For two ranks, messages of one kind are sent and received in the same order. A
+rank blocks on a receive only when the sender needs nothing that this rank has not posted yet.
 """
 
 import pickle
@@ -38,22 +38,36 @@ class Work(Protocol):
         """Block until the transfer is finished; on CUDA make the current stream wait for it."""
 
 
+class Groups(Protocol):
+    """The process groups of the transfers, such as ``parallel_layers.transfer_groups``; ranks are those of the pipeline."""
+
+    @property
+    def backend(self) -> str:
+        """``"gloo"`` or ``"nccl"``."""
+
+    @property
+    def has_tags(self) -> bool:
+        """``True`` if messages have tags; otherwise they are matched by their order."""
+
+    def between(self, source: int, destination: int) -> tuple[dist.ProcessGroup, int, int]:
+        """Return the group of messages from ``source`` to ``destination``, and the numbers of both in it."""
+
+
 class Transport:
-    """Sends and receives of one rank of a pipeline; peers are ranks of ``groups``.
+    """Sends and receives of one rank of a pipeline; peers are ranks of the pipeline.
 
     With gloo and a device other than the CPU, tensors pass through host memory. For a device tensor gloo may return
     unchanged data without an error.
 
     Args:
-        groups: the process groups over the ranks of the pipeline: for each direction, to lower (``False``) and to
-            higher ranks (``True``).
-        control: a group over the same ranks that takes CPU tensors, for metadata.
+        groups: the process groups of the transfers.
+        control: a group over the ranks of the pipeline that takes CPU tensors, for metadata.
         device: device of the tensors.
     """
 
     def __init__(
         self,
-        groups: dict[tuple[Direction, bool], dist.ProcessGroup],
+        groups: Groups,
         control: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -61,8 +75,8 @@ class Transport:
         self._control = control
         self._device = device
         self._rank = dist.get_rank(control)
-        on_host = dist.get_backend(groups[Direction.ACTIVATION, True]) == "gloo"
-        self._wire_device = torch.device("cpu") if on_host else device
+        self._wire_device = torch.device("cpu") if groups.backend == "gloo" else device
+        self._tag = _wire_tag if groups.has_tags else _no_tag
         self._metadata_sends: deque[tuple[Work, torch.Tensor]] = deque()
 
     def post_receive(
@@ -70,7 +84,8 @@ class Transport:
     ) -> Callable[[], torch.Tensor]:
         """Start to receive a tensor, such as one of (B, T, H); the returned function waits for and returns it."""
         buffer = layout.allocate(self._wire_device)
-        work = self._groups[direction, self._rank > source].recv([_flat(buffer)], source, _wire_tag(direction, tag))
+        group, source, _ = self._groups.between(source, self._rank)
+        work = group.recv([_flat(buffer)], source, self._tag(direction, tag))
 
         def wait() -> torch.Tensor:
             work.wait()
@@ -84,9 +99,8 @@ class Transport:
         The caller must keep the returned pair until its ``wait`` has returned.
         """
         tensor = tensor.to(self._wire_device)
-        return self._groups[direction, destination > self._rank].send(
-            [_flat(tensor)], destination, _wire_tag(direction, tag)
-        ), tensor
+        group, _, destination = self._groups.between(self._rank, destination)
+        return group.send([_flat(tensor)], destination, self._tag(direction, tag)), tensor
 
     def finish(self) -> None:
         """Wait at the end of a step until all objects have been sent."""
@@ -114,6 +128,11 @@ class Transport:
 def _wire_tag(kind: int, tag: int) -> int:
     """A tag that differs between activations, gradients and their metadata: gloo's groups of all may be one."""
     return tag * _KINDS + kind
+
+
+def _no_tag(kind: int, tag: int) -> int:
+    """The tag of all messages that are matched by their order."""
+    return 0
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

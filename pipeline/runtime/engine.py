@@ -47,6 +47,7 @@ class EngineConfig:
         train: ``True`` if backwards follow. The last stage's first result is then the loss.
         keep_outputs: hold sent activations until their backward, as plain autograd would.
         in_flight: limit of microbatches in flight that a channel sends in one direction; ``None`` for none.
+        in_order: ``True`` if the actions have the receives in the global order.
     """
 
     placement: Placement | ListedPlacement
@@ -56,6 +57,7 @@ class EngineConfig:
     train: bool
     keep_outputs: bool
     in_flight: int | None = None
+    in_order: bool = False
 
 
 class Engine:
@@ -159,7 +161,7 @@ class Engine:
         assert self._transport is not None, "other ranks have stages"
         chunks = config.placement.chunks
         if rank not in self._peers:
-            self._peers[rank] = Peer(self._transport, rank, chunks * chunks, config.microbatches)
+            self._peers[rank] = Peer(self._transport, rank, chunks * chunks, config.microbatches, config.in_order)
         pair = self._chunk(boundary.source) * chunks + self._chunk(boundary.destination)
         make_channel = RemoteChannel if self._recorder is None else partial(RecordedChannel, self._recorder)
         return make_channel(boundary, self._peers[rank], pair, config.in_flight)

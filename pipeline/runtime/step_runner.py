@@ -12,18 +12,12 @@ import torch.distributed as dist
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.last_used import LastUsed
-from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
-from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.schedules.lowering.lowering import lower, lower_rank
-from nxdpp.schedules.lowering.releases import releases
-from nxdpp.schedules.lowering.rendezvous import sends_in_flight
-
-# One transfer can run while the next value is computed.
-_SENDS_IN_FLIGHT = 2
+from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
 
 
 class StepRunner:
@@ -55,8 +49,7 @@ class StepRunner:
     def transport(self, device: torch.device) -> Transport:
         """The transfers to other ranks of tensors on ``device``."""
         if self._transport is None:
-            keys = [(direction, upwards) for direction in Direction for upwards in (False, True)]
-            groups = dict(zip(keys, parallel_state.get_pipeline_transfer_groups(), strict=True))
+            groups = parallel_state.get_pipeline_transfer_groups()
             self._transport = Transport(groups, parallel_state.get_pipeline_control_group(), device)
         return self._transport
 
@@ -120,6 +113,9 @@ class StepRunner:
 
     def _engine(self, program: RankProgram, device: torch.device, train: bool) -> Engine:
         compute = self._schedule.training if train else self._schedule.evaluation
+        rules = parallel_state.get_pipeline_transfer_groups().rules
+        # Sent activations that are held for the backward anyway need no limit.
+        is_limited = not (train and self._keep_outputs)
         config = EngineConfig(
             self._schedule.placement,
             self._rank,
@@ -127,18 +123,12 @@ class StepRunner:
             device,
             train,
             self._keep_outputs,
-            self._in_flight(compute, program, train),
+            in_flight_limit(compute, program.edges, rules) if is_limited else None,
+            in_order=rules.posted_ahead is None,
         )
-        actions = lower_rank(compute, self._rank, program.edges)
-        finished_sends = releases(compute, self._rank, program.edges) if train else []
+        actions, finished_sends = rank_program(compute, self._rank, program.edges, rules, train)
         recorder = None if self._timeline is None else self._timeline.recorder
         return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
-
-    def _in_flight(self, compute: Schedule, program: RankProgram, train: bool) -> int | None:
-        """The limit of sends in flight: none when sent activations are held for the backward anyway."""
-        if train and self._keep_outputs:
-            return None
-        return max(_SENDS_IN_FLIGHT, sends_in_flight(lower(compute, program.edges), program.edges))
 
 
 def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:

@@ -30,8 +30,22 @@ def releases(schedule: Schedule, rank: int, edges: Collection[StagePair]) -> lis
 
     Sends without such an action are in none of the lists.
     """
-    exchanges = Exchanges(schedule, edges)
-    places = [{action: place for place, action in enumerate(actions)} for actions in schedule]
+    return _releases(schedule, rank, Exchanges(schedule, edges), _places(schedule))
+
+
+def releases_of_all(schedule: Schedule, edges: Collection[StagePair]) -> list[list[list[Action]]]:
+    """Return ``releases`` of every rank."""
+    exchanges, places = Exchanges(schedule, edges), _places(schedule)
+    return [_releases(schedule, rank, exchanges, places) for rank in range(len(schedule))]
+
+
+def _places(schedule: Schedule) -> list[dict[Action, int]]:
+    return [{action: place for place, action in enumerate(actions)} for actions in schedule]
+
+
+def _releases(
+    schedule: Schedule, rank: int, exchanges: Exchanges, places: list[dict[Action, int]]
+) -> list[list[Action]]:
     heard = _heard(schedule, rank, exchanges, places)
     over: list[list[Action]] = [[] for _ in schedule[rank]]
     for action in schedule[rank]:

@@ -35,12 +35,15 @@ class TransportRules(NamedTuple):
 GLOO = TransportRules("gloo", posted_ahead=2, pair_groups=False, has_tags=True)
 NCCL = TransportRules("nccl", posted_ahead=None, pair_groups=True, has_tags=False)
 
+# The rules of each backend. Tests put those of NCCL in the place of gloo's.
+RULES = {rules.name: rules for rules in (GLOO, NCCL)}
+
 
 def neighbouring_pairs(ranks: int) -> list[RankPair]:
     """Return the pairs of neighbours in a ring of ``ranks``, each in both ways, in the order of their groups.
 
-    All ranks make the groups in this order. The ring is open for two ranks. Pairs that follow each other have no rank
-    in common, so the first exchanges of half the pipeline run at the same time.
+    All ranks make the groups in this order. Two ranks are neighbours once. Half of the pairs have no rank in common
+    and come first: their first exchanges run at the same time.
     """
     ring = [(rank, rank + 1) for rank in range(ranks - 1)]
     closing = [(ranks - 1, 0)] if ranks > 2 else []

@@ -20,9 +20,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.check import ScheduleError
 from nxdpp.schedules.lowering.lowering import Exchanges
+from nxdpp.schedules.lowering.rank_program import RankProgram
 from nxdpp.schedules.lowering.transport_rules import RankPair, TransportRules, neighbouring_pairs
 from nxdpp.schedules.transport_model.rank_calls import Call, CallKind, RankCalls
 from nxdpp.schedules.transport_model.situation import Backend, Situation, Synchronises
@@ -30,13 +31,6 @@ from nxdpp.schedules.transport_model.wait_graph import START, Event, WaitGraph
 
 # A communicator, equal on all of its ranks.
 Communicator = tuple[Any, ...]
-
-
-class RankProgram(NamedTuple):
-    """Program of a rank: the actions that its engine compiles, and the sends that are finished after each."""
-
-    actions: Sequence[Action]
-    releases: Sequence[Sequence[Action]]
 
 
 class Programs(NamedTuple):
