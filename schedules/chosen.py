@@ -5,12 +5,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nxdpp.schedules.actions import Action, ActionKind, Schedule
+from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.family import Family
-from nxdpp.schedules.families.forward_only import forward_only
+from nxdpp.schedules.families.forward_only import evaluation
 from nxdpp.schedules.families.registry import find_family
-from nxdpp.schedules.placement import ListedPlacement, Placement
+from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.written import parse_schedule, read_schedule
 
 # A schedule written by the user: a CSV file, or the actions of each rank.
@@ -63,16 +63,7 @@ class ChosenSchedule:
     @cached_property
     def evaluation(self) -> Schedule:
         """Compute actions of each rank in ``run_eval``: forwards alone."""
-        if isinstance(self.placement, Placement):
-            return forward_only(self.placement, self.microbatches)
-        return [
-            [
-                Action(stage, ActionKind.FORWARD, microbatch)
-                for microbatch in range(self.microbatches)
-                for stage in self.placement.stages_of(rank)
-            ]
-            for rank in range(self.ranks)
-        ]
+        return evaluation(self.placement, self.microbatches)
 
     def _placement_of_written(self, chunks: int) -> ListedPlacement:
         sizes = check(self._written)
@@ -82,8 +73,7 @@ class ChosenSchedule:
             raise ValueError(f"the schedule is for {given}; this pipeline has {needed}.")
         if not sizes.trains:
             raise ValueError("the schedule has no backward: training needs it.")
-        rank_of = {action.stage: rank for rank, actions in enumerate(self._written) for action in actions}
-        placement = ListedPlacement(tuple(rank_of[stage] for stage in range(sizes.stages)), self.ranks)
+        placement = placement_of(self._written)
         if chunks not in (1, placement.chunks):
             raise ValueError(
                 f"virtual_pipeline_size={chunks}, but the schedule has up to {placement.chunks} stages a rank."

@@ -9,6 +9,8 @@ Four ranks with two chunks each::
 
 from dataclasses import dataclass
 
+from nxdpp.schedules.actions import Schedule
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -62,3 +64,9 @@ class ListedPlacement:
     def stages_of(self, rank: int) -> list[int]:
         """The stages of ``rank``, in the order of the model."""
         return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
+
+
+def placement_of(schedule: Schedule) -> ListedPlacement:
+    """Return the placement of a schedule, whose actions ``check`` accepts."""
+    rank_of = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    return ListedPlacement(tuple(rank_of[stage] for stage in range(len(rank_of))), len(schedule))

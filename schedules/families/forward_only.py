@@ -14,7 +14,21 @@ In a V, a microbatch enters every v slots; p = 3, v = 2, 5 microbatches::
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule
 from nxdpp.schedules.families.chunk_groups import forward_order
-from nxdpp.schedules.placement import Placement
+from nxdpp.schedules.placement import ListedPlacement, Placement
+
+
+def evaluation(placement: Placement | ListedPlacement, microbatches: int) -> Schedule:
+    """Return the compute actions of all ranks on any placement."""
+    if isinstance(placement, Placement):
+        return forward_only(placement, microbatches)
+    return [
+        [
+            Action(stage, ActionKind.FORWARD, microbatch)
+            for microbatch in range(microbatches)
+            for stage in placement.stages_of(rank)
+        ]
+        for rank in range(placement.ranks)
+    ]
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:

@@ -24,7 +24,7 @@ from nxdpp.schedules.lowering.global_order import GlobalOrder
 # (source, destination): an output of stage ``source`` is an input of stage ``destination``.
 StagePair = tuple[int, int]
 
-_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+_WITH_DESTINATIONS = (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
 _RECEIVED_AS = {
     ActionKind.SEND_ACTIVATION: ActionKind.RECEIVE_ACTIVATION,
     ActionKind.SEND_GRADIENT: ActionKind.RECEIVE_GRADIENT,
@@ -91,15 +91,16 @@ class Exchanges:
 
     def _exchanged(self, action: Action, of_forward: ActionKind, of_backward: ActionKind) -> list[Action]:
         stage, kind, microbatch, _ = action
-        if kind is not ActionKind.FORWARD and kind not in _BACKWARDS:
+        if kind is ActionKind.WEIGHT_GRADIENT:
             return []
-        exchanged = Action(stage, of_forward if kind is ActionKind.FORWARD else of_backward, microbatch)
-        return [exchanged._replace(peer=peer) for peer in self.peers(exchanged)]
+        exchanged = of_forward if kind is ActionKind.FORWARD else of_backward
+        to_destinations = exchanged in _WITH_DESTINATIONS
+        peers = (self._destinations if to_destinations else self._sources)[stage]
+        return [Action(stage, exchanged, microbatch, peer) for peer in peers]
 
     def peers(self, action: Action) -> list[int]:
         """Return the possible peers of a send or receive."""
-        to_destinations = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
-        return (self._destinations if to_destinations else self._sources)[action.stage]
+        return (self._destinations if action.kind in _WITH_DESTINATIONS else self._sources)[action.stage]
 
 
 class _Lowering:

@@ -58,7 +58,8 @@ class Model:
         self._metadata: dict[tuple[int, int, bool], tuple[Event, Event]] = {}
         self._creations: dict[Communicator, Event] = {}
         self._streams: dict[tuple[Communicator, RankPair], tuple[list[Action], list[Action]]] = {}
-        self._names: dict[Event, str] = {}
+        # The format of a name and its values: a name is written for a deadlock alone.
+        self._names: dict[Event, tuple[Any, ...]] = {}
         for rank, program in enumerate(programs.ranks):
             _RankEvents(self, rank).add(
                 RankCalls(
@@ -78,39 +79,38 @@ class Model:
                 here, there = next(pair for pair in zip(sent, received, strict=False) if pair[0] != pair[1])
                 raise ScheduleError(f"rank {destination} takes {here} of rank {source} for {there}.")
         if circle := self.graph.circle():
-            names = [self._names[event] for event in circle]
+            names = [form.format(*values) for form, *values in map(self._names.__getitem__, circle)]
             waits = (f"{here} waits for {there}" for here, there in zip(names, names[1:] + names[:1], strict=True))
             raise ScheduleError(f"deadlock: {'; '.join(waits)}.")
 
-    def name(self, event: Event, name: str) -> Event:
-        """Name an event, for the message of a deadlock."""
+    def event(self, name: tuple[Any, ...], *before: Event) -> Event:
+        """Add an event. ``name`` is a format and its values, for the message of a deadlock."""
+        event = self.graph.event(*before)
         self._names[event] = name
         return event
 
     def transfer(self, receive: Action) -> Event:
         """The end of a transfer, for both of its ranks."""
-        if receive not in self._transfers:
-            assert receive.peer is not None, "each has a peer"
-            rank_of = self.programs.exchanges.rank_of
-            ways = f"from rank {rank_of[receive.peer]} to rank {rank_of[receive.stage]}"
-            self._transfers[receive] = self.name(self.graph.event(), f"the transfer {receive} {ways}")
-        return self._transfers[receive]
+        event = self._transfers.get(receive)
+        if event is None:
+            event = self._transfers[receive] = self.event(("the transfer for {}", receive))
+        return event
 
     def metadata(self, boundary: tuple[int, int, bool]) -> tuple[Event, Event]:
         """The events of metadata: it is sent, and it is received."""
         if boundary not in self._metadata:
-            what = f"metadata {'of gradients ' * boundary[2]}from stage {boundary[boundary[2]]}"
+            source, destination = boundary[boundary[2]], boundary[not boundary[2]]
             self._metadata[boundary] = (
-                self.name(self.graph.event(), f"the {what}"),
-                self.name(self.graph.event(), f"the end of the {what}"),
+                self.event(("the metadata of stage {} for stage {}", source, destination)),
+                self.event(("the end of the metadata of stage {} for stage {}", source, destination)),
             )
         return self._metadata[boundary]
 
     def creation(self, communicator: Communicator, ranks: tuple[int, int]) -> Event:
         """The making of a communicator."""
         if communicator not in self._creations:
-            name = f"the making of a communicator of ranks {min(ranks)} and {max(ranks)}"
-            self._creations[communicator] = self.name(self.graph.event(), name)
+            name = ("the making of a communicator of ranks {} and {}", min(ranks), max(ranks))
+            self._creations[communicator] = self.event(name)
         return self._creations[communicator]
 
     def stream(self, communicator: Communicator, ranks: RankPair) -> tuple[list[Action], list[Action]]:
@@ -144,9 +144,9 @@ class _RankEvents:
             CallKind.SEND_METADATA: self._send_metadata,
             CallKind.WAIT_METADATA: self._wait_metadata,
         }
-        for call in calls:
-            handlers[call.kind](call)
-        self._host = self._event("ends its step", self._host, self._computed, *self._metadata_sends)
+        for last in calls:  # noqa: B007
+            handlers[last.kind](last)
+        self._host = self._event("ends its step with", last.action, self._host, self._computed, *self._metadata_sends)
 
     def _post(self, call: Call) -> None:
         (receive,) = call.transfers
@@ -168,7 +168,7 @@ class _RankEvents:
         if not exists and communicator not in self._queues:
             made = model.creation(communicator, (source, destination))
             model.graph.wait(made, (self._host,))
-            self._host = self._event(f"makes a communicator for {call.action}", made)
+            self._host = self._event("makes a communicator for", call.action, made)
         model.stream(communicator, (source, destination))[source != self._rank].append(receive)
         # Both parts of the transfer are one event. Each adds what its own rank has before it.
         model.graph.wait(transfer, (self._host, self._computed, self._queues[communicator]))
@@ -179,17 +179,17 @@ class _RankEvents:
     def _compute(self, call: Call) -> None:
         action, model = call.action, self._model
         transfers = [model.transfer(receive) for receive in call.transfers]
-        self._computed = self._event(f"computes {action}", self._host, self._computed, *transfers)
+        self._computed = self._event("computes", action, self._host, self._computed, *transfers)
         asks = model.situation.asks and action.kind is ActionKind.FORWARD
         if self._on_host or self._blocking or asks:
             self._host = self._computed
         if self._first_synchronises and action.microbatch == 0:
-            self._host = self._event(f"synchronises in {action}", self._host, self._computed, *self._queues.values())
+            self._host = self._event("synchronises in", action, self._host, self._computed, *self._queues.values())
 
     def _wait_sent(self, call: Call) -> None:
         (receive,) = call.transfers
         self._computed = self._event(
-            f"waits for a send at {call.action}", self._host, self._computed, self._model.transfer(receive)
+            "waits for a send at", call.action, self._host, self._computed, self._model.transfer(receive)
         )
         if self._on_host or self._blocking:
             self._host = self._computed
@@ -203,7 +203,7 @@ class _RankEvents:
     def _wait_metadata(self, call: Call) -> None:
         assert call.boundary is not None, "metadata is that of a boundary"
         sent, received = self._model.metadata(call.boundary)
-        self._host = self._event(f"waits for metadata at {call.action}", self._host, sent)
+        self._host = self._event("waits for metadata at", call.action, self._host, sent)
         self._model.graph.wait(received, (self._host,))
 
     def _communicator(self, receive: Action, source: int, destination: int) -> tuple[Communicator, bool]:
@@ -218,5 +218,5 @@ class _RankEvents:
             return group, True
         return (*group, min(source, destination), max(source, destination)), not model.situation.first_step
 
-    def _event(self, what: str, *before: Event) -> Event:
-        return self._model.name(self._model.graph.event(*before), f"rank {self._rank} ({what})")
+    def _event(self, what: str, action: Action, *before: Event) -> Event:
+        return self._model.event(("rank {} ({} {})", self._rank, what, action), *before)

@@ -4,6 +4,7 @@
 
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
     python -m nxdpp schedule mine.csv --transfer 0.5
+    python -m nxdpp schedule 1f1b --ranks 4 --microbatches 8 --transport nccl
     python -m nxdpp schedule --compare --ranks 8 --microbatches 32
 """
 
@@ -16,10 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.registry import FAMILIES, find_family
+from nxdpp.schedules.lowering.transport_rules import RULES, find_rules
+from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_table, rank_table
+from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
 
 if TYPE_CHECKING:
@@ -47,6 +52,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
     parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
     parser.add_argument("--transfer", type=_time, default=0.0, metavar="T", help="from one rank to another (0)")
+    parser.add_argument(
+        "--transport", metavar="NAME", help=f"check for deadlocks over a backend, one of {', '.join(RULES)}"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the timeline into this SVG file")
     parser.add_argument("--json", action="store_true", help="print actions and times as JSON in place of a drawing")
     parser.add_argument("--compare", action="store_true", help="print one line for each family in place of a drawing")
@@ -60,11 +68,15 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.name is None:
         raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or add --compare.")
-    title, timeline = _simulated(options)
+    rules = None if options.transport is None else find_rules(options.transport)
+    name, schedule, placement = _schedule(options)
+    title, timeline = _simulated(options, name, schedule)
+    if rules is not None:
+        check_transport(schedule, placement, rules)
     if options.svg is not None:
         write_svg(options.svg, {title: timeline})
     if options.json:
-        print(json.dumps(as_json(title, timeline)))
+        print(json.dumps(as_json(title, timeline) | ({} if rules is None else transport_as_json(rules))))
         return
     from nxdpp.schedules.view.drawing import draw
 
@@ -73,21 +85,28 @@ def run(options: argparse.Namespace) -> None:
     out.print(draw(timeline, out.width))
     out.print(rank_table(timeline))
     out.print(f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.mean_bubble:.1f} % on average")
+    if rules is not None:
+        out.print(transport_text(rules))
 
 
-def _simulated(options: argparse.Namespace) -> tuple[str, Timeline]:
+def _schedule(options: argparse.Namespace) -> tuple[str, Schedule, Placement | ListedPlacement]:
+    """Return name, schedule and placement."""
+    if not options.name.endswith(".csv"):
+        ranks, microbatches = _ranks_and_microbatches(options)
+        placement = find_family(options.name).placement(ranks, options.virtual)
+        return options.name, find_family(options.name).build(ranks, microbatches, options.virtual), placement
+    if options.ranks or options.microbatches or options.virtual:
+        raise ValueError(
+            f"{options.name} sets the number of ranks, microbatches and chunks: leave out --ranks, --microbatches "
+            f"and --virtual."
+        )
+    schedule = read_schedule(Path(options.name))
+    check(schedule)
+    return Path(options.name).name, schedule, placement_of(schedule)
+
+
+def _simulated(options: argparse.Namespace, name: str, schedule: Schedule) -> tuple[str, Timeline]:
     shares = _shares(options)
-    if options.name.endswith(".csv"):
-        if options.ranks or options.microbatches or options.virtual:
-            raise ValueError(
-                f"{options.name} sets the number of ranks, microbatches and chunks: leave out --ranks, --microbatches "
-                f"and --virtual."
-            )
-        schedule = read_schedule(Path(options.name))
-        name = Path(options.name).name
-    else:
-        schedule = find_family(options.name).build(*_ranks_and_microbatches(options), options.virtual)
-        name = options.name
     sizes = check(schedule)
     stages = "" if sizes.stages == sizes.ranks else f", {sizes.stages} stages"
     title = f"{name}: {sizes.ranks} ranks{stages}, {sizes.microbatches} microbatches; {shares.text()}"
@@ -97,6 +116,8 @@ def _simulated(options: argparse.Namespace) -> tuple[str, Timeline]:
 def _compare(options: argparse.Namespace) -> None:
     if options.svg is not None:
         raise ValueError("--svg draws one schedule: leave out --compare, or --svg.")
+    if options.transport is not None:
+        raise ValueError("--transport checks one schedule: leave out --compare, or --transport.")
     chosen = None if options.name is None else find_family(options.name).name
     shares = _shares(options)
     ranks, microbatches = _ranks_and_microbatches(options)
