@@ -46,7 +46,9 @@ def lower(schedule: Schedule, edges: Collection[StagePair], posted_ahead: int | 
     return [lowering.rank(rank) for rank in range(len(schedule))]
 
 
-def lower_rank(schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int | None = 2) -> list[Action]:
+def lower_rank(
+    schedule: Schedule, rank: int, edges: Collection[StagePair], posted_ahead: int | None = 2
+) -> list[Action]:
     """Return the list of ``rank`` in ``lower``; ``edges`` needs only those of its own stages."""
     return _Lowering(schedule, edges, posted_ahead).rank(rank)
 
@@ -97,6 +99,14 @@ class Exchanges:
         to_destinations = exchanged in _WITH_DESTINATIONS
         peers = (self._destinations if to_destinations else self._sources)[stage]
         return [Action(stage, exchanged, microbatch, peer) for peer in peers]
+
+    def sources(self, stage: int) -> list[int]:
+        """Return the stages of other ranks whose activations ``stage`` receives."""
+        return self._sources[stage]
+
+    def destinations(self, stage: int) -> list[int]:
+        """Return the stages of other ranks that receive activations of ``stage``."""
+        return self._destinations[stage]
 
     def peers(self, action: Action) -> list[int]:
         """Return the possible peers of a send or receive."""

@@ -59,7 +59,7 @@ class Model:
         self._creations: dict[Communicator, Event] = {}
         self._streams: dict[tuple[Communicator, RankPair], tuple[list[Action], list[Action]]] = {}
         # The format of a name and its values: a name is written for a deadlock alone.
-        self._names: dict[Event, tuple[Any, ...]] = {}
+        self._names: list[tuple[Any, ...]] = [("the start",)]
         for rank, program in enumerate(programs.ranks):
             _RankEvents(self, rank).add(
                 RankCalls(
@@ -85,9 +85,8 @@ class Model:
 
     def event(self, name: tuple[Any, ...], *before: Event) -> Event:
         """Add an event. ``name`` is a format and its values, for the message of a deadlock."""
-        event = self.graph.event(*before)
-        self._names[event] = name
-        return event
+        self._names.append(name)
+        return self.graph.event(*before)
 
     def transfer(self, receive: Action) -> Event:
         """The end of a transfer, for both of its ranks."""
@@ -144,7 +143,7 @@ class _RankEvents:
             CallKind.SEND_METADATA: self._send_metadata,
             CallKind.WAIT_METADATA: self._wait_metadata,
         }
-        for last in calls:  # noqa: B007
+        for last in calls:
             handlers[last.kind](last)
         self._host = self._event("ends its step with", last.action, self._host, self._computed, *self._metadata_sends)
 
@@ -187,11 +186,14 @@ class _RankEvents:
             self._host = self._event("synchronises in", action, self._host, self._computed, *self._queues.values())
 
     def _wait_sent(self, call: Call) -> None:
+        if self._blocking:
+            # It waited for the end of the send already.
+            return
         (receive,) = call.transfers
         self._computed = self._event(
-            "waits for a send at", call.action, self._host, self._computed, self._model.transfer(receive)
+            "needs the end of a send at", call.action, self._host, self._computed, self._model.transfer(receive)
         )
-        if self._on_host or self._blocking:
+        if self._on_host:
             self._host = self._computed
 
     def _send_metadata(self, call: Call) -> None:
@@ -203,7 +205,7 @@ class _RankEvents:
     def _wait_metadata(self, call: Call) -> None:
         assert call.boundary is not None, "metadata is that of a boundary"
         sent, received = self._model.metadata(call.boundary)
-        self._host = self._event("waits for metadata at", call.action, self._host, sent)
+        self._host = self._event("needs metadata at", call.action, self._host, sent)
         self._model.graph.wait(received, (self._host,))
 
     def _communicator(self, receive: Action, source: int, destination: int) -> tuple[Communicator, bool]:

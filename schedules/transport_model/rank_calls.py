@@ -121,10 +121,10 @@ class RankCalls:
         receives = self._exchanges.receives(action)
         if self._first_step:
             if action.kind is ActionKind.FORWARD and stage not in self._began:
-                # Layouts of all values of which the stage reads shapes. These may come from every earlier stage.
-                for source in range(stage):
-                    if source not in self._stages:
-                        yield from self._wait_metadata(action, (source, stage, False))
+                # Layouts of received values, and of those whose shapes the stage reads. The latter may come from any
+                # earlier stage. To wait for the stage before is to wait for all of them.
+                for source in self._remote({*self._exchanges.sources(stage), stage - 1}):
+                    yield from self._wait_metadata(action, (source, stage, False))
             for receive in receives:
                 if receive not in self._posted:
                     yield from self._post_up_to(action, receive)
@@ -140,10 +140,9 @@ class RankCalls:
         yield Call(CallKind.COMPUTE, action, receives)
         if self._first_step and action.kind is ActionKind.FORWARD and stage not in self._began:
             self._began.add(stage)
-            for destination in range(stage + 1, self._exchanges.stages):
-                if destination not in self._stages:
-                    self._known.add((stage, destination, False))
-                    yield Call(CallKind.SEND_METADATA, action, (), (stage, destination, False))
+            for destination in self._remote({*self._exchanges.destinations(stage), stage + 1}):
+                self._known.add((stage, destination, False))
+                yield Call(CallKind.SEND_METADATA, action, (), (stage, destination, False))
 
     def _send(self, action: Action, send: Action) -> Iterator[Call]:
         receive = matching_receive(send)
@@ -183,6 +182,10 @@ class RankCalls:
         if boundary not in self._known:
             self._known.add(boundary)
             yield Call(CallKind.WAIT_METADATA, action, (), boundary)
+
+    def _remote(self, stages: set[int]) -> list[int]:
+        """Return those of ``stages`` that are on other ranks."""
+        return [stage for stage in sorted(stages) if 0 <= stage < self._exchanges.stages and stage not in self._stages]
 
     def _is_known(self, receive: Action) -> bool:
         return self._boundary(receive, False) in self._known

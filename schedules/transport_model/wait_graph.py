@@ -17,10 +17,15 @@ class WaitGraph:
 
     def event(self, *before: Event) -> Event:
         """Add an event that happens after those ``before``."""
-        number = len(self._awaited)
-        self._followers.append([])
-        self._awaited.append(0)
-        self.wait(number, before)
+        number, followers = len(self._awaited), self._followers
+        followers.append([])
+        awaited = 0
+        # Most events of a step have the event before on the host and in the queue: often the same one.
+        for earlier in {*before}:
+            if earlier != START:
+                followers[earlier].append(number)
+                awaited += 1
+        self._awaited.append(awaited)
         return number
 
     def wait(self, event: Event, before: Iterable[Event]) -> None:

@@ -39,8 +39,9 @@ class Case(NamedTuple):
         family = FAMILIES[self.family]
         placement = family.placement(self.ranks)
         edges = BOUNDARIES[self.boundaries](placement.stages)
-        train = family.build(self.ranks, self.microbatches)
-        schedule = train if self.trains else forward_only(placement, self.microbatches)
+        schedule = (
+            family.build(self.ranks, self.microbatches) if self.trains else forward_only(placement, self.microbatches)
+        )
         return programs(schedule, edges, self.rules, self.trains)
 
 
@@ -81,7 +82,9 @@ def main() -> None:
     """Print a line for each size; exit 1 after a deadlock."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, action="append", help="numbers of ranks; by default all of the sweep")
-    parser.add_argument("--all", action="store_true", help="each situation, not only those with the waits of the others")
+    parser.add_argument(
+        "--all", action="store_true", help="each situation, not only those with the waits of the others"
+    )
     options = parser.parse_args()
     found = []
     for ranks in options.ranks or RANKS:

@@ -1,0 +1,87 @@
+"""No deadlock over any transport; larger pipelines by ``python -m tests.schedules.transport_model.sweep``."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
+from nxdpp.schedules.transport_model.model import Model
+from nxdpp.schedules.transport_model.situation import Backend, Situation, Synchronises
+from nxdpp.schedules.transport_model.verdict import backends, find_deadlock, programs
+from nxdpp.schedules.written import parse_schedule
+from tests.schedules.pipelines import Pipeline, pipelines
+from tests.schedules.transport_model.sweep import Case, cases, deadlocks, every_situation, numbers_of_microbatches
+
+RULES = pytest.mark.parametrize("rules", [GLOO, NCCL], ids=lambda rules: rules.name)
+
+
+@RULES
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(ranks, m) for ranks in (2, 3, 4, 8) for m in numbers_of_microbatches(ranks)]
+)
+def test_every_family_ends(ranks: int, microbatches: int, rules: TransportRules) -> None:
+    """In a chain and with skips, in training and evaluation, in the situations that have the waits of all others."""
+    assert [text for case in cases(ranks, microbatches, rules) for text in deadlocks(case)] == []
+
+
+@RULES
+@pytest.mark.parametrize(("ranks", "microbatches"), [(16, 1), (16, 15), (64, 1)])
+def test_every_family_ends_on_many_ranks(ranks: int, microbatches: int, rules: TransportRules) -> None:
+    assert [text for case in cases(ranks, microbatches, rules) for text in deadlocks(case)] == []
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_many_microbatches_on_64_ranks(name: str) -> None:
+    assert deadlocks(Case(name, 64, 63, "chain", True, NCCL)) == []
+
+
+@RULES
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 3)])
+def test_every_situation_ends(ranks: int, microbatches: int, rules: TransportRules) -> None:
+    """Synchronisation on each single rank and on all, lazy and eager, first and later steps."""
+    assert [text for case in cases(ranks, microbatches, rules) for text in deadlocks(case, every_situation)] == []
+
+
+SITUATIONS = st.builds(
+    Situation,
+    first_step=st.booleans(),
+    asks=st.booleans(),
+    synchronises=st.sampled_from(Synchronises),
+    on_rank=st.none() | st.integers(0, 5),
+)
+
+
+@given(pipelines(), st.sampled_from([GLOO, NCCL]), SITUATIONS)
+@settings(max_examples=150)
+def test_random_pipelines_end(pipeline: Pipeline, rules: TransportRules, situation: Situation) -> None:
+    ranks = programs(pipeline.schedule, pipeline.edges, rules, pipeline.trains)
+
+    assert find_deadlock(ranks) is None
+    for backend in backends(rules):
+        Model(ranks, backend, situation).check()
+
+
+@RULES
+def test_a_written_schedule_ends(rules: TransportRules) -> None:
+    """The stages of both ranks are out of order, and a tensor skips two."""
+    schedule = parse_schedule(
+        [
+            ["0F0", "0F1", "2F0", "2F1", "2B0", "2B1", "0B0", "0B1"],
+            ["1F0", "1F1", "3F0", "3B0", "3F1", "3B1", "1B0", "1B1"],
+        ]
+    )
+
+    assert find_deadlock(programs(schedule, {(0, 1), (1, 2), (2, 3), (0, 3)}, rules)) is None
+
+
+def test_messages_in_another_order_are_taken_for_others() -> None:
+    """NCCL matches messages by order. Two receives from one rank are swapped."""
+    ranks = Case("1f1b", 2, 2, "chain", True, NCCL).programs()
+    actions = list(ranks.ranks[1].actions)
+    places = [at for at, action in enumerate(actions) if str(action).startswith("1RECV_F")]
+    first, second = places
+    actions[first], actions[second] = actions[second], actions[first]
+    swapped = ranks._replace(ranks=[ranks.ranks[0], ranks.ranks[1]._replace(actions=actions)])
+
+    with pytest.raises(ValueError, match=r"rank 1 takes 1RECV_F0@0 of rank 0 for 1RECV_F1@0\."):
+        Model(swapped, Backend.NCCL_EAGER, Situation()).check()
