@@ -39,7 +39,7 @@ class Work(Protocol):
 
 
 class Groups(Protocol):
-    """The process groups of the transfers, such as ``parallel_layers.transfer_groups``; ranks are those of the pipeline."""
+    """The process groups of the transfers (``TransferGroups``); ranks are those of the pipeline."""
 
     @property
     def backend(self) -> str:

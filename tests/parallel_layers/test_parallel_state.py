@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.schedules.lowering.transport_rules import GLOO
 from tests.support.run_ranks import run_ranks
 
 GETTERS = (
@@ -43,8 +44,10 @@ def _describe(rank: int, tensor: int, pipeline: int) -> dict[str, Any]:
         sums[name] = value.item()
     pipeline_group = groups["pipeline"]
     assert parallel_state.get_pipeline_control_group() is pipeline_group
-    assert all(group is pipeline_group for group in parallel_state.get_pipeline_transfer_groups())
-    assert len(parallel_state.get_pipeline_transfer_groups()) == 4
+    transfers = parallel_state.get_pipeline_transfer_groups()
+    assert transfers.rules == GLOO
+    assert transfers.all == [pipeline_group]
+    assert transfers.between(0, 1) == (pipeline_group, 0, 1)
     assert parallel_state.local_device() == torch.device("cpu")
     described = {
         "mesh": parallel_state.get_device_mesh().mesh.tolist(),

@@ -27,8 +27,8 @@ def wait_for_each_message() -> None:
         work.wait()
         return _Done(), tensor
 
-    Transport.post_receive = receiving  # type: ignore[method-assign]
-    Transport.send = sending  # type: ignore[method-assign]
+    Transport.post_receive = receiving  # type: ignore[assignment, method-assign]
+    Transport.send = sending  # type: ignore[assignment, method-assign]
 
 
 class _Done:

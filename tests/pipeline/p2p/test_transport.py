@@ -1,10 +1,13 @@
 """Received tensors equal the sent ones, for any strides, dtype and size."""
 
+from typing import Any
+
 import torch
 
 from nxdpp import parallel_state
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.transport import Direction, Transport
+from tests.support.nccl_rules import use_nccl_rules
 from tests.support.run_ranks import run_ranks
 
 TENSORS = [
@@ -19,13 +22,22 @@ TENSORS = [
 ]
 
 
-GROUPS = [(direction, upwards) for direction in Direction for upwards in (False, True)]
+class OneGroup:
+    """A single group for all transfers."""
+
+    backend = "gloo"
+    has_tags = True
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def between(self, source: int, destination: int) -> tuple[Any, int, int]:
+        return self._group, source, destination
 
 
 def make_transport() -> Transport:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    groups = dict.fromkeys(GROUPS, group)
+    groups = parallel_state.get_pipeline_transfer_groups()
     return Transport(groups, parallel_state.get_pipeline_control_group(), torch.device("cpu"))
 
 
@@ -87,8 +99,7 @@ def send_from_another_device(rank: int) -> None:
             seen.extend(tensor.device for tensor in tensors)
             return group.recv(tensors, source, tag)
 
-    transport = Transport(dict.fromkeys(GROUPS, group), group, torch.device("meta"))
-    transport._groups = dict.fromkeys(GROUPS, Recording())  # type: ignore[arg-type]
+    transport = Transport(OneGroup(Recording()), group, torch.device("meta"))
     layout = layout_of(TENSORS[0]).tensors[0]
     if rank == 0:
         work, _ = transport.send(TENSORS[0], 1, Direction.ACTIVATION, 0)
@@ -125,40 +136,20 @@ def test_activations_gradients_and_metadata_of_one_tag_do_not_mix() -> None:
     run_ranks(2, receive_in_another_order)
 
 
-def note_groups(rank: int) -> list[tuple[Direction, bool, str]]:
-    """The groups that the messages of two ranks use in each direction."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    used: list[tuple[Direction, bool, str]] = []
-
-    class Noting:
-        def __init__(self, key: tuple[Direction, bool]) -> None:
-            self.key = key
-
-        def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> object:
-            used.append((*self.key, "send"))
-            return group.send(tensors, destination, tag)
-
-        def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> object:
-            used.append((*self.key, "receive"))
-            return group.recv(tensors, source, tag)
-
-    transport = Transport(dict.fromkeys(GROUPS, group), group, torch.device("cpu"))
-    transport._groups = {key: Noting(key) for key in GROUPS}  # type: ignore[misc]
+def exchange_in_order(rank: int) -> None:
+    """Messages without tags, of both directions in one group: matched by their order alone."""
+    use_nccl_rules()
+    transport = make_transport()
+    kinds = [Direction.ACTIVATION, Direction.GRADIENT, Direction.ACTIVATION]
     layout = layout_of(TENSORS[0]).tensors[0]
-    for direction in Direction:
-        arrived = transport.post_receive(layout, 1 - rank, direction, 0)
-        work, _ = transport.send(TENSORS[0], 1 - rank, direction, 0)
-        arrived()
-        work.wait()
-    return used
+    if rank == 0:
+        for work, _ in [transport.send(TENSORS[0] + i, 1, kind, 7) for i, kind in enumerate(kinds)]:
+            work.wait()
+        return
+    arrived = [transport.post_receive(layout, 0, kind, 9) for kind in kinds]
+    for i, wait in enumerate(arrived):
+        assert torch.equal(wait(), TENSORS[0] + i)
 
 
-def test_activations_and_gradients_have_a_group_for_each_way() -> None:
-    """On NCCL a receive that is posted early delays later operations of the same group."""
-    lower, higher = run_ranks(2, note_groups)
-    for direction in Direction:
-        assert (direction, True, "send") in lower
-        assert (direction, False, "receive") in lower
-        assert (direction, False, "send") in higher
-        assert (direction, True, "receive") in higher
+def test_messages_without_tags_are_matched_by_their_order() -> None:
+    run_ranks(2, exchange_in_order)

@@ -86,7 +86,7 @@ def main() -> None:
         "--all", action="store_true", help="each situation, not only those with the waits of the others"
     )
     options = parser.parse_args()
-    found = []
+    found: list[str] = []
     for ranks in options.ranks or RANKS:
         for microbatches in numbers_of_microbatches(ranks):
             start, number = time.process_time(), len(found)

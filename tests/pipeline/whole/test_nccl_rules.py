@@ -1,0 +1,55 @@
+"""NCCL's rules over gloo: groups of two ranks, the global order of receives, messages matched by their order.
+
+Each rank waits for the end of each message as soon as it has started it. No backend waits more.
+"""
+
+from nxdpp.schedules.families.registry import FAMILIES
+from tests.pipeline.runtime.scheduled_models import Chain, Skips, Tied, v_schedule
+from tests.pipeline.whole.test_schedules_over_ranks import check_training, chunks_of, evaluate, huggingface, start
+from tests.support.nccl_rules import use_nccl_rules, wait_for_each_message
+from tests.support.run_ranks import run_ranks
+
+
+def train(rank: int, ranks: int) -> None:
+    use_nccl_rules()
+    wait_for_each_message()
+    start(ranks)
+    for name in FAMILIES:
+        stages = ranks * chunks_of(name)
+        for microbatches in (1, 2 * ranks + 1):
+            check_training(Chain, stages + 1, microbatches, schedule=name)
+        check_training(Skips, stages, ranks + 1, schedule=name)
+        check_training(Tied, stages, ranks + 1, schedule=name, deallocate_pipeline_outputs=True)
+    check_training(Skips, 2 * ranks, ranks + 1, schedule=v_schedule(ranks, ranks + 1))
+
+
+def test_every_family_trains_as_one_process_and_may_wait_for_each_message() -> None:
+    """Of four ranks in a ring, two pairs are no neighbours: tensors that skip stages use the other groups."""
+    run_ranks(4, train, 4, timeout=120.0)
+
+
+def evaluate_and_tie(rank: int) -> None:
+    use_nccl_rules()
+    wait_for_each_message()
+    evaluate(rank)
+    huggingface(rank)
+
+
+def test_evaluation_and_tied_embeddings() -> None:
+    run_ranks(2, evaluate_and_tie)
+
+
+def train_as_on_gloo(rank: int) -> None:
+    wait_for_each_message()
+    start(3)
+    check_training(Chain, 4, 7, schedule="1f1b")
+
+
+def test_ranks_that_post_receives_ahead_may_not() -> None:
+    """The ranks wait for each other, and the test ends them."""
+    try:
+        run_ranks(3, train_as_on_gloo, timeout=15.0)
+    except AssertionError as error:
+        assert "timeout after 15 s: rank 0, 1, 2 still running of 3 ranks" in str(error)
+    else:
+        raise AssertionError("the ranks did not wait for each other")
