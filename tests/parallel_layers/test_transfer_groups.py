@@ -41,7 +41,7 @@ def test_another_backend_is_refused() -> None:
 
 def _groups(rank: int, pipeline: int) -> dict[str, object]:
     use_nccl_rules()
-    exchanged = []
+    exchanged: list[tuple[int, int]] = []
     first_exchange = transfer_groups._first_exchange
 
     def noting(groups: transfer_groups.TransferGroups, rank: int, device: torch.device) -> None:
