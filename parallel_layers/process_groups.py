@@ -1,6 +1,7 @@
 """Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension."""
 
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from nxdpp.parallel_layers.transfer_groups import TransferGroups, build_transfer
 from nxdpp.schedules.lowering.transport_rules import RULES
 
 DIMENSIONS = ("pipeline", "data", "tensor")
+
+# Number of times that this process has built groups, equal on all ranks.
+_built = count()
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,20 @@ def build_groups(tensor: int, pipeline: int, world_size: int, started_world: boo
     transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, pipeline_group, device)
     world = dist.group.WORLD
     assert world is not None
+    _wait_for_all_ranks(world_size)
     return ProcessGroups(mesh, control_group, transfer_groups, world, started_world)
+
+
+def _wait_for_all_ranks(world_size: int) -> None:
+    """Wait until all ranks have made their groups.
+
+    gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
+    """
+    key = f"nxdpp_groups_{next(_built)}"
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(f"{key}_ranks", 1) == world_size:
+        store.set(key, "made")
+    store.wait([key])
 
 
 def ranks_along(mesh_of_ranks: torch.Tensor, dimension: str) -> list[list[int]]:

@@ -1,0 +1,33 @@
+"""Building of the process groups."""
+
+import time
+from typing import Any
+
+import pytest
+
+from nxdpp.parallel_layers import parallel_state, process_groups, transfer_groups
+from tests.support.run_ranks import run_ranks
+
+
+def _initialize(rank: int) -> tuple[float, float]:
+    """Time at which this rank has its own groups, and time at which it goes on."""
+    build = transfer_groups.build_transfer_groups
+    times: list[float] = []
+
+    def slowly(*args: Any) -> object:
+        groups = build(*args)
+        time.sleep(0.5 * rank)
+        times.append(time.time())
+        return groups
+
+    pytest.MonkeyPatch().setattr(process_groups, "build_transfer_groups", slowly)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
+    times.append(time.time())
+    parallel_state.destroy_model_parallel()
+    return times[0], times[1]
+
+
+def test_no_rank_goes_on_before_all_ranks_have_their_groups() -> None:
+    own, goes_on = zip(*run_ranks(3, _initialize), strict=True)
+    assert max(own) - min(own) > 0.5
+    assert min(goes_on) >= max(own)
