@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, masking_utils, pytorch_utils
 
 from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.errors import TracingError
@@ -218,6 +218,31 @@ def test_nothing_of_a_model_inside_a_module_is_changed_by_a_trace() -> None:
 
     assert traced.layers == ("module.module.model.layers.0", "module.module.model.layers.1")
     assert torch.equal(run_graph(model, traced, inputs).logits, inner(**inputs).logits)
+
+
+class _Scaled(nn.Module):
+    """A model with a method that keeps its results, as the anchors of detectors are kept."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    @pytorch_utils.compile_compatible_method_lru_cache(maxsize=4)  # type: ignore[untyped-decorator]
+    def scale(self, length: int) -> Any:
+        return torch.full((length, 1), 0.5)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.module(input_ids=input_ids).logits * self.scale(input_ids.size(1))
+        return product
+
+
+def test_a_method_that_keeps_its_results_keeps_none_of_a_trace() -> None:
+    model = _Scaled(make_model("llama"))
+    inputs = {"input_ids": make_inputs("llama")["input_ids"]}
+
+    values = run_graph(model, trace_with(model, inputs), inputs)
+
+    assert torch.equal(values, model(**inputs))
 
 
 @pytest.mark.parametrize("rate", ["layerdrop", "encoder_layerdrop"])
