@@ -29,7 +29,7 @@ from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_dicts import open_inputs
 from nxdpp.tracing.input_specs import UNKNOWN, InputSpec
 from nxdpp.tracing.layers import layer_names
-from nxdpp.tracing.sizes import Shapes
+from nxdpp.tracing.sizes import Shapes, WrongShapesError
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 
 # Files that raise the error of a construct that no graph can hold.
@@ -100,5 +100,8 @@ def _is_a_construct(error: TracingError) -> bool:
         return False
     if error.__cause__ is None:
         return True
+    if isinstance(error.__cause__.__cause__, WrongShapesError):
+        # The inputs of the first step have other shapes, or fail in the unwrapped model too.
+        return False
     *_, last = traceback.extract_tb(error.__cause__.__traceback__)
     return any(part in last.filename for part in _TRACERS)

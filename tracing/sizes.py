@@ -29,6 +29,8 @@ from nxdpp.tracing.swap import swapped
 # Fake tensors log the errors that end here as UnknownSizeError.
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _OF_FAKES = frozenset({"autocast cpu", "autocast cache"})
+# Types of the errors that operations raise for shapes that they do not take. Fake tensors have subclasses for data.
+_OF_SHAPES = (IndexError, RuntimeError, ValueError)
 # Names of inputs with their shapes and dtypes.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -52,6 +54,10 @@ class UnknownSizeError(Exception):
 
 class UnknownInputError(UnknownSizeError):
     """The answer depends on an input of unknown shape."""
+
+
+class WrongShapesError(UnknownSizeError):
+    """An operation fails for inputs of these shapes, which may be others in a step."""
 
 
 class DataInModuleError(UnknownSizeError):
@@ -190,7 +196,8 @@ class Sizes:
                 if isinstance(error, UnknownSizeError | ElsewhereError | TooManyGuessesError)
                 else f"{type(error).__name__}: {error}"
             )
-            raise UnknownSizeError(told) from error
+            failed = WrongShapesError if type(error) in _OF_SHAPES else UnknownSizeError
+            raise failed(told) from error
 
     @cached_property
     def _uncached(self) -> Uncached:

@@ -12,7 +12,7 @@ from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.partition.partition import GivenCuts, Partition, PartitionPolicy, even
 from nxdpp.tracing.errors import TracingError
 from tests.support.in_process import InProcessPipeline
-from tests.support.models import llama, padded_batch
+from tests.support.models import llama, microbatches, padded_batch
 from tests.support.plain_models import WIDTH, Block
 from tests.support.sized_models import (
     Convolution,
@@ -242,5 +242,30 @@ def test_an_input_of_a_subclass_is_exact() -> None:
     loss = whole(**batch).loss
     loss.backward()
     assert torch.equal(losses[0], loss)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
+
+
+class SeveralTargets(type(llama())):  # type: ignore[misc]
+    """A subclass whose labels have a dimension more than those of its base class."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> Any:  # type: ignore[override]
+        logits = super().forward(input_ids=input_ids, **more).logits.flatten(0, 1)
+        targets = [labels[:, :, index].flatten() for index in range(labels.shape[2])]
+        return {"loss": sum(F.cross_entropy(logits, target) for target in targets)}
+
+
+def test_labels_of_more_dimensions_than_usual_are_exact() -> None:
+    torch.manual_seed(0)
+    model = SeveralTargets(llama(layers=4).config)
+    whole = copy.deepcopy(model)
+    given = padded_batch(4)
+    batch = {"input_ids": given["input_ids"], "labels": given["input_ids"].unsqueeze(-1).repeat(1, 1, 2)}
+    pipeline = InProcessPipeline(model, 2)
+    assert pipeline.partition.assumed
+    for ours, part in zip(pipeline.train(batch, 2), microbatches(batch, 2), strict=True):
+        loss = whole(**part)["loss"]
+        (loss / 2).backward()
+        assert torch.equal(ours, loss)
     for name, parameter in whole.named_parameters():
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
