@@ -21,7 +21,7 @@ _OF_OTHERS = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 _LIKE = frozenset({torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like})
 _KNOWN = re.compile(r"(torch|transformers|nxdpp)\b")
 _MASK_MODULE = "transformers.masking_utils"
-_MASK_REFERENCES = frozenset({"inputs_embeds", "input_embeds", 1})
+_MASK_REFERENCES = frozenset({"inputs_embeds", "input_embeds", "encoder_hidden_states", 1})
 # The buffers of losses are weights of classes.
 _CONSTANT_BUFFERS = frozenset({"torch.nn.modules.loss"})
 
