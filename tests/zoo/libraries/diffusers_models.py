@@ -67,6 +67,20 @@ class DenoisedWithMask(nn.Module):
         return F.mse_loss(sample[:, : target.size(1)], target)
 
 
+class DenoisedWithMaskAndPooledText(nn.Module):
+    """Models that need a pooled text and the mask of the text."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, noisy: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor, mask: Tensor, target: Tensor
+    ) -> Tensor:
+        given = {"encoder_hidden_states": text, "encoder_attention_mask": mask, "pooled_projections": pooled}
+        return F.mse_loss(self.model(noisy, timestep=timestep, **given).sample, target)
+
+
 class DenoisedPatches(nn.Module):
     """Flux and its relatives: patches with positions, which have no rows."""
 
@@ -124,6 +138,10 @@ def _pooled(name: str, settings: dict[str, Any]) -> nn.Module:
 
 def _masked(name: str, argument: str, fixed: dict[str, Any], settings: dict[str, Any]) -> nn.Module:
     return DenoisedWithMask(getattr(diffusers, name)(**settings), argument, fixed)
+
+
+def _masked_and_pooled(name: str, settings: dict[str, Any]) -> nn.Module:
+    return DenoisedWithMaskAndPooledText(getattr(diffusers, name)(**settings))
 
 
 def _patches(name: str, pooled: bool, guidance: bool, settings: dict[str, Any]) -> nn.Module:
@@ -449,10 +467,8 @@ CASES = {
     ),
     "Hunyuan Video": Case(
         partial(
-            _masked,
+            _masked_and_pooled,
             "HunyuanVideoTransformer3DModel",
-            "encoder_attention_mask",
-            {},
             {
                 **_HEADS,
                 "in_channels": 4,
@@ -466,7 +482,7 @@ CASES = {
                 "guidance_embeds": False,
             },
         ),
-        _batch((4, 2, 8, 8), _DIM, mask=True),
+        _batch((4, 2, 8, 8), _DIM, 24, mask=True),
         ["HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"],
     ),
     "UNet 2D": Case(

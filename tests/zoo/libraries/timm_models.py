@@ -134,7 +134,7 @@ CASES = {
         mlp_ratio=4.0,
         mlp_layer=mlp_mixer.GatedMlp,
     ),
-    "convmixer": _made("ConvMixer", "Sequential", dim=16, depth=4, kernel_size=3, patch_size=4),
+    "convmixer": _made("ConvMixer", "Residual", dim=16, depth=4, kernel_size=3, patch_size=4),
     "pvt_v2": _made("PyramidVisionTransformerV2", "Block", 64, depths=(1, 1, 2, 1), embed_dims=(16, 16, 32, 32)),
     "nest": _made(
         "Nest", "TransformerLayer", 64, img_size=64, embed_dims=(16, 16, 32), num_heads=(1, 1, 2), depths=(1, 1, 2)
