@@ -34,6 +34,7 @@ _DOTS3_NOTE = {
 SPECIAL: dict[str, dict[str, Any]] = {
     **IMAGES,
     **IMAGE_TEXT,
+    "fastspeech2_conformer_with_hifigan": {"vocoder_config": {"model_in_dim": 16, "upsample_initial_channel": 64}},
     "lilt": {"hidden_size": 96},
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
     "dia": {"decoder_config": {"cross_hidden_size": 64}},
@@ -105,6 +106,8 @@ ARGUMENTS: dict[str, dict[str, list[str]]] = {
     "bit": {"transformer_layer_cls": ["BitStage"]},
     "cpmant": {"transformer_layer_cls": ["CpmAntTransformerBlock"]},
     "ctrl": {"transformer_layer_cls": ["EncoderLayer"]},
+    "fastspeech2_conformer": {"transformer_layer_cls": ["FastSpeech2ConformerEncoderLayer"]},
+    "fastspeech2_conformer_with_hifigan": {"transformer_layer_cls": ["FastSpeech2ConformerEncoderLayer"]},
     "flaubert": {"transformer_layer_cls": ["TransformerFFN"]},
     "fsmt": {"transformer_layer_cls": ["EncoderLayer", "DecoderLayer"]},
     "funnel": {"transformer_layer_cls": ["FunnelLayer"]},
@@ -142,6 +145,9 @@ NOTES = {
 
 _DRAFTS = "drafts from another model's hidden states and key-value states, takes no labels"
 _TIMM = "needs the timm package"
+_NO_TRAINING = "its forward raises for labels, and returns keypoints that the data select"
+_CODES = "its inputs, text with codes or latents of sound at the places of special tokens, are not made here"
+_GREEDY = "its forward takes no labels: each step reads the symbol that the step before predicted best"
 
 # Types that cannot be built or trained alone, with the reason.
 CANNOT_TRAIN: dict[tuple[str, str], str] = {
@@ -152,4 +158,19 @@ CANNOT_TRAIN: dict[tuple[str, str], str] = {
     ("image-classification", "pp_lcnet"): "its forward takes no labels",
     ("image-classification", "shieldgemma2"): "its forward passes labels on but returns probabilities and no loss",
     ("image-classification", "timm_wrapper"): _TIMM,
+    ("keypoint-detection", "superpoint"): _NO_TRAINING,
+    ("keypoint-matching", "efficientloftr"): _NO_TRAINING,
+    ("keypoint-matching", "lightglue"): _NO_TRAINING,
+    ("keypoint-matching", "superglue"): _NO_TRAINING,
+    ("mask-generation", "edgetam_video"): "its model is that of edgetam",
+    ("mask-generation", "sam2_video"): "its model is that of sam2",
+    ("mask-generation", "sam3_video"): "its model is that of sam3_tracker",
+    ("table-recognition", "slanet"): _GREEDY,
+    ("table-recognition", "slanext"): _GREEDY,
+    ("text-to-waveform", "csm"): _CODES,
+    ("text-to-waveform", "gradium_phonon_tts"): _CODES,
+    ("text-to-waveform", "higgs_audio_v2"): _CODES,
+    ("text-to-waveform", "pocket_tts"): _CODES,
+    ("text-to-waveform", "bark"): "its model has no forward: generation joins four models",
+    ("text-to-waveform", "vits"): "its forward raises for labels: training is not supported",
 }

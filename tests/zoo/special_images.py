@@ -60,6 +60,27 @@ _SWIN = {
     "out_features": ["stage1", "stage2", "stage3", "stage4"],
 }
 
+# Masks from points: the maps of an image of 64 pixels.
+_SAM: dict[str, dict[str, Any]] = {
+    "vision_config": {"output_channels": 64, "num_pos_feats": 32, "window_size": 4, "global_attn_indexes": [1, 3]},
+    "prompt_encoder_config": {"patch_size": 8},
+}
+_HIERA = {
+    "model_type": "sam2_hiera_det_model",
+    "hidden_size": 16,
+    "embed_dim_per_stage": [16, 32, 64, 128],
+    "blocks_per_stage": [1, 2, 2, 1],
+    "num_attention_heads_per_stage": [1, 2, 4, 8],
+    "window_size_per_stage": [4, 4, 4, 2],
+    "global_attention_blocks": [2, 4],
+    "image_size": [64, 64],
+}
+_MAPS_OF_SAM2 = {"fpn_hidden_size": 64, "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}
+_SAM2 = {
+    "vision_config": {"backbone_config": _HIERA, "backbone_channel_list": [128, 64, 32, 16], **_MAPS_OF_SAM2},
+    "prompt_encoder_config": {"patch_size": 16},
+}
+
 IMAGES: dict[str, dict[str, Any]] = {
     "bit": {"num_groups": 8},
     "chmv2": {
@@ -150,10 +171,19 @@ IMAGES: dict[str, dict[str, Any]] = {
         "patch_size": 8,
         **_FOUR_MAPS,
     },
+    "pp_ocrv5_mobile_rec": {"head_out_channels": 32},
+    "pp_ocrv5_server_rec": {"head_out_channels": 32},
+    "pp_ocrv6_small_rec": {"head_out_channels": 32},
+    "pp_ocrv6_tiny_rec": {"head_out_channels": 32},
     "rf_detr": {"num_queries": 4, "group_detr": 2},
     "rt_detr": _RT_DETR_OF_RESNET,
     "rt_detr_v2": _RT_DETR_OF_RESNET,
     "pp_doclayout_v2": _RT_DETR_OF_HGNET | {"class_thresholds": [0.5, 0.5], "class_order": [0, 1]},
+    "sam": _SAM,
+    "sam2": _SAM2,
+    "sam_hq": _SAM | {"mask_decoder_config": {"vit_dim": 64}},
+    "sam3_tracker": {"vision_config": _MAPS_OF_SAM2 | {"backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}},
+    "edgetam": {"vision_config": _MAPS_OF_SAM2, "prompt_encoder_config": {"patch_size": 16}},
     "sapiens2": {
         "head_config": {
             "upsample_out_channels": [16, 16],
@@ -171,6 +201,21 @@ IMAGES: dict[str, dict[str, Any]] = {
     "tipsv2_dpt": {"backbone_config": _VIT | {"model_type": "tipsv2_vision_model"}, **_FOUR_MAPS},
     "upernet": {"backbone_config": _RESNET | {"out_features": ["stage1", *_LAST_STAGES]}, "auxiliary_in_channels": 32},
     "vit": {"encoder_stride": 8},
+    "vitmatte": {
+        "backbone_config": {
+            "model_type": "vitdet",
+            "num_channels": 4,
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "image_size": 64,
+            "patch_size": 16,
+            "window_block_indices": [0, 2],
+            "residual_block_indices": [1, 3],
+        },
+        "convstream_hidden_sizes": [16, 32, 64],
+        "fusion_hidden_sizes": [32, 16, 16, 8],
+    },
     "deit": {"encoder_stride": 8},
     "zoedepth": {
         "backbone_config": _VIT | {"model_type": "beit"},
@@ -183,6 +228,7 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 
 IMAGES_FOR_TASK: dict[tuple[str, str], dict[str, Any]] = {
+    ("image-matting", "sapiens2"): {"num_labels": 4},
     ("semantic-segmentation", "beit"): {"out_indices": [1, 2, 3, 4]},
     ("semantic-segmentation", "data2vec-vision"): {"out_indices": [1, 2, 3, 4]},
     ("universal-segmentation", "detr"): {"encoder_attention_heads": 8, "decoder_attention_heads": 8},

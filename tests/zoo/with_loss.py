@@ -62,6 +62,18 @@ class Segmentation(nn.Module):
         return self.model(pixel_values, class_labels=classes, mask_labels=masks).loss
 
 
+class PromptedMasks(nn.Module):
+    """A segmenter of the objects at points. Its masks and their scores become large and small."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor, input_points: Tensor, input_labels: Tensor) -> Tensor:
+        output = self.model(pixel_values=pixel_values, input_points=input_points, input_labels=input_labels)
+        return _mean_square([output.pred_masks, output.iou_scores])
+
+
 def with_loss(task: str, model: Any) -> Any:
     """``model``, in a module with a loss where its forward of tensors has none."""
     if task == "text-encoding":
@@ -83,9 +95,15 @@ _IMAGE_OUTPUTS = {
     "image-encoding": "last_hidden_state",
     "depth-estimation": "predicted_depth",
     "image-to-image": "reconstruction",
+    "pose-estimation": "heatmaps",
+    "normal-estimation": "normals",
+    "pointmap-estimation": "pointmaps",
+    "image-matting": "alphas",
+    "text-recognition": "last_hidden_state",
 }
 _WRAPPERS = {
     "zero-shot-image-classification": Contrastive,
     "object-detection": Detection,
     "universal-segmentation": Segmentation,
+    "mask-generation": PromptedMasks,
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.zoo.inputs import image_text, images, speech, text, time_series
+from tests.zoo.inputs import image_text, images, prompts, speech, spoken, text, time_series
 from tests.zoo.inputs.shapes import PADDED, SHAPES
 from tests.zoo.tasks import TASKS
 
@@ -15,7 +15,9 @@ __all__ = ["PADDED", "SHAPES", "inputs"]
 _MAKERS: dict[str, Callable[[str, PreTrainedModel, int, torch.Generator], dict[str, Tensor]]] = {
     "text": text.batch,
     "images": images.batch,
+    "prompts": prompts.batch,
     "speech": speech.batch,
+    "spoken": spoken.batch,
     "image_text": image_text.batch,
     "time_series": time_series.batch,
 }

@@ -12,7 +12,17 @@ NORMALISED_OVER_ROWS = {"levit"}
 _NORMALISED_TASKS = ("semantic-segmentation", "backbone", "object-detection", "universal-segmentation")
 FRAMES = 4
 OBJECTS = 3
-_WITHOUT_LABELS = ("backbone", "image-encoding", "depth-estimation", "image-to-image")
+_WITHOUT_LABELS = (
+    "backbone",
+    "image-encoding",
+    "depth-estimation",
+    "image-to-image",
+    "pose-estimation",
+    "normal-estimation",
+    "pointmap-estimation",
+    "image-matting",
+    "text-recognition",
+)
 
 
 def batch(task: str, model: PreTrainedModel, shape_index: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -56,12 +66,18 @@ def _pixels_name(model: PreTrainedModel) -> str:
 
 
 def _pixels(task: str, config: PreTrainedConfig, rows: int, shape_index: int, generator: torch.Generator) -> Tensor:
-    height, width = size_of(config, shape_index)
-    shape = [rows, getattr(config, "num_channels", None) or 3, height, width]
+    height, width = _line(config) if task == "text-recognition" else size_of(config, shape_index)
+    channels = getattr(getattr(config, "backbone_config", None), "num_channels", None)
+    shape = [rows, getattr(config, "num_channels", None) or channels or 3, height, width]
     if task == "video-classification" or config.model_type in ("timesformer", "videomae", "vivit"):
         frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None) or FRAMES
         shape.insert(1, frames)
     return torch.randn(*shape, generator=generator)
+
+
+def _line(config: PreTrainedConfig) -> tuple[int, int]:
+    """Height and width of a line of text, whose last map has one row."""
+    return (96, 128) if config.model_type.startswith("pp_ocrv5") else (48, 64)
 
 
 def _labels(task: str, model: PreTrainedModel, pixels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -79,6 +95,8 @@ def _labels(task: str, model: PreTrainedModel, pixels: Tensor, generator: torch.
         return {"class_labels": torch.randint(classes, (rows, OBJECTS), generator=generator), "mask_labels": masks}
     if "labels" not in taken(model):
         raise no_labels(model)
+    if task == "causal-image-modeling":
+        return {"labels": pixels.clamp(max=model.config.vocab_size - 2)}
     if task == "semantic-segmentation":
         return {"labels": torch.randint(classes, (rows, *pixels.shape[-2:]), generator=generator)}
     return {"labels": torch.randint(classes, (rows,), generator=generator)}

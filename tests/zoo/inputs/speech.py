@@ -14,7 +14,8 @@ SAMPLES = (6400, 8000, 9600)
 FRAMES = (64, 96, 128)
 TARGET = (4, 6, 8)
 # Features (rows, bins, frames); others have (rows, frames, bins).
-_NEEDS_MASK = ("lasr_ctc", "parakeet_ctc")
+_NEEDS_MASK = ("lasr_ctc", "parakeet_ctc", "parakeet_tdt", "parakeet_rnnt")
+_TRANSDUCERS = ("rnnt", "tdt")
 _BINS_FIRST = ("whisper", "moonshine_streaming")
 
 
@@ -36,7 +37,12 @@ def batch(task: str, model: PreTrainedModel, shape_index: int, generator: torch.
             frames = int(_frames(model, length))
         classes = torch.randint(config.num_labels or 2, (rows, frames), generator=generator)
         return given | {"labels": torch.nn.functional.one_hot(classes, config.num_labels or 2)}
-    return given | {"labels": _labels(task, config, rows, shape_index, generator)}
+    labels = _labels(task, config, rows, shape_index, generator)
+    if task in _TRANSDUCERS:
+        # A transducer predicts from the labels so far, from a blank on.
+        start = torch.full((rows, 1), config.blank_token_id)
+        return given | {"labels": labels, "decoder_input_ids": torch.cat([start, labels], 1)}
+    return given | {"labels": labels}
 
 
 def _frames(model: Any, samples: int) -> Tensor:
@@ -61,7 +67,7 @@ def _sound(
 
 
 def _labels(task: str, config: PreTrainedConfig, rows: int, shape_index: int, generator: torch.Generator) -> Tensor:
-    if task in ("speech-seq2seq", "ctc"):
+    if task in ("speech-seq2seq", "ctc", *_TRANSDUCERS):
         vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None) or VOCABULARY
         low, high = min(VOCABULARY, vocabulary) // 4, min(VOCABULARY, vocabulary)
         return torch.randint(low, high, (rows, TARGET[shape_index]), generator=generator)
