@@ -249,7 +249,7 @@ def test_an_input_of_a_subclass_is_exact() -> None:
 class SeveralTargets(type(llama())):  # type: ignore[misc]
     """A subclass whose labels have a dimension more than those of its base class."""
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> Any:
         logits = super().forward(input_ids=input_ids, **more).logits.flatten(0, 1)
         targets = [labels[:, :, index].flatten() for index in range(labels.shape[2])]
         return {"loss": sum(F.cross_entropy(logits, target) for target in targets)}
