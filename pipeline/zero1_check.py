@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.pipeline.agreement.replicas import check_replica_values
 
@@ -23,13 +24,14 @@ class FirstStepCheck:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        # The hook may outlive the model: an id alone could then be that of another model's parameter.
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
         self._group = group
         self._hook: RemovableHandle = register_optimizer_step_post_hook(self._check)
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [(self._names[id(parameter)], parameter) for parameter in stepped if id(parameter) in self._names]
+        held = [(self._names[parameter], parameter) for parameter in stepped if parameter in self._names]
         if not held:
             return
         self._hook.remove()
