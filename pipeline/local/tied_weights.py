@@ -18,7 +18,7 @@ from torch import nn
 
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.pipeline.p2p.layout import layout_of
-from nxdpp.pipeline.p2p.missing_gradients import is_mark, mark_like
+from nxdpp.pipeline.p2p.missing_gradients import are_zeros, zeros_like
 from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
 from nxdpp.tracing import listings
 
@@ -96,8 +96,8 @@ class TiedWeights:
             # A copy that is frozen here may be trained elsewhere: every owner takes part.
             total = self._sum(parameter, weight, transport)
             if parameter.requires_grad:
-                # No owner has a gradient if all have sent the mark of a missing one.
-                parameter.grad = None if parameter.grad is None and is_mark(total) else total
+                # No owner has a gradient if all have sent negative zeros.
+                parameter.grad = None if parameter.grad is None and are_zeros(total) else total
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         while self._sends:
@@ -106,7 +106,7 @@ class TiedWeights:
 
     def _sum(self, parameter: nn.Parameter, weight: TiedWeight, transport: Transport) -> torch.Tensor:
         """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens."""
-        own = parameter.grad if parameter.grad is not None else mark_like(parameter)
+        own = parameter.grad if parameter.grad is not None else zeros_like(parameter)
         (layout,) = layout_of(own).tensors
         own = layout.arrange(own)
         first, *others = weight.ranks

@@ -7,7 +7,6 @@
     channel.take(GRADIENT, mb) ◀──── channel.give(GRADIENT, mb, [(B, T, H)])
 """
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,10 +15,8 @@ import torch
 
 from nxdpp.pipeline.p2p.boundary import Boundary, BoundaryTensor
 from nxdpp.pipeline.p2p.layout import tensor_layout
-from nxdpp.pipeline.p2p.missing_gradients import is_mark, mark_like
+from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark, mark_like, zeros_like
 from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
-
-_logger = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
@@ -150,7 +147,7 @@ class RemoteChannel:
         self._is_first_step = True
         self._posted: dict[tuple[Direction, int], list[Callable[[], torch.Tensor]]] = {}
         self._sent: dict[tuple[Direction, int], list[tuple[Work, torch.Tensor]]] = {}
-        # Microbatches of the step without a gradient that the first one had, by the tensor's number.
+        # Microbatches of the step that had to send zeros for a missing gradient, by the tensor's number.
         self._missing: Counter[int] = Counter()
 
     def receive_metadata(self) -> None:
@@ -187,9 +184,9 @@ class RemoteChannel:
             self.boundary.set_gradient_layouts(
                 self._peer.transport.receive_object(self._peer.rank, self._pair, direction)
             )
-        # A gradient that the first microbatch did not have is looked at: a later one may have it.
+        # On a device a gradient is looked at if the first microbatch did not have it: a later one may have it.
         return [
-            None if entry.is_none and is_mark(tensor) else entry.layout.restore(tensor)
+            None if tensor is MISSING or (entry.is_none and is_mark(tensor)) else entry.layout.restore(tensor)
             for entry, tensor in zip(self._entries(direction), received, strict=True)
         ]
 
@@ -224,25 +221,26 @@ class RemoteChannel:
             self.release(*sent)
         self._is_first_step = False
         if self._missing:
-            self._warn_of_zeros()
+            self._refuse_zeros()
 
     def _entries(self, direction: Direction) -> list[BoundaryTensor]:
         return self.boundary.activations if direction is Direction.ACTIVATION else self.boundary.gradients
 
     def _missing_gradient(self, entry: BoundaryTensor) -> torch.Tensor:
-        self._missing[entry.number] += not entry.is_none
-        return mark_like(entry.layout.allocate(torch.device("cpu")))
+        memory = entry.layout.allocate(torch.device("cpu"))
+        if entry.is_none or self._peer.transport.is_in_host_memory:
+            return mark_like(memory)
+        self._missing[entry.number] += 1
+        return zeros_like(memory)
 
-    def _warn_of_zeros(self) -> None:
-        """Log the values whose gradient is missing in all microbatches of the step, and was not in the first one."""
+    def _refuse_zeros(self) -> None:
+        """Raise ``RuntimeError`` for a gradient that all microbatches of the step sent as zeros."""
+        sent, self._missing = self._missing, Counter()
         for entry in self.boundary.gradients:
-            if self._missing[entry.number] == self._peer.microbatches:
-                _logger.warning(
-                    "the loss of this step does not depend on %s, which stage %d sends to stage %d; in the first step "
-                    "it did. Parameters before it get zeros as gradients, where one process has none: weight decay and "
-                    "momentum then change them. Call refresh() on every rank after a change of the modules.",
-                    entry.value,
-                    self.boundary.source,
-                    self.boundary.destination,
+            if sent[entry.number] == self._peer.microbatches:
+                raise RuntimeError(
+                    f"the loss of this step does not depend on {entry.value}, which stage {self.boundary.source} sends "
+                    f"to stage {self.boundary.destination}; in the first step it did. Parameters before it have zeros "
+                    f"as gradients, where one process has none: weight decay and momentum would then change them. Call "
+                    f"refresh() on every rank before the first step after such a change of the modules."
                 )
-        self._missing.clear()

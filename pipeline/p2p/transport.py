@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.pipeline.p2p.layout import TensorLayout
+from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark
 
 
 class Direction(IntEnum):
@@ -79,18 +80,29 @@ class Transport:
         self._tag = _wire_tag if groups.has_tags else _no_tag
         self._metadata_sends: deque[tuple[Work, torch.Tensor]] = deque()
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """``True`` if messages are sent and received in host memory."""
+        return self._wire_device.type == "cpu"
+
     def post_receive(
         self, layout: TensorLayout, source: int, direction: Direction, tag: int
     ) -> Callable[[], torch.Tensor]:
-        """Start to receive a tensor, such as one of (B, T, H); the returned function waits for and returns it."""
+        """Start to receive a tensor, such as one of (B, T, H); the returned function waits for and returns it.
+
+        In host memory the mark of a missing gradient is seen, and ``MISSING`` is returned.
+        """
         buffer = layout.allocate(self._wire_device)
         group, source, _ = self._groups.between(source, self._rank)
         work = group.recv([_flat(buffer)], source, self._tag(direction, tag))
 
         def wait() -> torch.Tensor:
             work.wait()
+            if looks_for_marks and is_mark(buffer):
+                return MISSING
             return buffer.to(self._device)
 
+        looks_for_marks = direction is Direction.GRADIENT and self.is_in_host_memory
         return wait
 
     def send(self, tensor: torch.Tensor, destination: int, direction: Direction, tag: int) -> tuple[Work, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Channels: numbering of tensors and tags, order of receives, limit of sends in flight."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import product
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import LocalChannel, Peer, RemoteChannel
 from nxdpp.pipeline.p2p.layout import ValueLayout, layout_of
+from nxdpp.pipeline.p2p.missing_gradients import are_zeros, is_mark
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 
 HIDDEN = torch.randn(2, 3, 4, requires_grad=True)
@@ -21,9 +23,12 @@ PAIRS, MICROBATCHES = 4, 8
 class NotedTransport:
     """Notes what channels ask of it; every receive returns ``HIDDEN``."""
 
+    is_in_host_memory = False
+
     def __init__(self) -> None:
         self.received: list[tuple[Direction, int]] = []
         self.waited: list[int] = []
+        self.sent: list[torch.Tensor] = []
 
     def post_receive(self, layout: Any, source: int, direction: Direction, tag: int) -> Callable[[], torch.Tensor]:
         self.received.append((direction, tag))
@@ -36,7 +41,11 @@ class NotedTransport:
             def wait(self) -> None:
                 transport.waited.append(tag)
 
+        self.sent.append(tensor)
         return Sent(), tensor
+
+    def send_object(self, value: Any, destination: int, tag: int, direction: Direction) -> None:
+        pass
 
     def receive_object(self, source: int, tag: int, direction: Direction) -> Mapping[str, ValueLayout]:
         return LAYOUTS
@@ -100,3 +109,26 @@ def test_a_send_above_the_limit_waits_for_the_oldest_after_the_first_step(
         assert transport.waited == expected
         channel.finish()
         assert len(transport.waited) == 3
+
+
+@pytest.mark.parametrize("in_host_memory", [True, False])
+def test_a_missing_gradient_of_a_later_step_is_a_mark_where_it_is_seen_and_otherwise_refused(
+    peer: Peer, transport: NotedTransport, in_host_memory: bool
+) -> None:
+    transport.is_in_host_memory = in_host_memory
+    channel = RemoteChannel(Boundary(0, 1, ["hidden"], []), peer, 0, None)
+    channel.boundary.set_layouts(LAYOUTS)
+
+    def run_step(missing: int) -> None:
+        transport.sent.clear()
+        for microbatch in range(MICROBATCHES):
+            channel.give(Direction.GRADIENT, microbatch, [None if microbatch < missing else HIDDEN.detach()])
+        channel.finish()
+
+    run_step(0)
+    run_step(MICROBATCHES - 1)
+    assert [is_mark(tensor) for tensor in transport.sent] == [in_host_memory] * (MICROBATCHES - 1) + [False]
+    assert in_host_memory != all(are_zeros(tensor) for tensor in transport.sent[:-1])
+    with nullcontext() if in_host_memory else pytest.raises(RuntimeError, match=r"does not depend on hidden.*refresh"):
+        run_step(MICROBATCHES)
+    run_step(1)

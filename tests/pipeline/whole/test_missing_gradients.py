@@ -1,7 +1,6 @@
 """Values that the loss does not depend on: parameters before them have no gradient, as in one process."""
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -148,13 +147,9 @@ def test_stages_of_one_rank(kind: type[Chain]) -> None:
     assert any(parameter.grad is None for parameter in model.parameters())
 
 
-def changing(rank: int) -> list[str]:
-    """Steps of which some have no gradient at the boundary; return what was logged."""
+def changing(rank: int) -> None:
+    """Compare steps of which some have no gradient at the boundary, in all or in some microbatches."""
     start(rank, 2)
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxdpp").addHandler(handler)
     for pattern in ([True, False, True], [False, True, False]):
         model = EndsInSomeSteps(4)
         whole = copy.deepcopy(model)
@@ -166,18 +161,9 @@ def changing(rank: int) -> list[str]:
             whole.zero_grad()
             train_both(wrapped, whole, 2, step)
             differences = gradient_differences(wrapped, whole)
-            if ends and not pattern[0] and rank == 0:
-                # The first step had gradients: these are zeros, which the warning says.
-                assert set(differences.values()) == {None}
-                assert not any(p.grad.any() for _, p in wrapped.local_named_parameters() if p.grad is not None)
-            else:
-                assert not differences, (pattern, step, differences)
-    return logged
+            assert not differences, (pattern, step, differences)
+            assert ends == any(parameter.grad is None for parameter in whole.parameters())
 
 
 def test_a_step_that_differs_from_the_first() -> None:
-    first, last = run_ranks(2, changing)
-    assert first == []
-    (warning,) = last
-    assert "does not depend on" in warning
-    assert "Call refresh()" in warning
+    run_ranks(2, changing)
