@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.item_counts import CountItems
@@ -157,13 +158,14 @@ class NxDPPModel(LocalView):
         ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
         """
         arguments.check_not_positional(positional)
-        losses = self._pipeline.train_step(inputs)
-        if not self.use_zero1_optimizer:
-            self._pipeline.average_gradients()
-        elif self._first_step_check is None and parallel_state.get_data_parallel_size() > 1:
-            parameters = dict(self.local_named_parameters())
-            self._first_step_check = FirstStepCheck(parameters, parallel_state.get_data_parallel_group())
-        return self._return_loss(losses)
+        with board.call("run_train", "step", "pipeline"):
+            losses = self._pipeline.train_step(inputs)
+            if not self.use_zero1_optimizer:
+                self._pipeline.average_gradients()
+            elif self._first_step_check is None and parallel_state.get_data_parallel_size() > 1:
+                parameters = dict(self.local_named_parameters())
+                self._first_step_check = FirstStepCheck(parameters, parallel_state.get_data_parallel_group())
+            return self._return_loss(losses)
 
     def run_eval(self, *positional: Any, **inputs: Any) -> Any:
         """Run the forward of all microbatches without gradients; collective over all ranks.
@@ -172,8 +174,9 @@ class NxDPPModel(LocalView):
         of the last stage returns the model's output, with the microbatches concatenated along dimension 0.
         """
         arguments.check_not_positional(positional)
-        evaluation = self._pipeline.eval_step(inputs)
-        return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses)
+        with board.call("run_eval", "step", "pipeline"):
+            evaluation = self._pipeline.eval_step(inputs)
+            return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nxdpp.parallel_layers import move_model_to_device, parallel_state
+from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
@@ -199,6 +200,10 @@ class Pipeline:
         parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
+        with board.call("train_step", "step", "pipeline"):
+            return self._train_step(inputs)
+
+    def _train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         batch = self._microbatches(inputs)
         arguments.check_autocast(self.device)
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
@@ -229,15 +234,18 @@ class Pipeline:
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
         parallel_state.refuse_in_debug("an evaluation")
+        with board.call("eval_step", "step", "pipeline"), torch.no_grad():
+            return self._eval_step(inputs)
+
+    def _eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
         batch = self._microbatches(inputs)
-        with torch.no_grad():
-            cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
-            ends_with = self._programs.evaluation_ends_with(cut)
-            step = StepLoss(batch.microbatches)
-            if ends_with == "loss":
-                cut, step = self._step_loss(cut, batch)
-            program = self._programs.program(cut, ends_with)
-            results = self._steps.run(program, step.microbatches, self.device, train=False, origin=self.part.origin)
+        cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
+        ends_with = self._programs.evaluation_ends_with(cut)
+        step = StepLoss(batch.microbatches)
+        if ends_with == "loss":
+            cut, step = self._step_loss(cut, batch)
+        program = self._programs.program(cut, ends_with)
+        results = self._steps.run(program, step.microbatches, self.device, train=False, origin=self.part.origin)
         if ends_with == "loss":
             return Evaluation(step.scaled([result[0] for result in results if result]))
         if not self.holds_last_stage:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nxdpp.parallel_layers import failure_watch
+from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
 from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
@@ -111,6 +112,8 @@ class Engine:
                 self._timer,
             )
         self._calls, self._called_for = self._compile(actions, releases)
+        # Without a reference to this engine, which the board would keep alive.
+        self._describe_call = partial(_text_of_call, self._called_for)
 
     @property
     def busy_share(self) -> float:
@@ -129,14 +132,19 @@ class Engine:
         for runner in self._runners.values():
             runner.begin(inputs, scales)
         at = 0
+        board.describe_action = self._describe_call
         try:
-            for at, call in enumerate(self._calls):  # noqa: B007
+            for at, call in enumerate(self._calls):
+                board.action = at
                 call()
             self._finish()
         except Exception as error:
-            _note(error, self._called_for[at])
+            action = self._called_for[at]
+            error.add_note(f"in the pipeline: {_text(action)} (action {action})")
             failure_watch.report(error)
             raise
+        finally:
+            board.end_actions()
         self._timer.stop()
         results: dict[int, list[Any]] = {}
         for runner in self._runners.values():
@@ -244,6 +252,10 @@ def _outgoing(plan: StagePlan) -> list[Boundary]:
     ]
 
 
-def _note(error: Exception, action: Action) -> None:
+def _text_of_call(called_for: Sequence[Action], at: int) -> str:
+    return _text(called_for[at])
+
+
+def _text(action: Action) -> str:
     what = action.kind.name.lower().replace("_", " ")
-    error.add_note(f"in the pipeline: stage {action.stage}, {what} of microbatch {action.microbatch} (action {action})")
+    return f"stage {action.stage}, {what} of microbatch {action.microbatch}"
