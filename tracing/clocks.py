@@ -9,12 +9,14 @@ clock gives a number that knows its origin. Arithmetic keeps that, and a compari
     if time.time_ns() % 2: ...                           refused
 """
 
+import datetime
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from nxdpp.tracing.dates import LocalTime, clock_class, date_types
 from nxdpp.tracing.own_code import is_watched
 from nxdpp.tracing.swap import swapped
 
@@ -30,8 +32,8 @@ _LATER_SECONDS = 1_000_003
 
 
 def _computed(method: Callable[..., Any]) -> Callable[..., Any]:
-    def compute(self: Any, *others: Any) -> Any:
-        result = method(self, *others)
+    def compute(self: Any, *others: Any, **named: Any) -> Any:
+        result = method(self, *others, **named)
         if result is NotImplemented and isinstance(self, int) and any(isinstance(other, float) for other in others):
             result = getattr(float, method.__name__)(float(int(self)), *others)
         return _read(result)
@@ -58,7 +60,11 @@ def _type_of_times(base: type) -> type:
     return type(f"{base.__name__}_time", (base,), members)
 
 
-_TIMES: dict[type, type] = {base: _type_of_times(base) for base in (int, float)}
+# By the type of a value: the function that gives it its origin.
+_TIMES: dict[type, Callable[[Any], Any]] = {
+    **{base: _type_of_times(base) for base in (int, float)},
+    **date_types(_type_of_times, _computed),
+}
 
 
 def _read(value: Any) -> Any:
@@ -72,11 +78,17 @@ def _read(value: Any) -> Any:
 def watched_clocks(namespaces: Iterable[dict[str, Any]], second_run: bool) -> Iterator[None]:
     """Give times that are refused in comparisons to the watched code, which may have clocks in ``namespaces``."""
     later = _LATER_SECONDS if second_run else 0
-    originals = {id(vars(time)[n]): _clock(vars(time)[n], later) for n in _CLOCKS}
-    originals |= {id(vars(time)[f"{n}_ns"]): _clock(vars(time)[f"{n}_ns"], later * 10**9 + later) for n in _CLOCKS}
+    replaced: dict[int, Any] = {}
+    for name in _CLOCKS:
+        replaced[id(vars(time)[name])] = _clock(vars(time)[name], later)
+        replaced[id(vars(time)[f"{name}_ns"])] = _clock(vars(time)[f"{name}_ns"], later * 10**9 + later)
+    for function in (time.localtime, time.gmtime):
+        replaced[id(function)] = _local_clock(function, later)
+    for cls in (datetime.date, datetime.datetime):
+        replaced[id(cls)] = clock_class(cls, later, _read)
     with ExitStack() as stack:
-        for namespace in (vars(time), *namespaces):
-            found = {name: originals[id(value)] for name, value in namespace.items() if id(value) in originals}
+        for namespace in (vars(time), vars(datetime), *namespaces):
+            found = {name: replaced[id(value)] for name, value in namespace.items() if id(value) in replaced}
             stack.enter_context(swapped(namespace, found))
         yield
 
@@ -84,5 +96,19 @@ def watched_clocks(namespaces: Iterable[dict[str, Any]], second_run: bool) -> It
 def _clock(function: Callable[[], Any], later: int) -> Callable[[], Any]:
     def clock() -> Any:
         return _read(function() + later) if is_watched(sys._getframe(1)) else function()
+
+    return clock
+
+
+def _local_clock(function: Callable[[float], Any], later: int) -> Callable[..., Any]:
+    original_time = time.time
+
+    def clock(seconds: float | None = None) -> Any:
+        if not is_watched(sys._getframe(1)):
+            return function(original_time() if seconds is None else seconds)
+        if seconds is None:
+            return LocalTime(map(_read, function(original_time() + later)))
+        fields = function(seconds)
+        return fields if type(seconds) in (int, float) else LocalTime(map(_read, fields))
 
     return clock

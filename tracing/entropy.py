@@ -4,8 +4,10 @@ A number that is only compared (``numpy.random.default_rng().random() < 0.05``) 
 comparison of two runs would not find it.
 """
 
+import os
 import random
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +20,14 @@ from nxdpp.tracing.swap import swapped
 
 # Modules through which code makes generators.
 _MAKERS = ("numpy", "random", "secrets")
+_IDENTIFIERS = ("uuid1", "uuid4", "uuid6", "uuid7", "uuid8")
 
 
 @contextmanager
-def refused_entropy() -> Iterator[None]:
+def refused_entropy(namespaces: Iterable[dict[str, Any]] = ()) -> Iterator[None]:
     """Refuse generators without a seed, and the system's random numbers, in the watched code.
 
-    Raises ``RuntimeError`` at the call.
+    The code may have functions that draw such numbers in ``namespaces``. Raises ``RuntimeError`` at the call.
     """
     of_numpy: dict[str, Any] = vars(numpy.random.bit_generator)
     seed = random.Random.seed
@@ -38,19 +41,27 @@ def refused_entropy() -> Iterator[None]:
         stack.enter_context(patch.object(random.Random, "seed", seed_with))
         stack.enter_context(_refused(vars(random), "_urandom", "the system's random generator"))
         stack.enter_context(_refused(of_numpy, "randbits", "a generator of NumPy without a seed"))
+        drawing = [getattr(os, name) for name in ("urandom", "getrandom") if hasattr(os, name)]
+        drawing += [getattr(uuid, name) for name in _IDENTIFIERS if hasattr(uuid, name)]
+        replaced = {id(function): _refusing(function, f"{function.__name__}()") for function in drawing}
+        for namespace in (vars(os), vars(uuid), *namespaces):
+            found = {name: replaced[id(value)] for name, value in namespace.items() if id(value) in replaced}
+            stack.enter_context(swapped(namespace, found))
         yield
 
 
 @contextmanager
 def _refused(namespace: dict[str, Any], name: str, what: str) -> Iterator[None]:
-    function: Callable[..., Any] = namespace[name]
+    with swapped(namespace, {name: _refusing(namespace[name], what)}):
+        yield
 
+
+def _refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         _refuse(what)
         return function(*args, **kwargs)
 
-    with swapped(namespace, {name: call}):
-        yield
+    return call
 
 
 def _refuse(what: str) -> None:

@@ -111,7 +111,7 @@ def trace(
             if state is not None:
                 stack.enter_context(watched_code(OwnCode(state.spine)))
                 stack.enter_context(watched_clocks(namespaces, second_run=carried is not None))
-                stack.enter_context(refused_entropy())
+                stack.enter_context(refused_entropy(namespaces))
             graph = tracer.trace(entry)
         assert entry.output_spec is not None
         if not isinstance(tracer, SpineTracer):

@@ -3,6 +3,7 @@
 import enum
 import functools
 import operator
+import os
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,8 @@ _MOST_BYTES = 1 << 12
 _SHOWN = (enum.Enum, range, slice, Fraction, Decimal, PurePath, date, time, timedelta, numpy.generic)
 _OPEN = (SimpleNamespace, Namespace, UserDict, UserList, PreTrainedConfig)
 _ENTERED = (Mapping, list, tuple, deque, ContextVar, functools.partial, MethodType)
+
+_OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 
 
 class Place:
@@ -190,6 +193,8 @@ class _Walk:
         globals_ = function.__globals__
         used = sorted(names_in(function.__code__))
         path = f"{globals_.get('__name__')}"
+        if _OF_ENVIRONMENT & set(used):
+            self._enter_environment()
         self.enter_items(globals_, [name for name in used if name in globals_], path, 0)
         for name in used:
             module = globals_.get(name)
@@ -226,6 +231,12 @@ class _Walk:
         self.places.append(Place(lambda: [items.get(name, MISSING) for name in names]))
         for name in names:
             self.visit(items[name], f"{path}.{name}", None if by_all else name, depth)
+
+    def _enter_environment(self) -> None:
+        """Note all variables of the environment: code may compute their names."""
+        variables = getattr(os.environ, "_data", os.environ)  # without decoding them
+        self.places.append(Place(lambda: [*variables, *variables.values()]))
+        self.values["os.environ"] = (None, tuple(variables.items()))
 
     def _enter_class(self, cls: type, depth: int) -> None:
         for base in cls.__mro__:

@@ -1,9 +1,12 @@
 """Times that decide about the spine are refused; times that are logged are not."""
 
+import copy
+import datetime as dates
 import logging
 import time
 from collections.abc import Callable
-from time import perf_counter, time_ns
+from datetime import UTC, date, datetime, timedelta
+from time import localtime, perf_counter, time_ns
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ class Model(PlainModel):
         super().__init__()
         self.use = use
         self.started = time.time()
+        self.started_at = datetime.now()
         self.longest = 0.0
         self.times: dict[str, float] = {}
 
@@ -47,6 +51,18 @@ def a_log(model: Any) -> None:
     logging.getLogger("test").warning("after %.1f s, %d ns, %s", time.time() - model.started, time_ns(), time.ctime())
 
 
+def dates_in_a_log(model: Any) -> None:
+    now = dates.datetime.now()
+    took = now - model.started_at
+    print(f"{now:%H:%M} {now} {now.isoformat()} {took} {took.total_seconds():.1f} {now.hour:02d} {date.today()}")
+    print(
+        time.strftime("%H:%M:%S", localtime()), time.strftime("%d", time.gmtime(now.timestamp())), localtime().tm_hour
+    )
+    print(
+        copy.deepcopy(now), datetime(2020, 1, 1) < datetime(2021, 1, 1), isinstance(now, datetime), now.tzinfo is None
+    )
+
+
 def an_entry(model: Any) -> Any:
     model.times["last"] = time.monotonic()
     return model.times["last"]
@@ -61,9 +77,24 @@ COMPARED: dict[str, Callable[[Any], Any]] = {
     "maximum": lambda model: max(model.longest, perf_counter()) < 0,
     "divmod": lambda model: divmod(time.time(), 60)[1] == 61,
     "rounded": lambda model: round(time.time()) % 2 == 3,
+    "hour": lambda model: datetime.now().hour == 25,
+    "date of another name": lambda model: dates.datetime.now(UTC).minute % 2 == 7,
+    "today": lambda model: date.today() < date(1999, 1, 1),
+    "date on the right": lambda model: datetime(1999, 1, 1) > datetime.now(),
+    "elapsed": lambda model: datetime.now() - model.started_at > timedelta(days=9),
+    "elapsed seconds": lambda model: (datetime.now() - model.started_at).total_seconds() > LIMIT,
+    "of a timestamp": lambda model: datetime.fromtimestamp(time.time()).day == 77,
+    "weekday": lambda model: (datetime.now() + timedelta(hours=1)).weekday() > 6,
+    "local time": lambda model: localtime().tm_hour > 24,
+    "universal time": lambda model: time.gmtime()[3] > 24,
     "after a store": lambda model: an_entry(model) < 0,
 }
-LOGGED: dict[str, Callable[[Any], Any]] = {"a timer": a_timer, "a log": a_log, "an entry": an_entry}
+LOGGED: dict[str, Callable[[Any], Any]] = {
+    "a timer": a_timer,
+    "a log": a_log,
+    "an entry": an_entry,
+    "dates": dates_in_a_log,
+}
 
 
 def _trace(model: nn.Module, tracer: str) -> Any:
@@ -82,6 +113,7 @@ def test_a_time_that_is_logged_is_allowed(log: Callable[[Any], Any]) -> None:
     model = Model(log)
     _trace(model, "hf")
     assert type(time.time()) is float
+    assert type(datetime.now()) is datetime is dates.datetime
     assert not model.times
 
 

@@ -1,11 +1,15 @@
 """Generators without a seed that the spine makes are refused, also if their numbers are only compared."""
 
+import os
 import random
 import secrets
 import tempfile
+import uuid
 from collections.abc import Callable
+from os import urandom
 from random import Random
 from typing import Any
+from uuid import uuid4
 
 import numpy
 import pytest
@@ -37,6 +41,11 @@ WITHOUT_A_SEED: dict[str, Callable[[], Any]] = {
     "Random": lambda: Random().random(),
     "subclass": lambda: MyRandom().random(),
     "SystemRandom": lambda: random.SystemRandom().random(),
+    "urandom": lambda: os.urandom(1)[0],
+    "urandom of another name": lambda: urandom(1)[0],
+    "uuid4": lambda: uuid.uuid4().int,
+    "uuid4 of another name": lambda: uuid4().int,
+    "uuid1": lambda: uuid.uuid1().int,
     "secrets": lambda: 1 / (1 + secrets.randbelow(10)),
 }
 

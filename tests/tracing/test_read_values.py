@@ -2,12 +2,14 @@
 
 import enum
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from os import environ, getenv
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,12 +136,21 @@ READS_AND_CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] 
     "set": (lambda m: len(m.names), lambda m: m.names.add("y")),
     "none": (lambda m: 1.0 if m.cache is None else 2.0, lambda m: setattr(m, "cache", "set")),
     "new attribute": (lambda m: getattr(m, "late", 1.0), lambda m: setattr(m, "late", 2.0)),
+    "environment": (lambda m: os.environ["OWN_SCALE"], lambda m: os.environ.update(OWN_SCALE="2")),
+    "computed variable": (lambda m: os.environ.get(f"OWN_{'SCALE'}"), lambda m: os.environ.update(OWN_SCALE="2")),
+    "new variable": (lambda m: os.getenv("OWN_OTHER", "1"), lambda m: os.environ.update(OWN_OTHER="2")),
+    "missing variable": (lambda m: 1 + ("OWN_OTHER" in os.environ), lambda m: os.environ.update(OWN_OTHER="")),
+    "environment by its name": (lambda m: environ["OWN_SCALE"], lambda m: environ.update(OWN_SCALE="2")),
+    "getenv by its name": (lambda m: getenv("OWN_SCALE"), lambda m: environ.update(OWN_SCALE="2")),
     "negative zero": (lambda m: numpy.copysign(1, m.zero), lambda m: setattr(m, "zero", -0.0)),
 }
 
 
 @pytest.fixture(autouse=True)
-def _put_back() -> Any:
+def _put_back(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("OWN_SCALE", "1")
+    monkeypatch.setenv("OWN_OTHER", "")
+    monkeypatch.delenv("OWN_OTHER")
     before = SCALE, models.VOCABULARY, Model.class_scale
     yield
     globals()["SCALE"], models.VOCABULARY, Model.class_scale = before

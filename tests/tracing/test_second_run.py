@@ -2,7 +2,6 @@
 
 import itertools
 import time
-import uuid
 from collections.abc import Callable
 from functools import lru_cache
 from random import Random
@@ -133,7 +132,6 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "own default_rng": lambda model: float(model.numpy_random.random()),
     "own RandomState": lambda model: float(model.legacy_random.rand()),
     "time": lambda model: time.time(),
-    "uuid": lambda model: uuid.uuid4().int % 1000,
 }
 
 
