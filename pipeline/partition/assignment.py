@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx, nn
 
+from nxdpp.pipeline.partition.unused_parts import UnusedParts
 from nxdpp.tracing import listings
 from nxdpp.tracing.attribute_nodes import reads_left_behind
 from nxdpp.tracing.captured_outputs import ends_capture
@@ -104,8 +105,8 @@ def assign_layers(traced: TracedGraph, root: nn.Module, layers: Sequence[str]) -
 def parameter_owners(assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners:
     """Return the stages that use each parameter of ``root``.
 
-    A parameter without a node belongs to the stage of the parameter before it. A pooler that this trace leaves out goes
-    with the last layer.
+    A parameter without a node has the stage that the order of the code tells: a vision tower is with the first layer
+    after it, a pooler with the last layer. Otherwise it has the stage of the parameter before it.
     """
     parameters = dict(listings.named_parameters(root, remove_duplicate=False))
     owners: Owners = {name: set() for name in parameters}
@@ -120,9 +121,10 @@ def parameter_owners(assigned: Mapping[fx.Node, int], root: nn.Module) -> Owners
             owners[name].add(stage)
             by_identity[id(parameters[name])].add(stage)
     previous = {0}
+    unused = UnusedParts(assigned, root)
     for name, stages in owners.items():
         # An unused second name of a tied parameter follows the name in use.
-        previous = stages or by_identity[id(parameters[name])] or {max(previous)}
+        previous = stages or by_identity[id(parameters[name])] or unused.stages(name) or {max(previous)}
         owners[name] = set(previous)
     return owners
 

@@ -1,4 +1,4 @@
-"""Graph of a model that no trace finishes: what a trace reached, then the order in which modules are registered."""
+"""Graph of a model that no trace finishes: what a trace reached, then the order in which the code uses modules."""
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.code_order import parts_in_order
 from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.trace import TracedGraph, TracingOptions
@@ -18,9 +19,9 @@ def graph_by_registration(
 ) -> TracedGraph:
     """Return a graph that runs each module with the result of the last one.
 
-    It runs the modules and parameters of ``reached`` first, in that order, and then the others in the order of
-    registration. A module above layers uses its own parameters before the modules in it. The graph decides a
-    partition; it is never run.
+    It runs the modules and parameters of ``reached`` first, in that order. The others follow in the order in which the
+    code of the modules above layers uses them. Parts that the code does not name are in the order of registration,
+    parameters before modules. The graph decides a partition; it is never run.
     """
     layers = layer_names(module, options.layer_classes)
     spine = spine_names(module, layers, options.leaf_classes)
@@ -32,7 +33,10 @@ def graph_by_registration(
         while name:
             places.setdefault(name, place)
             name = name.rpartition(".")[0]
-    steps = sorted(_registered(module, spine), key=lambda step: places.get(step[1], len(places)))
+    order = _CodeOrder(module, spine)
+    steps = sorted(
+        _registered(module, spine), key=lambda step: (places.get(step[1], len(places)), order.place(step[1]))
+    )
     for op, name in steps:
         if op == "get_attr":
             value = graph.call_function(operator.add, (value, graph.get_attr(name)))
@@ -52,3 +56,23 @@ def _registered(module: nn.Module, spine: Collection[str]) -> Iterator[tuple[str
                 yield "get_attr", f"{name}.{key}" if name else key
         elif name.rpartition(".")[0] in spine:
             yield "call_module", name
+
+
+class _CodeOrder:
+    """Places of the parts of the modules ``spine`` in the order of the code. An unknown part follows the one before."""
+
+    def __init__(self, module: nn.Module, spine: Collection[str]) -> None:
+        self._places: dict[str, int] = {}
+        for path in spine:
+            owner = listings.submodule(module, path)
+            used = {name: place for place, name in enumerate(parts_in_order(owner))}
+            place = -1
+            for name in (*owner._parameters, *owner._modules):
+                place = used.get(name, place)
+                self._places[f"{path}.{name}" if path else name] = place
+
+    def place(self, name: str) -> tuple[int, ...]:
+        """Return the place of each module in the path ``name``, from the outermost one."""
+        parts = name.split(".")
+        paths = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        return tuple(self._places[path] for path in paths if path in self._places)

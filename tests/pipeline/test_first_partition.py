@@ -120,11 +120,27 @@ class HeadFirst(TakesAnyInputs):
         self._modules.update(modules)
 
 
+def test_the_order_is_that_of_the_code() -> None:
+    losses = train_whole(HeadFirst(), vectors(4), 2)
+    pipeline = InProcessPipeline(HeadFirst(), 2, transformer_layer_cls=Block)
+    assert pipeline.partition.assumed
+    assert pipeline.partition.owners["head.weight"] == {1}
+    assert all(map(torch.equal, pipeline.train(vectors(4), 2), losses))
+
+
+class HiddenHead(HeadFirst):
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(batch["x"]) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.mse_loss(self.get_submodule("head")(hidden), batch["y"])
+
+
 def test_a_head_that_is_registered_first_is_refused_with_the_remedy() -> None:
     """The order of registration puts it on the first stage, and the last one computes its input."""
     with pytest.raises(ValueError, match=r"needs the value .* of the later stage.*\n.*Give partition_batch"):
-        InProcessPipeline(HeadFirst(), 2, transformer_layer_cls=Block).train(vectors(4), 2)
-    pipeline = InProcessPipeline(HeadFirst(), 2, vectors(2), transformer_layer_cls=Block)
+        InProcessPipeline(HiddenHead(), 2, transformer_layer_cls=Block).train(vectors(4), 2)
+    pipeline = InProcessPipeline(HiddenHead(), 2, vectors(2), transformer_layer_cls=Block)
     assert len(pipeline.train(vectors(4), 2)) == 2
 
 

@@ -58,6 +58,22 @@ def test_loss_and_gradients_with_images_are_those_of_one_process(name: str) -> N
     _assert_equal(_gradients(model), gradients, tied)
 
 
+def test_a_tower_that_is_registered_last_is_on_the_first_stage() -> None:
+    model, batch = make_vision_language("llava")
+    inner: Any = model.model
+    for name in ("vision_tower", "multi_modal_projector"):
+        inner._modules[name] = inner._modules.pop(name)
+    losses, gradients = _reference(model, batch, 2)
+
+    pipeline = InProcessPipeline(model, 3)
+
+    assert next(iter(inner._modules)) == "language_model"
+    assert all(torch.equal(a, b) for a, b in zip(pipeline.train(batch, 2), losses, strict=True))
+    _assert_equal(_gradients(model), gradients, None)
+    owners = pipeline.partition.owners
+    assert all(owners[name] == {0} for name in owners if "vision_tower" in name or "projector" in name)
+
+
 def _train_on_ranks(rank: int, name: str) -> tuple[list[str], float, dict[str, Tensor]]:
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
