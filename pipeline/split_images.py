@@ -100,6 +100,10 @@ def _sizes(
         sides = [config.vision_config.spatial_merge_size] * len(patches) if given is None else given.tolist()
         merged = [number // side**2 for number, side in zip(patches, sides, strict=True)]
         of_rows = _images_of_rows(merged, counts)
+        if of_rows is None:
+            # Each line of an image may have a token of its own (HunYuan-VL).
+            are_equal = bool((grid == grid[:1]).all())
+            of_rows = _equal_images_of_rows(len(patches), counts) if are_equal else _one_image(len(patches), counts)
     else:
         patches = [1] * len(pixels)
         of_rows = _equal_images_of_rows(len(pixels), counts)
@@ -145,4 +149,9 @@ def _equal_images_of_rows(images: int, counts: Sequence[int]) -> list[int] | Non
     total = sum(counts)
     if images and total and total % images == 0 and not any(count % (total // images) for count in counts):
         return [count * images // total for count in counts]
-    return [1] * images if images == len(counts) and (all(counts) or not total) else None
+    return _one_image(images, counts)
+
+
+def _one_image(images: int, counts: Sequence[int]) -> list[int] | None:
+    """Return one image for each row, if there are as many as rows, and all rows or none have tokens of them."""
+    return [1] * images if images == len(counts) and (all(counts) or not any(counts)) else None

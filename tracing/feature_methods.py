@@ -22,14 +22,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedConfig
 
-from nxdpp.tracing.calls import has_proxy, record_opaque_call
+from nxdpp.tracing.any_data import check_in_every_step
+from nxdpp.tracing.calls import OpaqueCall, has_proxy, record_opaque_call
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.lost_changes import ROOT
 from nxdpp.tracing.swap import swapped
 
 FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
-# Positions of tokens among images, read from the data: (3, B, T) for rotary positions in time, height and width.
+# Positions of tokens among images, read from the data: (A, B, T) for rotary positions along A axes, such as time,
+# height and width.
 _POSITIONS = ("get_rope_index",)
 _POSITION_IDS = InputSpec(3, torch.int64)
 # Types whose features are a list with a tensor for each row.
@@ -112,15 +115,19 @@ class FeatureMethod:
 
     def __call__(self, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Call the method on a copy of the owner that has ``parts`` alone."""
-        if self.__name__ in _POSITIONS and isinstance(args[0], FakeTensor):
-            return _shape_of_positions(args[0])
+        axes = _axes(self.owner) if self.__name__ in _POSITIONS else None
+        if axes is not None and isinstance(args[0], FakeTensor):
+            return _shape_of_positions(args[0], axes)
         twin = copy.copy(self.owner)
         modules = {key: value for key, value in parts.items() if isinstance(value, nn.Module)}
         others = {key: value for key, value in parts.items() if value is not None and key not in modules}
         vars(twin).update(_modules=modules, _parameters=others)
         for name in (*FEATURES, *_POSITIONS):
             vars(twin).pop(name, None)
-        return getattr(twin, self.__name__)(*args, **kwargs)
+        result = getattr(twin, self.__name__)(*args, **kwargs)
+        if axes is not None:
+            _check_axes(result[0], axes)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
@@ -136,6 +143,18 @@ def expect_length(values: Any, length: int) -> Any:
     return values
 
 
+def answer_of_features(question: fx.Proxy) -> bool | None:
+    """Return the truth of the output of a feature method, and record a check; ``None`` for another value.
+
+    Code asks ``if outputs.get("image")`` for an output that has items (Step3-VL).
+    """
+    target = question.node.target
+    if not isinstance(target, OpaqueCall) or not isinstance(target.function, FeatureMethod):
+        return None
+    check_in_every_step(question, bool, True)
+    return True
+
+
 def _deepstack(owner: nn.Module) -> int:
     """The number of layers of the vision tower whose features are added to the language model's layers (Qwen3-VL)."""
     vision = getattr(getattr(owner, "config", None), "vision_config", None)
@@ -144,9 +163,26 @@ def _deepstack(owner: nn.Module) -> int:
     return len({index for index in indexes if 0 <= index < depth})
 
 
-def _shape_of_positions(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _axes(owner: nn.Module) -> int:
+    """The number of axes of rotary positions: one for each section of the head, three by default."""
+    config = getattr(owner, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    section = (getattr(text, "rope_parameters", None) or {}).get("mrope_section")
+    return len(section) if section else 3
+
+
+def _check_axes(positions: torch.Tensor, axes: int) -> None:
+    if positions.ndim != 3 or positions.size(0) != axes:
+        raise RuntimeError(
+            f"get_rope_index gives positions {list(positions.shape)}; the trace took them to be ({axes}, B, T), one "
+            f"for each size in mrope_section. Set rope_parameters['mrope_section'] of the text configuration to a "
+            f"size for each axis before the model is wrapped."
+        )
+
+
+def _shape_of_positions(tokens: torch.Tensor, axes: int) -> tuple[torch.Tensor, torch.Tensor]:
     # The code reads the tokens (B, T), and fake tensors have no data.
-    return tokens.new_zeros((3, *tokens.shape)), tokens.new_zeros((tokens.size(0), 1))
+    return tokens.new_zeros((axes, *tokens.shape)), tokens.new_zeros((tokens.size(0), 1))
 
 
 def _type_of(owner: nn.Module) -> str | None:

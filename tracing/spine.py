@@ -22,6 +22,7 @@ from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.einops_calls import recorded_einops
 from nxdpp.tracing.errors import StaleValueError, calling_line
+from nxdpp.tracing.feature_methods import answer_of_features
 from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.in_place import change_argument
 from nxdpp.tracing.input_specs import constant_of
@@ -171,7 +172,7 @@ class SpineTracer(fx.Tracer):
             # The asking code is two frames up, above the proxy's __bool__.
             if (answer := self._data_checks.answer(obj, sys._getframe(2))) is not None:
                 return answer
-            if (answer := answer_with_items(obj)) is not None:
+            if (answer := answer_with_items(obj)) is not None or (answer := answer_of_features(obj)) is not None:
                 return answer
             raise self.refused(
                 TraceError(

@@ -13,7 +13,7 @@ from nxdpp.pipeline.split_batch import split_batch
 from nxdpp.pipeline.split_images import split_images
 from tests.support.in_process import InProcessPipeline
 from tests.support.run_ranks import run_ranks
-from tests.support.vision_language import ROWS, VISION_LANGUAGE, make_vision_language
+from tests.support.vision_language import IMAGE, ROWS, VISION_LANGUAGE, make_vision_language
 
 CPU = torch.device("cpu")
 
@@ -119,6 +119,35 @@ def test_sizes_of_merged_patches_may_be_inputs() -> None:
 
     assert [len(part["image_merge_sizes"]) for part in parts] == [1, 1, 2, 1]
     assert [len(part["pixel_values"]) for part in parts] == [16, 16, 32, 16]
+
+
+def test_tokens_beside_those_of_the_patches_are_split_by_rows() -> None:
+    """The lines of an image may have tokens of their own (HunYuan-VL)."""
+    model, batch = make_vision_language("qwen2_vl")
+    ids = batch["input_ids"].clone()
+    ids[ids == IMAGE] = 50
+    ids[:, 2:8] = IMAGE
+    one_each = {
+        "input_ids": ids,
+        "pixel_values": batch["pixel_values"][:64],
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4),
+    }
+
+    parts, _ = split_batch(model, one_each, 2, None, CPU)
+    assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
+
+    # Two equal images in row 0, and none in row 1.
+    ids[0, 8:14], ids[1, 2:8] = IMAGE, 50
+    parts, _ = split_batch(model, one_each, 2, None, CPU)
+    assert [len(part["image_grid_thw"]) for part in parts] == [2, 2]
+    ids[2, 2:8], ids[1, 2:8] = 50, IMAGE
+    parts, _ = split_batch(model, one_each, 2, None, CPU)
+    assert [len(part["pixel_values"]) for part in parts] == [48, 16]
+
+    # Images of two sizes: which tokens are whose?
+    sizes = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 4, 4], [1, 4, 6]])
+    with pytest.raises(ValueError, match=r"do not tell the rows of pixel_values.*split_inputs_fn"):
+        split_batch(model, {**one_each, "image_grid_thw": sizes}, 2, None, CPU)
 
 
 def test_more_images_than_rows_are_split_by_their_tokens() -> None:
