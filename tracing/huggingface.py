@@ -7,6 +7,7 @@ in the model                           while it is traced
 =====================================  ===============================================================
 the configuration of a spine module    a copy with ``use_cache=False`` and ``return_dict=True``
 functions beside the models' classes   one node each for calls with a traced value (masks, balancing losses)
+``create_recurrent_attention_mask``    the same; ``None`` for inputs without a mask
 an empty cache given to a layer        ``None``
 functions of transformers elsewhere    the same, where the code above a model calls them
 ``create_masks_for_generate``          traced through: one node for each mask of its dictionary
@@ -47,6 +48,7 @@ from nxdpp.tracing.type_answers import traced_isinstance
 
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _ONE_MASK = ("create_causal_mask", "create_chunked_causal_mask", "create_sliding_window_causal_mask")
+_RECURRENT_MASK = masking_utils.create_recurrent_attention_mask
 # Gemma 4's layers that share keys and values compute only the positions whose logits are kept.
 _SLICE = "_maybe_slice_kv_shared_inputs"
 # Predicates of framework code (``is_tracing``) must run while the model is traced.
@@ -155,7 +157,7 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
         own = sources(_inside(spine, models), _FRAMEWORKS)
         for source in sources(spine, _FRAMEWORKS):
             functions = {
-                n: recorded_with_shapes(f)
+                n: _recorded_function(f)
                 for n, f in vars(source).items()
                 if _is_function(f) and (source in own or _is_theirs(f))
             }
@@ -232,11 +234,25 @@ def recorded_masks() -> Iterator[None]:
 
 def _recorded(functions: Any) -> Any:
     if isinstance(functions, dict):
-        return {name: recorded_with_shapes(function) for name, function in functions.items()}
+        return {name: _recorded_function(function) for name, function in functions.items()}
     if isinstance(functions, partial):
         # ``makes_mask`` reads the Python module of the function.
         functions = update_wrapper(partial(functions), functions.func)
-    return recorded_with_shapes(functions)
+    return _recorded_function(functions)
+
+
+def _recorded_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    record = recorded_with_shapes(function)
+    if function is not _RECURRENT_MASK:
+        return record
+    parameters = inspect.signature(function)
+
+    # Code asks whether this mask is None, and without a mask in the inputs it is.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs).arguments
+        return None if given["attention_mask"] is None else record(*args, **kwargs)
+
+    return call
 
 
 def _configurations(model: PreTrainedModel, prefix: str) -> dict[str, PreTrainedConfig]:

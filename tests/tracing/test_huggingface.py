@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, masking_utils, pytorch_utils
+from transformers import (
+    Gemma2Config,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+    pytorch_utils,
+)
+from transformers.masking_utils import create_recurrent_attention_mask
 
 from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.huggingface import recorded_masks, refuse_packed_positions
 from nxdpp.tracing.uses import draws_random_numbers, metadata_arguments
+from tests.support.exact import assert_exact
 from tests.support.traced_models import ARCHITECTURES, make_inputs, make_model, run_graph, trace_with
 from tests.support.wrapped_models import PassesOn
 
@@ -317,16 +327,36 @@ def test_the_graph_makes_the_masks_of_the_model(config: PreTrainedConfig, count:
     masks = made if isinstance(made, dict) else {"": made}
     assert count is None or len(masks) == count
     assert list(masks) == sorted(masks)
-    for proxy in masks.values():
+    # Without a mask in the inputs there is none for recurrent layers, and code may ask whether it is None.
+    assert [name for name, mask in masks.items() if mask is None] == ["linear_attention"] * ("hybrid" in str(config))
+    for proxy in (mask for mask in masks.values() if mask is not None):
         assert isinstance(proxy.node.target, OpaqueCall)
         assert metadata_arguments(proxy.node, nn.Module()) == {embeds.node}
         assert not draws_random_numbers(proxy.node, nn.Module())
 
-    graph.output({name: proxy.node for name, proxy in masks.items()})
+    graph.output({name: None if proxy is None else proxy.node for name, proxy in masks.items()})
     values = fx.GraphModule({}, graph)(torch.zeros(2, 12, 8))
     expected = masks_of(config, torch.zeros(2, 12, 8))
     for name, value in (expected if isinstance(expected, dict) else {"": expected}).items():
         assert value is values[name] is None or torch.equal(values[name], value)
+
+
+class _Recurrent(LlamaModel):
+    """A model that needs a mask for its padding, as GLM-5 does, and makes one where none is given."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        embeds = self.embed_tokens(input_ids)
+        mask = create_recurrent_attention_mask(self.config, embeds, attention_mask)
+        if mask is None:
+            mask = torch.ones(*input_ids.shape, dtype=torch.bool)
+        return super().forward(inputs_embeds=embeds * mask.bool().unsqueeze(-1))
+
+
+def test_a_recurrent_mask_that_is_not_given_is_none() -> None:
+    model: Any = make_model("llama")
+    model.model.__class__ = _Recurrent
+    ids = make_inputs("llama")["input_ids"]
+    assert_exact(model, {"input_ids": ids, "labels": ids})
 
 
 def test_the_functions_of_masks_are_transformers_own_afterwards() -> None:
