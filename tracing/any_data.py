@@ -14,10 +14,11 @@ from torch import fx
 
 from nxdpp.tracing.calls import record_opaque_call
 from nxdpp.tracing.checks import run_in_every_step
+from nxdpp.tracing.items_of_dicts import keys_of
 from nxdpp.tracing.number_proxy import constant_value
 from nxdpp.tracing.sizes import number_of_items, whole_number
 
-_QUESTIONS = {read.__name__: read for read in (bool, constant_value, len, number_of_items, whole_number)}
+_QUESTIONS = {read.__name__: read for read in (bool, constant_value, keys_of, len, number_of_items, whole_number)}
 
 
 def expect_answer(value: Any, question: str, answer: Any) -> None:

@@ -36,6 +36,8 @@ def guessed_answer(node: fx.Node, read: Callable[[Any], Any], guess: bool, root:
         return None if _reads_elements(node, root) else guess
     if read.__name__ == "number_of_items" or read is len:
         return _SIZE
+    if read.__name__ == "keys_of":
+        return None
     return None if _reads_elements(node, root) else _SIZE
 
 

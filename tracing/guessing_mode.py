@@ -18,7 +18,7 @@ class GuessingMode(FakeTensorMode):
 
     def __init__(self, guess: bool) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._guess = guess
+        self.guess = guess
         self._guesses = 0
         self.asks = True
 
@@ -34,4 +34,4 @@ class GuessingMode(FakeTensorMode):
         self._guesses += 1
         if self._guesses > _MOST_GUESSES:
             raise TooManyGuessesError(f"more than {_MOST_GUESSES} answers depend on data")
-        return self._guess
+        return self.guess

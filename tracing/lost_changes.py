@@ -87,14 +87,14 @@ def _reads(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _sharing(alias: fx.Node, changed: fx.Node) -> list[fx.Node]:
-    """The users of ``alias`` without items that share nothing with ``changed``: ``x[0]`` and ``x[1]``."""
+    """The users of ``alias`` without items that share nothing with ``changed``: ``x[0]`` and ``x[1]``, ``x["a"]``."""
     taken = _item_number(next((node for node in _path(changed) if node.args and node.args[0] is alias), alias))
     numbers = {user: _item_number(user) for user in alias.users}
     return [user for user, number in numbers.items() if None in (taken, number) or number == taken]
 
 
-def _item_number(node: fx.Node) -> int | None:
-    is_item = node.target is operator.getitem and isinstance(node.args[1], int)
+def _item_number(node: fx.Node) -> int | str | None:
+    is_item = node.target is operator.getitem and isinstance(node.args[1], int | str)
     return node.args[1] if is_item else None  # type: ignore[return-value]
 
 

@@ -15,6 +15,7 @@ from nxdpp.tracing.checks import mask_with_items, value_or_none
 from nxdpp.tracing.fields import is_field, may_be_field
 from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, InPlaceMethod, assign_item, in_place
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
+from nxdpp.tracing.items_of_dicts import METHODS, items_of, known_items
 from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.modes import applied, current_modes
 from nxdpp.tracing.number_proxy import NumberProxy
@@ -50,7 +51,8 @@ class _SizedProxy(NumberProxy):
     def __iter__(self) -> Iterator[Any]:
         size = _length_for_unpacking(self, sys._getframe(1))
         if size is None:
-            return super().__iter__()
+            items = items_of(self)
+            return super().__iter__() if items is None else iter(items)
         return (operator.getitem(self, i) for i in range(size))
 
 
@@ -110,7 +112,14 @@ class RecordingProxy(_SizedProxy):
         """Return whether the value is a tensor for inputs of the sizes at hand, which is then a fact of the graph."""
         return not _tracer(self).finished and _tracer(self).is_tensor(self.node)
 
+    def keys(self) -> Any:
+        """The keys of a dict, also for ``{**x}``."""
+        items = items_of(self)
+        return super().keys() if items is None else items.keys()
+
     def __getitem__(self, index: Any) -> fx.Proxy | None:
+        if isinstance(index, str | int) and (items := known_items(self)) is not None and index in items:
+            return items[index]
         item = (mask_with_items(self), index)
         return value_or_none(self.tracer.create_proxy("call_function", operator.getitem, item, {}))
 
@@ -153,6 +162,8 @@ class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):
         dimensions = _spec(self.root).dimensions
         if self.attr in ("dim", "ndimension") and dimensions is not None:
             return dimensions
+        if self.attr in METHODS and not args and (items := items_of(self.root)) is not None:
+            return getattr(items, self.attr)()
         called = super().__call__(*args, **kwargs)
         return value_or_none(called) if self.attr == "get" else called
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
+from nxdpp.tracing.example_run import run_on_examples, takes_examples
 from nxdpp.tracing.function_caches import Uncached, uncached_functions, without_caches
 from nxdpp.tracing.generators import unchanged_generators
 from nxdpp.tracing.guessing_mode import GuessingMode, TooManyGuessesError
@@ -229,6 +230,14 @@ class Sizes:
         try:
             return self._copies.module(module)(*args, **kwargs)
         except DataDependentOutputException as error:
+            raise DataInModuleError(f"{type(error).__name__}: {error}") from error
+        except UnknownSizeError:
+            raise
+        except Exception as error:
+            if not takes_examples(module):
+                raise
+            if isinstance(self._mode, GuessingMode) and self._in_modules:
+                return run_on_examples(module, args, kwargs, self._mode.guess)
             raise DataInModuleError(f"{type(error).__name__}: {error}") from error
         finally:
             if isinstance(self._mode, GuessingMode):

@@ -26,6 +26,7 @@ from nxdpp.tracing.feature_methods import answer_of_features
 from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.in_place import change_argument
 from nxdpp.tracing.input_specs import constant_of
+from nxdpp.tracing.items_of_dicts import refuse_changed_items
 from nxdpp.tracing.kept_tensors import recorded_sizes
 from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
@@ -109,6 +110,11 @@ class SpineTracer(fx.Tracer):
             yield
             if self.refusal is not None:
                 raise self.refusal
+
+    @property
+    def guesses(self) -> bool:
+        """``True`` for a trace of the order of modules, whose graph is never run."""
+        return self._guess is not None
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:
         """The modules of ``model`` that are traced through."""
@@ -213,6 +219,7 @@ class SpineTracer(fx.Tracer):
         if isinstance(a, fx.Proxy):
             if a.tracer is not self:
                 raise self.refused(StaleValueError("a value of another trace is used"))
+            refuse_changed_items(a)
             return a.node
         if type(a) in _PLAIN:
             return a

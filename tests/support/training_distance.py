@@ -11,6 +11,7 @@ from nxdpp.pipeline.microbatch import split_inputs
 from tests.support.in_process import InProcessPipeline
 
 TIED_ROUNDING = 1e-6
+_SEED = 7
 
 
 def distance(
@@ -27,11 +28,15 @@ def distance(
     from empty gradients. Those of ``whole`` are ``microbatches``, by default from ``split_inputs``. With gradients
     disabled, only losses and buffers are compared. Raises ``RuntimeError`` if ``whole`` has no gradient, because
     nothing would be compared.
+
+    Both draw the same random numbers where one module alone draws some: the loss, for each microbatch in turn.
     """
     backward = torch.is_grad_enabled()
     model.zero_grad()
     whole.zero_grad()
+    torch.manual_seed(_SEED)
     ours = pipeline.train(batch, parts, backward)
+    torch.manual_seed(_SEED)
     theirs = []
     for part in split_inputs(batch, parts) if microbatches is None else microbatches:
         loss = loss_of(whole(**part))
