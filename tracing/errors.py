@@ -20,7 +20,7 @@ class TracingError(RuntimeError):
     """A model cannot be traced; the message has the construct, the file, the line and the remedy.
 
     ``reached`` are the modules, parameters and buffers that the trace used before the error, in order. ``reads_dict``
-    is ``True`` where an input of unknown kind is read like a dict, or the keys of a module's output are unknown.
+    is ``True`` where an input of unknown kind is read like a dict.
     """
 
     reached: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ in the model                           while it is traced
 the configuration of a spine module    a copy with ``use_cache=False`` and ``return_dict=True``
 functions beside the models' classes   one node each for calls with a traced value (masks, balancing losses)
 ``create_recurrent_attention_mask``    the same; ``None`` for inputs without a mask
+static methods that draw numbers       one node each
 an empty cache given to a layer        ``None``
 functions of transformers elsewhere    the same, where the code above a model calls them
 ``create_masks_for_generate``          traced through: one node for each mask of its dictionary
@@ -41,6 +42,7 @@ from nxdpp.tracing.calls import recorded
 from nxdpp.tracing.data_checks import compilable_check
 from nxdpp.tracing.empty_caches import without_empty_caches
 from nxdpp.tracing.feature_methods import recorded_feature_methods
+from nxdpp.tracing.seeded import may_draw
 from nxdpp.tracing.spine import SpineTracer
 from nxdpp.tracing.swap import StableSet, sources, swapped
 from nxdpp.tracing.transformers_models import transformers_models
@@ -152,6 +154,7 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
                 stack.enter_context(swapped(vars(module), {"config": _training_copy(config, copies)}))
             if getattr(module, "gradient_checkpointing", False):
                 stack.enter_context(swapped(vars(module), {"gradient_checkpointing": False}))
+            stack.enter_context(swapped(vars(module), _recorded_static_methods(type(module))))
             if hasattr(module, _SLICE):
                 stack.enter_context(swapped(vars(module), {_SLICE: _unless_whole(getattr(module, _SLICE))}))
         own = sources(_inside(spine, models), _FRAMEWORKS)
@@ -169,6 +172,13 @@ def _traceable(spine: list[nn.Module], models: Mapping[str, PreTrainedModel], de
         for name, read in (("loss_function", _recorded_loss), ("device", lambda pick, model: device)):
             stack.enter_context(patch.object(PreTrainedModel, name, _while_traced(name, read)))
         yield
+
+
+def _recorded_static_methods(cls: type) -> dict[str, Any]:
+    """The static methods of transformers that draw random numbers, and may ask data whether to, as one node each."""
+    found = {name: value for owner in reversed(cls.__mro__) for name, value in vars(owner).items()}
+    methods = {name: value.__func__ for name, value in found.items() if isinstance(value, staticmethod)}
+    return {n: recorded_with_shapes(f) for n, f in methods.items() if _is_theirs(f) and may_draw(f)}
 
 
 def _inside(spine: list[nn.Module], models: Mapping[str, PreTrainedModel]) -> list[nn.Module]:

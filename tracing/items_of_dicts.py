@@ -16,12 +16,10 @@ from nxdpp.tracing.metadata import is_metadata
 from nxdpp.tracing.sizes import UnknownSizeError
 
 _ITEMS = "_items_of_dict"
+# Keys in a trace of the order of modules, whose graph is never run.
+_GUESSED = ("loss",)
 METHODS = frozenset({"items", "keys", "values"})
 _Items = tuple[fx.Node, dict[Any, Any], dict[Any, fx.Node | None]]
-
-
-class UnknownKeysError(Exception):
-    """The inputs of the first step have the keys of a dict that a module returns."""
 
 
 def keys_of(value: Any) -> tuple[Any, ...]:
@@ -40,10 +38,10 @@ def items_of(value: fx.Proxy) -> dict[Any, Any] | None:
         return known
     try:
         keys = tracer.fact(value.node, keys_of)
-    except UnknownSizeError as error:
-        if tracer.guesses and value.node.op == "call_module":
-            raise tracer.refused(UnknownKeysError(f"the keys of {value.node.name} are read ({error})")) from error
-        return None
+    except UnknownSizeError:
+        if not tracer.guesses or value.node.op != "call_module":
+            return None
+        keys = _GUESSED
     items = {key: value[key] for key in keys}
     vars(value)[_ITEMS] = (value.node, items, {key: _node(item) for key, item in items.items()})
     return items

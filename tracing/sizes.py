@@ -4,7 +4,6 @@ A graph is for inputs of any size until the code asks for one. ``Sizes`` then ru
 on with fake tensors. The answer becomes a fact: inputs for which a fact does not hold need another graph.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +16,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from nxdpp.tracing import listings
+from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.devices import ElsewhereError, answer_for, asks_for_device, device_of_model
 from nxdpp.tracing.example_run import run_on_examples, takes_examples
+from nxdpp.tracing.fake_copies import FakeCopies
 from nxdpp.tracing.function_caches import Uncached, uncached_functions, without_caches
 from nxdpp.tracing.generators import unchanged_generators
 from nxdpp.tracing.guessing_mode import GuessingMode, TooManyGuessesError
@@ -62,43 +62,7 @@ class WrongShapesError(UnknownSizeError):
 
 
 class DataInModuleError(UnknownSizeError):
-    """The answer depends on data that the code of a module asks for."""
-
-
-class FakeCopies:
-    """Fake copies of modules and tensors, with shapes and dtypes and without memory; needs a ``FakeTensorMode``.
-
-    Each tensor has one copy. All copies are on the CPU, also of tensors on the meta device.
-    """
-
-    def __init__(self) -> None:
-        self._memo: dict[int, Any] = {}
-        self._modules: dict[nn.Module, nn.Module] = {}
-        self._originals: list[torch.Tensor] = []
-
-    def module(self, module: nn.Module) -> nn.Module:
-        """A copy of ``module`` with fake parameters, buffers and tensor attributes."""
-        if module not in self._modules:
-            for part in listings.modules(module):
-                for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
-                    # Containers may hold results of the last run, which have a graph and cannot be copied.
-                    for tensor in pytree.tree_leaves(value) if isinstance(value, tuple | list | dict) else (value,):
-                        if isinstance(tensor, torch.Tensor):
-                            self.tensor(tensor)
-            self._modules[module] = copy.deepcopy(module, dict(self._memo))
-        return self._modules[module]
-
-    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor like ``tensor``; the same one at each call."""
-        if id(tensor) not in self._memo:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            self._memo[id(tensor)] = fake
-            # No other tensor gets its id while it is kept.
-            self._originals.append(tensor)
-        copied: torch.Tensor = self._memo[id(tensor)]
-        return copied
+    """The answer depends on data that the code of a module, or of a function that is one node, asks for."""
 
 
 class Sizes:
@@ -152,15 +116,16 @@ class Sizes:
     def read_for_any_data(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """``read(value of node)`` where modules ask data on the way: ``if not isfinite(x).all(): x = x.clamp(...)``.
 
-        The modules run with both answers. Raises ``UnknownSizeError`` unless they give values of the same structure
-        and sizes, or where code between modules asks data.
+        Modules, and functions that are one node, run with both answers. Raises ``UnknownSizeError`` unless they give
+        values of the same structure and sizes, or where other code asks data.
         """
         first, second = self._guessing
         answer = first.read(node, read)
         if second.read(node, read) != answer:
             raise UnknownSizeError("data decide")
         for needed in _in_order(node):
-            if needed.op == "call_module" and first.structure(needed) != second.structure(needed):
+            is_one = needed.op == "call_module" or isinstance(needed.target, OpaqueCall)
+            if is_one and first.structure(needed) != second.structure(needed):
                 raise UnknownSizeError(f"data decide what {needed.target} returns")
         return answer
 
@@ -221,16 +186,14 @@ class Sizes:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if any(isinstance(argument, torch.dtype) for argument in args) and node.target in COMPARISONS:
             self._refuse_other_autocast(node)
+        if isinstance(node.target, OpaqueCall):
+            return self._ask(node.target, args, kwargs)
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if isinstance(self._mode, GuessingMode):
-            self._mode.asks = True
         try:
-            return self._copies.module(module)(*args, **kwargs)
-        except DataDependentOutputException as error:
-            raise DataInModuleError(f"{type(error).__name__}: {error}") from error
+            return self._ask(self._copies.module(module), args, kwargs)
         except UnknownSizeError:
             raise
         except Exception as error:
@@ -238,6 +201,15 @@ class Sizes:
                 raise
             if isinstance(self._mode, GuessingMode) and self._in_modules:
                 return run_on_examples(module, args, kwargs, self._mode.guess)
+            raise DataInModuleError(f"{type(error).__name__}: {error}") from error
+
+    def _ask(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the code of a node, which may ask data."""
+        if isinstance(self._mode, GuessingMode):
+            self._mode.asks = True
+        try:
+            return call(*args, **kwargs)
+        except DataDependentOutputException as error:
             raise DataInModuleError(f"{type(error).__name__}: {error}") from error
         finally:
             if isinstance(self._mode, GuessingMode):

@@ -31,7 +31,6 @@ from nxdpp.tracing.errors import TracingError, calling_line, model_line, source_
 from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_dicts import open_inputs, reads_dict
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.items_of_dicts import UnknownKeysError
 from nxdpp.tracing.layers import is_instance, layer_names
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes
 from nxdpp.tracing.own_code import OwnCode, watched_code
@@ -131,8 +130,7 @@ def trace(
         except Exception as error:
             failed = TracingError(_explain(module, inputs, error, tracer))
             failed.reached = _reached(tracer)
-            of_input = reads_dict(getattr(tracer, "graph", None), error)
-            failed.reads_dict = of_input or isinstance(error, UnknownKeysError)
+            failed.reads_dict = reads_dict(getattr(tracer, "graph", None), error)
             raise failed from error
         graph = traced.graph
         refuse_lost_changes(graph)

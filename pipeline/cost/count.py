@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nxdpp.pipeline.cost.roofline import FLOP_FORMULAS, WorkCounter, accumulation_work, machine_balance
 from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, initial_value, map_tensors, run_of, tensors_in
 from nxdpp.tracing import listings
+from nxdpp.tracing.fake_copies import FakeCopies
 from nxdpp.tracing.function_caches import uncached_functions, without_caches
-from nxdpp.tracing.sizes import FakeCopies
 from nxdpp.tracing.trace import TracedGraph
 
 # Plans without a device are for accelerators.

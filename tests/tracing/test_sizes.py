@@ -12,8 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nxdpp.tracing.errors import TracingError
+from nxdpp.tracing.fake_copies import FakeCopies
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.sizes import FakeCopies, Sizes, shapes_of
+from nxdpp.tracing.sizes import Sizes, shapes_of
 from nxdpp.tracing.trace import TracedGraph, trace
 from tests.support.traced_models import PlainLayer, options_for, run_graph, trace_with
 
