@@ -4,6 +4,7 @@
 code                              node
 ================================  =======================================================================
 ``x[i] = y``                      ``assign_item(x, i, y)``
+``x[i] *= y``                     ``assign_item_in_copy(x, i, x[i] * y)``
 ``x += y``                        an operator that makes a new value in the dtype of ``x``
 ``x.masked_fill_(mask, y)``       the method; every name of ``x`` has its result
 ``torch.relu_(x)``                the function; every name of ``x`` has its result
@@ -19,11 +20,44 @@ from torch import fx
 
 from nxdpp.tracing.metadata import is_metadata
 
+# Constructors of tensors that code fills with values.
+_NEW = frozenset({torch.empty, torch.empty_like, torch.full, torch.ones, torch.zeros})
+
 
 def assign_item(value: Any, index: Any, item: Any) -> Any:
     """``value[index] = item`` as an expression, so that later uses depend on it."""
     value[index] = item
     return value
+
+
+def assign_item_in_copy(value: Any, index: Any, item: Any) -> Any:
+    """``value[index] = item`` in a copy of a tensor: the tensor itself is needed once more."""
+    return assign_item(value.clone() if isinstance(value, torch.Tensor) else value, index, item)
+
+
+ASSIGNMENTS = frozenset({assign_item, assign_item_in_copy})
+
+
+def assignment(value: fx.Node, item: Any) -> Callable[[Any, Any, Any], Any]:
+    """Return the function that assigns an item of ``value``.
+
+    It copies where the backward of the item needs the value (``x[i] *= y``), and for a tensor that ``forward`` has just
+    made: other stages may have copies of that.
+    """
+    return assign_item_in_copy if _follows_from(value, item) or _is_new(value) else assign_item
+
+
+def _follows_from(value: fx.Node, item: Any) -> bool:
+    source = item.node if isinstance(item, fx.Proxy) else None
+    if source is None or source.target not in IN_PLACE_OPERATORS:
+        return False
+    while isinstance(source, fx.Node) and source is not value and source.args:
+        source = source.args[0]
+    return source is value
+
+
+def _is_new(value: fx.Node) -> bool:
+    return value.target in _NEW and all(is_metadata(user) for user in value.users)
 
 
 class InPlaceOperator:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from nxdpp.tracing.errors import TracingError, model_line
-from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, assign_item, changes_argument
+from nxdpp.tracing.in_place import ASSIGNMENTS, IN_PLACE_OPERATORS, changes_argument
 from nxdpp.tracing.metadata import is_metadata
 
 _VIEWS = frozenset(
@@ -63,7 +63,7 @@ def changes_in_place(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target: Any = node.target
-    return target is assign_item or target in IN_PLACE_OPERATORS or changes_argument(target, node.kwargs)
+    return target in ASSIGNMENTS or target in IN_PLACE_OPERATORS or changes_argument(target, node.kwargs)
 
 
 def _aliases(node: fx.Node) -> Iterator[fx.Node]:
@@ -83,7 +83,7 @@ def _changed(node: fx.Node) -> fx.Node | None:
 
 def _reads(user: fx.Node, node: fx.Node) -> bool:
     """Return whether ``user`` reads memory that ``node`` changes. ``x[i] += y`` assigns the changed item."""
-    return not is_metadata(user) and not (user.target is assign_item and user.args[2] is node)
+    return not is_metadata(user) and not (user.target in ASSIGNMENTS and user.args[2] is node)
 
 
 def _sharing(alias: fx.Node, changed: fx.Node) -> list[fx.Node]:

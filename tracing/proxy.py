@@ -13,7 +13,7 @@ from torch import fx
 
 from nxdpp.tracing.checks import mask_with_items, value_or_none
 from nxdpp.tracing.fields import is_field, may_be_field
-from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, InPlaceMethod, assign_item, in_place
+from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, InPlaceMethod, assignment, in_place
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
 from nxdpp.tracing.items_of_dicts import METHODS, items_of, known_items
 from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
@@ -124,7 +124,8 @@ class RecordingProxy(_SizedProxy):
         return value_or_none(self.tracer.create_proxy("call_function", operator.getitem, item, {}))
 
     def __setitem__(self, index: Any, item: Any) -> None:
-        self.node = self.tracer.create_proxy("call_function", assign_item, (self, index, item), {}).node
+        assign = assignment(self.node, item)
+        self.node = self.tracer.create_proxy("call_function", assign, (self, index, item), {}).node
 
 
 class RecordingAttribute(fx.proxy.Attribute, _SizedProxy):

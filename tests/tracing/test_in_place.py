@@ -1,0 +1,56 @@
+"""Items that forward assigns: in a copy where the backward, or another stage, needs the tensor itself."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.exact import assert_exact
+from tests.support.traced_models import PlainLayer
+
+WIDTH = 4
+
+
+def _scaled_items(x: Tensor, layer: nn.Module) -> Tensor:
+    scaled = torch.sin(x)
+    scaled[..., 2:] *= layer(x)[..., :2]
+    scaled[..., :2] *= layer(x)[..., 2:].sum(-1, keepdim=True)
+    return scaled
+
+
+def _filled(x: Tensor, layer: nn.Module) -> Tensor:
+    filled = torch.empty(2, *x.shape, dtype=x.dtype)
+    for index in range(2):
+        filled[index] = layer(x) * (index + 1)
+    return filled.sum(0)
+
+
+def _filled_without_gradient(x: Tensor, layer: nn.Module) -> Tensor:
+    filled = torch.zeros(2, *x.shape)
+    filled[0] = layer(x).detach()
+    x = layer(x)
+    filled[1, :, 0] = 1
+    return x + filled.sum(0)
+
+
+class _Model(nn.Module):
+    def __init__(self, change: Callable[[Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PlainLayer(WIDTH) for _ in range(4))
+        self.between = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.zeros(2, *x.shape)
+        for layer, between in zip(self.layers, self.between, strict=True):
+            x = self.change(layer(x), between)
+            kept[0] += x * 2
+            kept[1] = x
+        return (x * kept[0]).mean() + kept.sum()
+
+
+@pytest.mark.parametrize("change", [_scaled_items, _filled, _filled_without_gradient])
+def test_assigned_items_are_exact_over_stages(change: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    torch.manual_seed(0)
+    assert_exact(_Model(change), {"x": torch.randn(4, 3, WIDTH)}, layer_class=PlainLayer, stages=3)
