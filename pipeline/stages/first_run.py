@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from nxdpp.tracing.calls import OpaqueCall
+from nxdpp.tracing.checks import passes_on
 from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.reachable_state import Difference, ReachableState, snapshot_of_data
 
@@ -84,6 +85,8 @@ def _is_of_one_user(value: Any) -> bool:
         return all(_is_of_one_user(item) for item in value)
     if not isinstance(value, fx.Node) or len(value.users) != 1:
         return False
+    if passes_on(value):
+        return _is_of_one_user(value.args[0])
     return value.op in ("call_module", "placeholder", "call_method") or value.target is operator.getitem
 
 

@@ -295,14 +295,24 @@ class Neck(nn.Module):
         return maps[0] + maps[1]
 
 
-class WithNeck(nn.Module):
-    """Gives a list to a neck. ``reads``: the spine reads the replaced item afterwards."""
+class MaybeMap(nn.Linear):
+    """Its annotation names ``None``."""
 
-    def __init__(self, reads: bool) -> None:
+    def forward(self, x: Tensor) -> Tensor | None:  # type: ignore[override]
+        return super().forward(x)
+
+
+class WithNeck(nn.Module):
+    """Gives a list to a neck. ``reads``: the spine reads the replaced item afterwards.
+
+    ``is_checked``: the trace checks in each step that the items are not ``None``.
+    """
+
+    def __init__(self, reads: bool, is_checked: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer(to_nothing) for _ in range(4))
-        self.maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.maps = nn.ModuleList(MaybeMap(4, 4) if is_checked else nn.Linear(4, 4) for _ in range(2))
         self.neck = Neck()
         self.reads = reads
 
@@ -314,12 +324,14 @@ class WithNeck(nn.Module):
         return (x + maps[0] if self.reads else x).square().mean()
 
 
-def test_a_module_may_change_a_list_that_it_alone_reads() -> None:
-    assert_exact(WithNeck(False), {"x": torch.randn(4, 4)}, Layer)
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_module_may_change_a_list_that_it_alone_reads(is_checked: bool) -> None:
+    assert_exact(WithNeck(False, is_checked), {"x": torch.randn(4, 4)}, Layer)
 
 
-def test_a_changed_list_that_the_spine_reads_is_refused() -> None:
-    pipeline = InProcessPipeline(WithNeck(True), 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_changed_list_that_the_spine_reads_is_refused(is_checked: bool) -> None:
+    pipeline = InProcessPipeline(WithNeck(True, is_checked), 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Layer)
 
     with pytest.raises(RuntimeError, match=r"neck \(Neck\) changes its argument 0\[0\]"):
         pipeline.train({"x": torch.randn(4, 4)}, 2)
