@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.example_run import takes_examples
 
 
 class SharedState:
@@ -110,6 +111,42 @@ def _takes_part(module: nn.Module) -> bool:
     """Return whether the layer may use the mapping. ``SealedState`` checks the answer of its attention layers."""
     attentions = [child for child in listings.modules(module) if hasattr(child, "is_kv_shared_layer")]
     return not attentions or any(child.is_kv_shared_layer or child.store_full_length_kv for child in attentions)
+
+
+class UnfilledList(list[Any]):
+    """An empty list for a module without parameters, which may read it; additions raise ``RuntimeError``."""
+
+    def _refuse(self, *arguments: Any) -> NoReturn:
+        raise RuntimeError(
+            "a module fills a list that it is given; its additions would be lost in a pipeline. Return the values, or "
+            "share them in a collections.UserDict"
+        )
+
+    append = extend = insert = __iadd__ = __setitem__ = _refuse  # type: ignore[assignment]
+
+
+def unfilled_list() -> UnfilledList:
+    """An empty list, as a node of the graph."""
+    return UnfilledList()
+
+
+def with_unfilled_lists(
+    tracer: fx.Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a leaf, with a node in place of each empty list for a criterion (``auxiliary_logits=[]``).
+
+    Raises ``RuntimeError`` for an empty list, dict or set as an argument of another leaf, whose additions would be
+    lost.
+    """
+
+    def hand_over(value: Any) -> Any:
+        if type(value) is not list or value or not takes_examples(module):
+            return value
+        return tracer.create_proxy("call_function", unfilled_list, (), {})
+
+    args, kwargs = tuple(map(hand_over, args)), {name: hand_over(value) for name, value in kwargs.items()}
+    refuse_empty_arguments(module, args, kwargs)
+    return args, kwargs
 
 
 def refuse_empty_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from nxdpp.tracing.modes import current_modes
 from nxdpp.tracing.parameter_devices import devices_of_inputs
 from nxdpp.tracing.proxy import proxy_of
 from nxdpp.tracing.selections import answer_with_items
-from nxdpp.tracing.shared_state import call_sharing, refuse_empty_arguments
+from nxdpp.tracing.shared_state import call_sharing, with_unfilled_lists
 from nxdpp.tracing.sizes import (
     DataInModuleError,
     Fact,
@@ -139,7 +139,7 @@ class SpineTracer(fx.Tracer):
             return forward(*args, **kwargs)
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
-            refuse_empty_arguments(m, args, kwargs)
+            args, kwargs = with_unfilled_lists(self, m, args, kwargs)
             return value_or_none(self._run(m, args, kwargs, record))
         return record(args, kwargs)
 

@@ -150,12 +150,15 @@ _CODES = "its inputs, text with codes or latents of sound at the places of speci
 _GREEDY = "its forward takes no labels: each step reads the symbol that the step before predicted best"
 
 # Types that cannot be built or trained alone, with the reason.
+_NO_LABELS = "its forward takes no labels"
+_RAISES = "does not support training: its forward raises for labels"
+_PP_OCR = ("v5_mobile", "v5_server", "v6_medium", "v6_small")
 CANNOT_TRAIN: dict[tuple[str, str], str] = {
     ("causal-lm", "gemma3n"): _TIMM + " for its vision tower (gemma3n_text runs)",
     ("causal-lm", "gemma4_assistant"): _DRAFTS,
     ("causal-lm", "gemma4_unified_assistant"): _DRAFTS,
     ("image-classification", "dinat"): "needs the natten package of kernels",
-    ("image-classification", "pp_lcnet"): "its forward takes no labels",
+    ("image-classification", "pp_lcnet"): _NO_LABELS,
     ("image-classification", "shieldgemma2"): "its forward passes labels on but returns probabilities and no loss",
     ("image-classification", "timm_wrapper"): _TIMM,
     ("keypoint-detection", "superpoint"): _NO_TRAINING,
@@ -173,4 +176,7 @@ CANNOT_TRAIN: dict[tuple[str, str], str] = {
     ("text-to-waveform", "pocket_tts"): _CODES,
     ("text-to-waveform", "bark"): "its model has no forward: generation joins four models",
     ("text-to-waveform", "vits"): "its forward raises for labels: training is not supported",
+    **{("object-detection", f"pp_doclayout_v{version}"): _RAISES for version in (2, 3, 4)},
+    **{("object-detection", f"pp_ocr{name}_det"): _NO_LABELS for name in _PP_OCR},
+    ("universal-segmentation", "videomt"): _RAISES,
 }
