@@ -48,7 +48,7 @@ def assignment(value: fx.Node, item: Any) -> Callable[[Any, Any, Any], Any]:
 
 
 def _follows_from(value: fx.Node, item: Any) -> bool:
-    source = item.node if isinstance(item, fx.Proxy) else None
+    source: Any = item.node if isinstance(item, fx.Proxy) else None
     if source is None or source.target not in IN_PLACE_OPERATORS:
         return False
     while isinstance(source, fx.Node) and source is not value and source.args:

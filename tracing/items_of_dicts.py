@@ -42,7 +42,8 @@ def items_of(value: fx.Proxy) -> dict[Any, Any] | None:
         if not tracer.guesses or value.node.op != "call_module":
             return None
         keys = _GUESSED
-    items = {key: value[key] for key in keys}
+    source: Any = value
+    items = {key: source[key] for key in keys}
     vars(value)[_ITEMS] = (value.node, items, {key: _node(item) for key, item in items.items()})
     return items
 

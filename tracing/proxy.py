@@ -119,7 +119,8 @@ class RecordingProxy(_SizedProxy):
 
     def __getitem__(self, index: Any) -> fx.Proxy | None:
         if isinstance(index, str | int) and (items := known_items(self)) is not None and index in items:
-            return items[index]
+            known: fx.Proxy | None = items[index]
+            return known
         item = (mask_with_items(self), index)
         return value_or_none(self.tracer.create_proxy("call_function", operator.getitem, item, {}))
 

@@ -122,7 +122,7 @@ class UnfilledList(list[Any]):
             "share them in a collections.UserDict"
         )
 
-    append = extend = insert = __iadd__ = __setitem__ = _refuse  # type: ignore[assignment]
+    append = extend = insert = __iadd__ = __setitem__ = _refuse
 
 
 def unfilled_list() -> UnfilledList:
