@@ -1,5 +1,6 @@
 """The transformer layers of a model: given, declared, or the longest run of equal modules."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -119,4 +120,5 @@ def _listed_classes(module: nn.Module) -> list[type[nn.Module]]:
 
 
 def _names(classes: Iterable[type[nn.Module]]) -> str:
-    return ", ".join(cls.__name__ for cls in classes)
+    counts = Counter(cls.__name__ for cls in classes)
+    return ", ".join(name if count == 1 else f"{name} ({count} classes)" for name, count in counts.items())

@@ -31,6 +31,7 @@ _TRACING_CODE = re.compile(
 _ON_BEHALF = re.compile(r"^<frozen|/(abc|copy|dataclasses|functools|inspect|typing|torch/nn/parameter)\.py$")
 # Attributes of a traced value that its spec has, with their names there.
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
+_OF_PROXIES = frozenset({"node", "tracer"})
 # Attributes of a tensor that may be None, and tell how it was made or what a backward has left.
 _OF_AUTOGRAD = frozenset({"_base", "_grad", "_grad_fn", "grad", "grad_fn"})
 
@@ -71,6 +72,13 @@ class RecordingProxy(_SizedProxy):
                 RuntimeError(
                     f"forward sets {self.node.name}.{name}, which changes a tensor outside the transformer layers "
                     f"under all its names. Make a new tensor, or change this one with a method (x.copy_(y))."
+                )
+            )
+        elif name not in _OF_PROXIES and not _is_tracing_code(sys._getframe(1)):
+            raise _tracer(self).refused(
+                RuntimeError(
+                    f"forward sets {self.node.name}.{name} outside the transformer layers; layers and stages get the "
+                    f"value without it. Keep it in a variable of forward, and give it to layers as an argument."
                 )
             )
         else:

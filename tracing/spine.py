@@ -18,6 +18,7 @@ from nxdpp.tracing.any_data import check_in_every_step, is_checked
 from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls, refuse_made
 from nxdpp.tracing.captured_outputs import call_capturing
 from nxdpp.tracing.checks import mark_must_run, value_or_none
+from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
 from nxdpp.tracing.einops_calls import recorded_einops
@@ -226,9 +227,12 @@ class SpineTracer(fx.Tracer):
         try:
             return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
         except NotImplementedError:
+            name = type(a).__name__
+            is_own = not is_framework(type(a).__module__)
+            remedy = f". Make {name} a dataclass that each layer makes anew, or hand on its tensors." if is_own else ""
             raise RuntimeError(
-                f"a {type(a).__name__} is handed on between layers; a graph holds tensors, numbers and strings, and "
-                f"tuples, lists and dicts of them"
+                f"a {name} is handed on between layers; a graph holds tensors, numbers and strings, and "
+                f"tuples, lists, dicts and dataclasses of them{remedy}"
             ) from None
 
     def fact(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:

@@ -139,8 +139,7 @@ class Engine:
                 call()
             self._finish()
         except Exception as error:
-            action = self._called_for[at]
-            error.add_note(f"in the pipeline: {_text(action)} (action {action})")
+            _note(error, self._called_for[at])
             failure_watch.report(error)
             raise
         finally:
@@ -259,3 +258,12 @@ def _text_of_call(called_for: Sequence[Action], at: int) -> str:
 def _text(action: Action) -> str:
     what = action.kind.name.lower().replace("_", " ")
     return f"stage {action.stage}, {what} of microbatch {action.microbatch}"
+
+
+def _note(error: Exception, action: Action) -> None:
+    error.add_note(f"in the pipeline: {_text(action)} (action {action})")
+    if "modified by an inplace operation" in str(error):
+        error.add_note(
+            "The forward of a later microbatch comes before this backward. If a layer changes a buffer in place there, "
+            "assign a new tensor instead (self.std = 0.9 * self.std + ...), or compute with a copy (.clone())."
+        )

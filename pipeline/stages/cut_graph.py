@@ -10,6 +10,7 @@ from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
 from nxdpp.pipeline.stages.program import RankProgram, StageProgram
+from nxdpp.pipeline.stages.shared_objects import SharedBuffers, SharedObjects
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.nested import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.trace import TracedGraph
@@ -68,12 +69,25 @@ class CutGraph:
         """Return the module of one stage. It shares the parameters of the model."""
         return build_stage(plan, self.traced, self.partition.module, self.assigned)
 
-    def build_program(self, plan: StagePlan) -> StageProgram:
-        """Return the program of one stage. Its first run is watched where code of the user is in the spine."""
+    def build_program(self, plan: StagePlan, buffers: SharedBuffers | None = None) -> StageProgram:
+        """Return the program of one stage. Its first run is watched where code of the user is in the model.
+
+        ``buffers`` are those with names in several layers.
+        """
         module, state = self.partition.module, self.traced.state
-        watch = None if state is None else FirstRun(state, module)
-        first_run = None if watch is None else build_stage(plan, self.traced, module, self.assigned, watch)
+        shared = SharedObjects(module, self._stages_of_modules(), plan.stage, buffers)
+        first_run = None
+        if state is not None or shared.has_user_code:
+            watch = FirstRun(state, module, shared)
+            first_run = build_stage(plan, self.traced, module, self.assigned, watch)
         return StageProgram(plan, self.build(plan), first_run)
+
+    def _stages_of_modules(self) -> dict[str, set[int]]:
+        stages: dict[str, set[int]] = {}
+        for node, stage in self.assigned.items():
+            if node.op == "call_module":
+                stages.setdefault(str(node.target), set()).add(stage)
+        return stages
 
 
 def fill_output(output: Any, values: Mapping[str, Any]) -> Any:

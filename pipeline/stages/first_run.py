@@ -5,7 +5,13 @@ of its own stage::
 
     layer:  AUX.append(loss)        spine:  return loss + sum(AUX)        traced as  loss + 0
 
-The first run of a stage compares these objects before and after each module. Later runs cost nothing.
+The first run of a stage compares these objects before and after each module. It verifies three more things of a module:
+
+* It changes no tensor that modules of other stages may read (``shared_objects.py``).
+* It changes no tensor through ``.data`` that its own backward needs (``data_changes.py``).
+* Its outputs have no attributes, which would be lost between stages.
+
+Later runs cost nothing.
 """
 
 import operator
@@ -13,11 +19,15 @@ from collections import UserDict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from nxdpp.pipeline.stages.data_changes import DataOfModule
+from nxdpp.pipeline.stages.shared_objects import SharedObjects
 from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.checks import passes_on
 from nxdpp.tracing.code_names import is_framework
+from nxdpp.tracing.nested import leaves_of
 from nxdpp.tracing.reachable_state import Difference, ReachableState, snapshot_of_data
 
 
@@ -25,13 +35,15 @@ class FirstRun:
     """Watches the modules of one stage.
 
     Args:
-        state: the state that the spine can reach.
+        state: the state that the spine can reach, or ``None`` for a spine without code of the user.
         root: the model.
+        shared: the tensors that modules of this stage share with those of other stages.
     """
 
-    def __init__(self, state: ReachableState, root: nn.Module) -> None:
+    def __init__(self, state: ReachableState | None, root: nn.Module, shared: SharedObjects) -> None:
         self._state = state
         self._root = root
+        self._shared = shared
 
     def watch(self, node: fx.Node, original: fx.Node) -> None:
         """Make ``node`` of a stage's graph, a copy of ``original`` of the traced graph, a watched call."""
@@ -39,26 +51,43 @@ class FirstRun:
         if node.op == "call_module":
             module = self._root.get_submodule(str(node.target))
             name = f"{node.target} ({type(module).__name__})"
-            node.op, node.target = "call_function", _Watched(module, name, given, self._state)
+            node.op, node.target = "call_function", _Watched(module, name, given, self._state, self._shared)
         elif isinstance(node.target, OpaqueCall) and not is_framework(_module_of(node.target.function)):
-            node.target = _Watched(node.target, node.target.__name__, [], self._state)
+            node.target = _Watched(node.target, node.target.__name__, [], self._state, None)
 
 
 class _Watched:
-    def __init__(self, call: Any, name: str, given: Sequence[int | str], state: ReachableState) -> None:
+    def __init__(
+        self,
+        call: Any,
+        name: str,
+        given: Sequence[int | str],
+        state: ReachableState | None,
+        shared: SharedObjects | None,
+    ) -> None:
         self.__name__ = "watched"
         self._call = call
         self._name = name
         self._given = given
         self._state = state
+        self._shared = shared or None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {name: value for name, value in _arguments(args, kwargs) if name in self._given}
-        state, data = self._state.snapshot(), snapshot_of_data(given)
+        state = None if self._state is None else self._state.snapshot()
+        shared = None if self._shared is None else self._shared.snapshot()
+        data = snapshot_of_data(given)
+        content = DataOfModule(self._call) if isinstance(self._call, nn.Module) else None
         output = self._call(*args, **kwargs)
-        changes = [change for change in state.differences(self._state.snapshot()) if change.is_of_values]
-        self._refuse(changes, "", "the code between the layers reads it")
+        if self._state is not None and state is not None:
+            changes = [change for change in state.differences(self._state.snapshot()) if change.is_of_values]
+            self._refuse(changes, "", "the code between the layers reads it")
         self._refuse(data.differences(snapshot_of_data(given)), "its argument ", "other users of it may be elsewhere")
+        if self._shared is not None and shared is not None:
+            self._refuse_shared(shared.first_change(self._shared.snapshot()))
+        if content is not None:
+            content.refuse_changes(self._name, (args, kwargs), output)
+            self._refuse_attributes(output)
         return output
 
     def _refuse(self, changes: list[Difference], kind: str, reason: str) -> None:
@@ -68,6 +97,26 @@ class _Watched:
                 f"Return the value from {self._name}, or set it as an attribute of the module (self.name = value in "
                 f"its forward), which is read after its run."
             )
+
+    def _refuse_shared(self, path: str | None) -> None:
+        if path is not None:
+            raise RuntimeError(
+                f"{self._name} changes the tensor {path}, which modules of other stages may read; each stage has a "
+                f"copy, and the change would be lost there. Return the value from {self._name}, and give it to the "
+                f"later modules as an argument. If it is a table that the first run fills, run the model once before "
+                f"wrapping it, with inputs of the greatest length."
+            )
+
+    def _refuse_attributes(self, output: Any) -> None:
+        for tensor in leaves_of(output):
+            if type(tensor) is torch.Tensor:
+                # torch.compile has its own marks on tensors.
+                names = [name for name in vars(tensor) if not name.startswith("_dynamo")]
+                if names:
+                    raise RuntimeError(
+                        f"{self._name} returns a tensor with the attribute {names[0]}, which a tensor loses between "
+                        f"stages. Return the value beside the tensor: return y, value."
+                    )
 
 
 def _arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:

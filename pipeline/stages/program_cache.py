@@ -16,6 +16,7 @@ from nxdpp.pipeline.stages.cut_graph import CutGraph, EndsWith
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.pipeline.stages.meta_copy import meta_copy
 from nxdpp.pipeline.stages.program import RankProgram
+from nxdpp.pipeline.stages.shared_objects import SharedBuffers
 from nxdpp.tracing import listings
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.graph_values import compute_the_same
@@ -80,6 +81,7 @@ class ProgramCache:
         self._options = options
         self._loss_spec = loss_spec
         self._local_stages = stages
+        self._shared_buffers = SharedBuffers(module, partition.layer_stages)
         self._common = [f"{name}: {value}" for name, value in settings.items()]
         self._common += parameter_lines([*listings.named_parameters(module), *listings.named_buffers(module)])
         # The key has the shapes of the inputs for variants with a graph that depends on sizes, and ``None`` for others.
@@ -244,7 +246,7 @@ class ProgramCache:
             with self._partition.remedy_named():
                 plans = cut.plans(results)
             lines = graph_lines(cut.traced, cut.assigned, self._module)
-        stages = {stage: cut.build_program(plans[stage]) for stage in self._local_stages}
+        stages = {stage: cut.build_program(plans[stage], self._shared_buffers) for stage in self._local_stages}
         edges = frozenset((source, plan.stage) for plan in plans for source in plan.received.values())
         mode = f"the {ends_with} in {'training' if cut.training else 'evaluation'} mode"
         return RankProgram(stages, edges, fingerprint([mode, *self._common, *lines]), plans[-1].results)

@@ -202,3 +202,11 @@ def test_classes_from_classes_and_names_are_each_there_once() -> None:
         PlainLayer,
     )
     assert resolve_classes(PlainModel(), (), "leaf_module_cls") == ()
+
+
+def test_classes_of_one_name_are_counted() -> None:
+    classes = [type("Same", (PlainLayer,), {}) for _ in range(3)]
+    model = nn.Sequential(*(cls() for cls in classes), PlainLayer())
+    with pytest.raises(ValueError, match=r"lists of modules in it hold: Same \(3 classes\), PlainLayer\."):
+        find_layer_classes(model, None)
+    assert layer_names(model, find_layer_classes(model, "Same")) == ["0", "1", "2"]

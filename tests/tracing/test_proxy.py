@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.in_place import assign_item
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.trace import trace
@@ -57,6 +58,17 @@ def test_changes_in_place_are_made_in_their_order(function: Callable[[torch.Tens
     assert gradient is not None
     assert model.embedding.weight.grad is not None
     assert torch.equal(gradient, model.embedding.weight.grad)
+
+
+def _marks(hidden: torch.Tensor) -> torch.Tensor:
+    setattr(hidden, "scale", 0.9)  # noqa: B010
+    return hidden
+
+
+def test_an_attribute_set_on_a_tensor_is_refused() -> None:
+    model = Prepared(_marks)
+    with pytest.raises(TracingError, match=r"forward sets \w+\.scale .* variable of forward, and give it to layers as"):
+        trace_with(model, {"x": torch.randn(3, 4)}, options_for(model, PlainLayer))
 
 
 def test_assign_item_gives_the_value_it_changed() -> None:

@@ -243,11 +243,28 @@ def test_later_runs_are_not_watched() -> None:
     assert all(stage.first_run is None for stage in program.stages.values())
 
 
-def test_layers_in_a_spine_of_torch_are_not_watched() -> None:
-    model = nn.Sequential(Layer(to_a_global), Layer(to_a_global), nn.Linear(4, 1), nn.Flatten(0))
-    pipeline = InProcessPipeline(model, 2, {"input": torch.randn(2, 4)}, transformer_layer_cls=Layer)
+def test_layers_of_torch_in_a_spine_of_torch_are_not_watched() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Flatten(0))
+    pipeline = InProcessPipeline(model, 2, {"input": torch.randn(2, 4)}, transformer_layer_cls=nn.Linear)
     program = pipeline.programs.program(pipeline.programs.cut_graph({"input": torch.randn(2, 4)}, True), "output")
     assert all(stage.first_run is None for stage in program.stages.values())
+
+
+class Marking(Layer):
+    """Returns a tensor with an attribute, which the next layer reads."""
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        y = torch.tanh(self.linear(x)) + getattr(x, "extra", 0.0)
+        setattr(y, "extra", y.detach().mean())  # noqa: B010
+        return y
+
+
+def test_an_attribute_of_an_output_is_refused() -> None:
+    model = Model(to_nothing, lambda model: 0.0)
+    model.layers = nn.ModuleList(Marking(to_nothing) for _ in range(4))
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=Marking)
+    with pytest.raises(RuntimeError, match=r"layers\.0 \(Marking\) returns .* the attribute extra.*return y, v"):
+        pipeline.train({"x": torch.randn(4, 4)}, 2)
 
 
 class SettingLayer(Layer):

@@ -1,0 +1,127 @@
+"""Tensors that modules of several stages share through Python objects: a stage must not change them.
+
+::
+
+    layers.1.prev = [layers.0]     stage 0:  layers.0 sets self.out     stage 1:  layers.1 reads self.prev[0].out
+
+Stage 1 has an object of its own, without the change. The first run of a stage finds such changes. A stage may leave
+values in such objects for its own later modules: it runs them in order, for one microbatch after another.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.pipeline.stages.data_changes import same_content
+from nxdpp.tracing import listings
+from nxdpp.tracing.layer_objects import Place, Reached, loaded_names, runs_user_code
+
+_MOST_ITEMS_OF_TENSOR = 1 << 20
+
+
+class SharedBuffers:
+    """Buffers with names in several layers, found while the model is whole.
+
+    Args:
+        root: the model.
+        layers: the stage of each layer.
+
+    Attributes:
+        elsewhere: for each such name one of another stage.
+    """
+
+    def __init__(self, root: nn.Module, layers: Mapping[str, int]) -> None:
+        names: dict[int, list[tuple[str, int]]] = {}
+        for layer, stage in layers.items():
+            for name, buffer in listings.named_buffers(root.get_submodule(layer), remove_duplicate=False):
+                names.setdefault(id(buffer), []).append((f"{layer}.{name}", stage))
+        self.elsewhere: dict[str, str] = {}
+        for group in names.values():
+            for name, stage in group:
+                others = [other for other, of in group if of != stage]
+                if others:
+                    self.elsewhere[name] = others[0]
+
+
+class SharedObjects:
+    """The tensors that modules of a stage share with those of other stages.
+
+    Args:
+        root: the model.
+        stages: the stages of each module that runs, by name.
+        stage: the stage that is watched.
+        buffers: buffers with several names.
+    """
+
+    def __init__(
+        self, root: nn.Module, stages: Mapping[str, set[int]], stage: int, buffers: SharedBuffers | None = None
+    ) -> None:
+        self._shared: list[tuple[str, Any]] = []
+        self._names: set[str] = set()
+        self._buffers = {
+            name: (*_registry(root, name), other) for name, other in (buffers.elsewhere if buffers else {}).items()
+        }
+        own = [(name, root.get_submodule(name)) for name, of in stages.items() if stage in of]
+        others = [(name, root.get_submodule(name)) for name, of in stages.items() if of - {stage}]
+        self.has_user_code = runs_user_code(part for _, module in own for part in listings.modules(module))
+        if self.has_user_code and others:
+            elsewhere = Reached(others, loaded_names)
+            here = Reached(own)
+            for key, (holder, path) in elsewhere.holders.items():
+                if key in here.holders and not isinstance(holder, nn.Parameter):
+                    self._shared.append((path, holder))
+            self._names = elsewhere.names
+
+    def __bool__(self) -> bool:
+        return bool(self._shared or self._buffers)
+
+    def snapshot(self) -> "SharedSnapshot":
+        """The tensors as they are now."""
+        places = Reached(self._shared, loaded_names, self._names).places if self._shared else {}
+        for name, (registry, key, other) in self._buffers.items():
+            buffer = registry.get(key)
+            if buffer is not None and not buffer.is_meta:
+                places[id(registry), key] = Place(buffer, buffer._version, f"{name}, which is also {other}", key, None)
+        return SharedSnapshot(places, self._names)
+
+
+class SharedSnapshot:
+    """Tensors at one time."""
+
+    def __init__(self, places: dict[tuple[int, Any], Place], names: set[str]) -> None:
+        self._places = places
+        self._names = names
+        self._content = {key: _content(place.tensor) for key, place in places.items()}
+
+    def first_change(self, later: "SharedSnapshot") -> str | None:
+        """Return the path of a tensor that is another one in ``later``, or was changed in place."""
+        return next(self._changes(later), None)
+
+    def _changes(self, later: "SharedSnapshot") -> Iterator[str]:
+        for key, place in later._places.items():
+            before = self._places.get(key)
+            if before is not None and before.tensor is place.tensor:
+                old, new = self._content[key], later._content[key]
+                if before.version != place.version or not same_content(old, new):
+                    yield place.path
+            elif self._is_read(place):
+                yield place.path
+
+    def _is_read(self, place: Place) -> bool:
+        """Return whether code may read a new tensor. Additions to a list, or under other keys, may be for the user."""
+        if place.length is not None:
+            return any(other.key == place.key and other.path == place.path for other in self._places.values())
+        return not place.path.endswith("]") or (isinstance(place.key, str) and place.key in self._names)
+
+
+def _content(tensor: torch.Tensor) -> Any:
+    # A change of ``.data`` leaves the version as it is.
+    is_plain = type(tensor) is torch.Tensor and not tensor.is_meta and tensor.layout is torch.strided
+    return tensor.detach().clone() if is_plain and tensor.numel() <= _MOST_ITEMS_OF_TENSOR else None
+
+
+def _registry(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    owner, _, key = name.rpartition(".")
+    return root.get_submodule(owner)._buffers, key

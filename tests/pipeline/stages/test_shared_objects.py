@@ -1,0 +1,272 @@
+"""Tensors that layers of several stages share are refused where a layer changes them, and are exact otherwise."""
+
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxdpp.tracing.layer_objects import loaded_names
+from tests.support.exact import assert_exact
+from tests.support.in_process import InProcessPipeline
+
+STORE: dict[Any, Any] = {}
+FEATURES: list[Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> None:
+    STORE.clear()
+    FEATURES.clear()
+    ReadsItsClass.cache = None
+
+
+class Layer(nn.Module):
+    """Tells the places of what it shares with the next layers."""
+
+    number: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        total: Tensor = y + self.use(y)
+        return total
+
+    def use(self, y: Tensor) -> Any:
+        return 0.0
+
+
+class ReadsThePrevious(Layer):
+    out: Any = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.previous: list[ReadsThePrevious] = []
+
+    def use(self, y: Tensor) -> Any:
+        self.out = y
+        return self.previous[0].out if self.previous else 0.0
+
+
+class ReadsWeakly(Layer):
+    out: Any = None
+    previous: Any = None
+
+    def use(self, y: Tensor) -> Any:
+        self.out = y
+        return 0.0 if self.previous is None else self.previous().out
+
+
+class ReadsAContext(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        if self.number == 0:
+            self.context.value = y
+        return 0.0 if self.context.value is None else self.context.value
+
+
+class ReadsAnEntry(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        if "value" not in self.context or self.number == 0:
+            self.context["value"] = y
+        return self.context["value"]
+
+
+class ReadsAGlobal(Layer):
+    def use(self, y: Tensor) -> Any:
+        if self.number == 0:
+            STORE["first"] = y
+        return STORE.get("first", 0.0)
+
+
+class ReadsItsClass(Layer):
+    cache: Any = None
+
+    def use(self, y: Tensor) -> Any:
+        if ReadsItsClass.cache is None:
+            ReadsItsClass.cache = y.detach().mean()
+        return ReadsItsClass.cache
+
+
+class ChangesATensor(Layer):
+    memory: Any
+
+    def use(self, y: Tensor) -> Any:
+        self.memory[0].mul_(0.5).add_(y.detach().mean(0))
+        return self.memory[0].clone()
+
+
+class ChangesData(Layer):
+    memory: Any
+
+    def use(self, y: Tensor) -> Any:
+        self.memory[0].data.mul_(0.5).add_(y.detach().mean(0))
+        return self.memory[0].clone()
+
+
+class ChangesABuffer(Layer):
+    memory: Tensor
+
+    def use(self, y: Tensor) -> Any:
+        with torch.no_grad():
+            self.memory.mul_(0.5).add_(y.detach().mean(0))
+        return self.memory.clone()
+
+
+class Model(nn.Module):
+    """Layers of one class that share ``shared``."""
+
+    def __init__(self, layer: type[Layer], share: Callable[[Any], Any] = lambda layers: None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        for number, module in enumerate(self.layers):
+            vars(module)["number"] = number
+        share(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def previous(layers: Any) -> None:
+    for before, layer in pairwise(layers):
+        layer.previous = [before]
+
+
+def weak(layers: Any) -> None:
+    for before, layer in pairwise(layers):
+        layer.previous = weakref.ref(before)
+
+
+def one(make: Callable[[], Any], name: str = "context") -> Callable[[Any], None]:
+    def share(layers: Any) -> None:
+        value = make()
+        for layer in layers:
+            vars(layer)[name] = value
+
+    return share
+
+
+def buffer(layers: Any) -> None:
+    memory = torch.zeros(4)
+    for layer in layers:
+        layer.register_buffer("memory", memory)
+
+
+def nothing(layers: Any) -> None:
+    pass
+
+
+CASES: dict[str, tuple[type[Layer], Callable[[Any], None], str]] = {
+    "layer before": (ReadsThePrevious, previous, r"layers\.[12].*\.out"),
+    "weak reference": (ReadsWeakly, weak, r"layers\.[12].*\.out"),
+    "object": (ReadsAContext, one(lambda: SimpleNamespace(value=None)), r"context\.value"),
+    "dict": (ReadsAnEntry, one(dict), r"context\['value'\]"),
+    "global": (ReadsAGlobal, nothing, r"test_shared_objects\.STORE\['first'\]"),
+    "class": (ReadsItsClass, nothing, r"ReadsItsClass\.cache"),
+    "tensor in a list": (ChangesATensor, one(lambda: [torch.zeros(4)], "memory"), r"memory\[0\]"),
+    "data of a tensor": (ChangesData, one(lambda: [torch.zeros(4)], "memory"), r"memory\[0\]"),
+    "buffer": (ChangesABuffer, buffer, r"layers\.\d\.memory"),
+}
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_changed_tensor_that_other_stages_read_is_refused(case: str, backward: bool) -> None:
+    layer, share, path = CASES[case]
+    model = Model(layer, share)
+    pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=layer)
+    with pytest.raises(RuntimeError, match=rf"(?s)layers\.[01] \(\w+\) changes the tensor .*{path}.* Return the value"):
+        pipeline.train({"x": torch.randn(4, 4)}, 2, backward)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["object", "tensor in a list", "layer before"])
+def test_layers_of_one_stage_may_share(case: str) -> None:
+    layer, share, _ = CASES[case]
+
+    def share_in_pairs(layers: Any) -> None:
+        share(layers[:2])
+        share(layers[2:])
+        for position in (0, 2):
+            layers[position].number = 0
+
+    assert_exact(Model(layer, share_in_pairs), {"x": torch.randn(4, 4)}, layer)
+
+
+class FillsATable(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        if self.context.value is None:
+            self.context.value = torch.arange(4.0)
+        return self.context.value
+
+
+def test_a_table_is_exact_once_it_is_filled() -> None:
+    share = one(lambda: SimpleNamespace(value=None))
+    x = torch.randn(4, 4)
+    pipeline = InProcessPipeline(
+        Model(FillsATable, share), 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=FillsATable
+    )
+    with pytest.raises(RuntimeError, match="run the model once before wrapping it"):
+        pipeline.train({"x": x}, 2)
+    model = Model(FillsATable, share)
+    model(x)
+    assert_exact(model, {"x": x}, FillsATable)
+
+
+class Collects(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        FEATURES.append(y.detach())
+        STORE[self.number] = y.detach()
+        STORE["last"] = y.detach()
+        self.context.last = y.detach()
+        self.own = y.detach()
+        return self.own * 2.0
+
+
+def test_tensors_that_layers_alone_store_are_not_refused() -> None:
+    model = Model(Collects, one(SimpleNamespace))
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: STORE.update(hook=output.detach()))
+    assert_exact(model, {"x": torch.randn(4, 4)}, Collects)
+    assert FEATURES
+
+
+def test_names_that_code_only_stores_are_no_loaded_names() -> None:
+    def code(store: Any) -> Any:
+        store["written"] = store.read
+        store.stored = store["item"]
+        return lambda: store.within
+
+    names = loaded_names(code.__code__)
+    assert {"read", "item", "within"} <= names
+    assert not {"written", "stored"} & names
+
+
+def test_layers_in_a_spine_of_torch_are_watched() -> None:
+    layers = [ReadsThePrevious() for _ in range(4)]
+    previous(layers)
+    pipeline = InProcessPipeline(
+        nn.Sequential(*layers), 2, {"input": torch.randn(2, 4)}, transformer_layer_cls=ReadsThePrevious
+    )
+    program = pipeline.programs.program(pipeline.programs.cut_graph({"input": torch.randn(2, 4)}, True), "output")
+    module = program.stages[0].first_run
+    assert module is not None
+    with pytest.raises(RuntimeError, match=r"changes the tensor .*\.out"):
+        module(torch.randn(2, 4))

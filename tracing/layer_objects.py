@@ -1,0 +1,228 @@
+"""Tensors in Python objects that the code of modules below the spine can reach, such as an object that layers share.
+
+::
+
+    layers.1.prev = [layers.0]            forward of layers.1:  self.prev[0].out       reached: layers.1.prev[0].out
+    layer.context = SimpleNamespace()     forward:  self.context.value                 reached: layers.1.context.value
+
+Code reaches the names that it loads. Code of torch, transformers, NumPy and the standard library is not looked into.
+"""
+
+import dis
+import functools
+import threading
+import weakref
+from argparse import Namespace
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextvars import ContextVar
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from nxdpp.tracing import listings
+from nxdpp.tracing.code_names import is_framework, names_in
+from nxdpp.tracing.object_state import PLAIN, content_of, slots_of
+from nxdpp.tracing.put_back import MISSING
+from nxdpp.tracing.state_walk import HOOKS, MOST_ITEMS, OF_MODULES
+
+_DEEPEST = 8
+_MOST_OBJECTS = 10_000
+_OPEN = (SimpleNamespace, Namespace, UserDict, UserList, threading.local)
+
+
+class Place(NamedTuple):
+    """A tensor in an object, with the number of its in-place changes. ``key`` is its index or key there."""
+
+    tensor: torch.Tensor
+    version: int
+    path: str
+    key: Any
+    length: int | None
+
+
+class Reached:
+    """The objects that modules and their code can reach.
+
+    Args:
+        roots: modules or other objects, each with its path.
+        names_of: gives the names that a code object uses.
+        names: names that are known; without them the code of the modules gives them.
+
+    Attributes:
+        names: the names that the code uses.
+        holders: mutable objects and tensors by their id, each with its path.
+        places: tensors, by the id of their holder and their key there.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[tuple[str, Any]],
+        names_of: Callable[[CodeType], AbstractSet[str]] = names_in,
+        names: AbstractSet[str] | None = None,
+    ) -> None:
+        self.names: set[str] = set(names or ())
+        self._names_of = names_of
+        while True:
+            before = len(self.names)
+            self._walk(roots)
+            if names is not None or len(self.names) == before:
+                return
+
+    def _walk(self, roots: Sequence[tuple[str, Any]]) -> None:
+        self.holders: dict[int, tuple[Any, str]] = {}
+        self.places: dict[tuple[int, Any], Place] = {}
+        self._used: set[str] = set()
+        self._functions: set[FunctionType] = set()
+        self._pending: deque[tuple[Any, str, int]] = deque()
+        for path, root in roots:
+            if isinstance(root, nn.Module):
+                for below, module in listings.named_modules(root):
+                    self._pending.append((module, f"{path}.{below}" if below else path, 0))
+            else:
+                self._pending.append((root, path, 0))
+        while self._pending and len(self.holders) < _MOST_OBJECTS:
+            self._enter(*self._pending.popleft())
+        self.names |= self._used
+
+    def _enter(self, value: Any, path: str, depth: int) -> None:
+        if id(value) in self.holders or type(value) in PLAIN:
+            return
+        path = value.__name__ if isinstance(value, type) else path
+        self.holders[id(value)] = value, path
+        if isinstance(value, torch.Tensor):
+            self.places[id(value), None] = _place(value, path, None, None)
+            return
+        if isinstance(value, FunctionType):
+            self._enter_function(value, depth)
+        length = len(value) if isinstance(value, list | deque) else None
+        if depth < _DEEPEST:
+            for key, item, place in self._content(value):
+                if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter):
+                    self.places[id(value), key] = _place(item, path + place, key, length)
+                if not isinstance(item, nn.Parameter | ModuleType):
+                    self._pending.append((item, path + place, depth + 1))
+
+    def _enter_function(self, function: FunctionType, depth: int) -> None:
+        globals_ = function.__globals__
+        if not is_framework(globals_.get("__name__")):
+            if function not in self._functions:
+                self._functions.add(function)
+                self._used |= self._names_of(function.__code__)
+            for name in self._names_of(function.__code__) & globals_.keys():
+                item, path = globals_[name], f"{globals_.get('__name__')}.{name}"
+                if isinstance(item, torch.Tensor):
+                    self.places[id(globals_), name] = _place(item, path, name, None)
+                if not isinstance(item, ModuleType | nn.Parameter):
+                    self._pending.append((item, path, depth + 1))
+
+    def _content(self, value: Any) -> Iterator[tuple[Any, Any, str]]:
+        """The content that code may reach: key, object, and its place in a path."""
+        if isinstance(value, nn.Module):
+            yield from self._content_of_module(value)
+        elif isinstance(value, FunctionType):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield from ((name, content_of(cell), f"'s variable {name}") for name, cell in cells)
+            yield from (("", getattr(value, "__wrapped__", None), ""),)
+        elif isinstance(value, type):
+            yield from self._content_of_class(value)
+        elif isinstance(value, MethodType):
+            yield from ((position, part, "") for position, part in enumerate((value.__self__, value.__func__)))
+        elif isinstance(value, functools.partial):
+            yield from ((position, part, "") for position, part in enumerate((value.func, value.args, value.keywords)))
+        elif isinstance(value, property | staticmethod | classmethod | functools.cached_property):
+            accessors = (getattr(value, name, None) for name in ("fget", "fset", "__func__", "func"))
+            yield from ((position, accessor, "") for position, accessor in enumerate(accessors))
+        elif isinstance(value, weakref.ref):
+            yield None, value(), "()"
+        elif isinstance(value, ContextVar):
+            yield None, value.get(None), ".get()"
+        elif isinstance(value, dict):
+            if len(value) <= MOST_ITEMS:
+                yield from ((key, item, f"[{key!r:.40}]") for key, item in list(value.items()))
+        elif isinstance(value, list | tuple | deque):
+            if len(value) <= MOST_ITEMS:
+                yield from ((position, item, f"[{position}]") for position, item in enumerate(value))
+        elif isinstance(value, _OPEN) or not is_framework(type(value).__module__):
+            yield from self._content_of_object(value)
+
+    def _content_of_module(self, module: nn.Module) -> Iterator[tuple[Any, Any, str]]:
+        yield type(module), type(module), ""
+        registries = (vars(module), module._buffers, module._modules)
+        for items in registries:
+            for name, item in list(items.items()):
+                if name not in OF_MODULES and (name == "forward" or self._is_reached(name)):
+                    yield name, item, f".{name}"
+        for hooks in HOOKS:
+            for number, hook in vars(module).get(hooks, {}).items():
+                yield (hooks, number), hook, f".{hooks}"
+
+    def _content_of_class(self, cls: type) -> Iterator[tuple[Any, Any, str]]:
+        for base in cls.__mro__:
+            if not is_framework(base.__module__):
+                for name, item in list(vars(base).items()):
+                    is_special = name.startswith("__") and name.endswith("__")
+                    if name == "forward" or (is_special and name == "__call__") or self._is_reached(name):
+                        yield (base, name), item, f".{name}"
+
+    def _content_of_object(self, value: Any) -> Iterator[tuple[Any, Any, str]]:
+        if isinstance(value, PreTrainedConfig):
+            return
+        yield type(value), type(value), ""
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            is_open = isinstance(value, UserDict | UserList)
+            yield from (
+                (name, item, f".{name}") for name, item in list(attributes.items()) if is_open or self._is_reached(name)
+            )
+        for slot in slots_of(type(value)):
+            if self._is_reached(slot) and (item := getattr(value, slot, MISSING)) is not MISSING:
+                yield slot, item, f".{slot}"
+
+    def _is_reached(self, name: str) -> bool:
+        return name in self.names
+
+
+def _place(tensor: torch.Tensor, path: str, key: Any, length: int | None) -> Place:
+    return Place(tensor, -1 if tensor.is_inference() else tensor._version, path, key, length)
+
+
+def loaded_names(code: CodeType) -> set[str]:
+    """Names of globals and attributes that ``code`` and the functions inside load, and the strings that they use.
+
+    A string with which code only stores an item (``items["name"] = value``) is left out.
+    """
+    names: set[str] = set()
+    instructions = [instruction for instruction in dis.get_instructions(code) if instruction.opname != "EXTENDED_ARG"]
+    for instruction, after in zip(instructions, [*instructions[1:], None], strict=True):
+        is_stored = after is not None and after.opname == "STORE_SUBSCR"
+        value = instruction.argval
+        if instruction.opname.startswith(("LOAD_CONST", "RETURN_CONST")):
+            names |= set() if is_stored else _identifiers(value)
+        elif instruction.opname.startswith(("LOAD_", "IMPORT_")) and "FAST" not in instruction.opname:
+            names |= _identifiers(value)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= loaded_names(constant)
+    return names
+
+
+def _identifiers(value: Any) -> set[str]:
+    if isinstance(value, tuple | frozenset):
+        return {name for item in value for name in _identifiers(item)}
+    return {value} if isinstance(value, str) and value.isidentifier() else set()
+
+
+def runs_user_code(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a class, a replaced forward or a hook of ``modules`` is of neither torch nor transformers."""
+    classes = set()
+    for module in modules:
+        attributes = vars(module)
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
+            return True
+        classes.add(type(module))
+    return any(not is_framework(base.__module__) for cls in classes for base in cls.__mro__)
