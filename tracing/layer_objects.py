@@ -32,6 +32,7 @@ from nxdpp.tracing.state_walk import HOOKS, MOST_ITEMS, OF_MODULES
 
 _DEEPEST = 8
 _MOST_OBJECTS = 10_000
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OPEN = (SimpleNamespace, Namespace, UserDict, UserList, threading.local)
 
 
@@ -152,11 +153,13 @@ class Reached:
 
     def _content_of_module(self, module: nn.Module) -> Iterator[tuple[Any, Any, str]]:
         yield type(module), type(module), ""
-        registries = (vars(module), module._buffers, module._modules)
+        registries: tuple[dict[str, Any], ...] = (vars(module), module._buffers, module._modules)
         for items in registries:
-            for name, item in list(items.items()):
-                if name not in OF_MODULES and (name == "forward" or self._is_reached(name)):
-                    yield name, item, f".{name}"
+            is_list = items is module._modules and isinstance(module, _LISTS)
+            for name in items if is_list else sorted(items.keys() & self.names - OF_MODULES):
+                yield name, items[name], f".{name}"
+        if "forward" in vars(module):
+            yield "forward", vars(module)["forward"], ".forward"
         for hooks in HOOKS:
             for number, hook in vars(module).get(hooks, {}).items():
                 yield (hooks, number), hook, f".{hooks}"

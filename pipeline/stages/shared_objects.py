@@ -8,6 +8,7 @@ Stage 1 has an object of its own, without the change. The first run of a stage f
 values in such objects for its own later modules: it runs them in order, for one microbatch after another.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from nxdpp.pipeline.stages.data_changes import same_content
 from nxdpp.tracing import listings
+from nxdpp.tracing.code_names import names_in
 from nxdpp.tracing.layer_objects import Place, Reached, loaded_names, runs_user_code
 
 _MOST_ITEMS_OF_TENSOR = 1 << 20
@@ -60,6 +62,7 @@ class SharedObjects:
     ) -> None:
         self._shared: list[tuple[str, Any]] = []
         self._names: set[str] = set()
+        self._names_of = functools.cache(loaded_names)
         self._buffers = {
             name: (*_registry(root, name), other) for name, other in (buffers.elsewhere if buffers else {}).items()
         }
@@ -67,8 +70,8 @@ class SharedObjects:
         others = [(name, root.get_submodule(name)) for name, of in stages.items() if of - {stage}]
         self.has_user_code = runs_user_code(part for _, module in own for part in listings.modules(module))
         if self.has_user_code and others:
-            elsewhere = Reached(others, loaded_names)
-            here = Reached(own)
+            elsewhere = Reached(others, self._names_of)
+            here = Reached(own, functools.cache(names_in))
             for key, (holder, path) in elsewhere.holders.items():
                 if key in here.holders and not isinstance(holder, nn.Parameter):
                     self._shared.append((path, holder))
@@ -79,7 +82,7 @@ class SharedObjects:
 
     def snapshot(self) -> "SharedSnapshot":
         """The tensors as they are now."""
-        places = Reached(self._shared, loaded_names, self._names).places if self._shared else {}
+        places = Reached(self._shared, self._names_of, self._names).places if self._shared else {}
         for name, (registry, key, other) in self._buffers.items():
             buffer = registry.get(key)
             if buffer is not None and not buffer.is_meta:

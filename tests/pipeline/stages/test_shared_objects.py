@@ -64,6 +64,15 @@ class ReadsWeakly(Layer):
         return 0.0 if self.previous is None else self.previous().out
 
 
+class ReadsTheFirst(Layer):
+    out: Any = 0.0
+    model: Any
+
+    def use(self, y: Tensor) -> Any:
+        self.out = y
+        return self.model[0].blocks[0].out
+
+
 class ReadsAContext(Layer):
     context: Any
 
@@ -145,6 +154,13 @@ def previous(layers: Any) -> None:
         layer.previous = [before]
 
 
+def a_list_of_all(layers: Any) -> None:
+    whole = nn.Module()
+    whole.blocks = layers
+    for layer in layers:
+        layer.model = [whole]
+
+
 def weak(layers: Any) -> None:
     for before, layer in pairwise(layers):
         layer.previous = weakref.ref(before)
@@ -171,6 +187,7 @@ def nothing(layers: Any) -> None:
 
 CASES: dict[str, tuple[type[Layer], Callable[[Any], None], str]] = {
     "layer before": (ReadsThePrevious, previous, r"layers\.[12].*\.out"),
+    "list of layers": (ReadsTheFirst, a_list_of_all, r"layers\.[12].*\.out"),
     "weak reference": (ReadsWeakly, weak, r"layers\.[12].*\.out"),
     "object": (ReadsAContext, one(lambda: SimpleNamespace(value=None)), r"context\.value"),
     "dict": (ReadsAnEntry, one(dict), r"context\['value'\]"),
