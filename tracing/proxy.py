@@ -9,9 +9,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
+from nxdpp.tracing import listings
 from nxdpp.tracing.checks import mask_with_items, value_or_none
+from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.fields import is_field, may_be_field
 from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, InPlaceMethod, assignment, in_place
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
@@ -72,13 +75,6 @@ class RecordingProxy(_SizedProxy):
                 RuntimeError(
                     f"forward sets {self.node.name}.{name}, which changes a tensor outside the transformer layers "
                     f"under all its names. Make a new tensor, or change this one with a method (x.copy_(y))."
-                )
-            )
-        elif name not in _OF_PROXIES and not _is_tracing_code(sys._getframe(1)):
-            raise _tracer(self).refused(
-                RuntimeError(
-                    f"forward sets {self.node.name}.{name} outside the transformer layers; layers and stages get the "
-                    f"value without it. Keep it in a variable of forward, and give it to layers as an argument."
                 )
             )
         else:
@@ -198,6 +194,24 @@ Sequence.register(RecordingSize)
 def proxy_of(node: fx.Node, tracer: Any) -> RecordingProxy:
     """The proxy of a node."""
     return (RecordingSize if is_shape(node) else RecordingProxy)(node, tracer)
+
+
+def refuse_attributes(module: nn.Module, arguments: Any) -> None:
+    """Raise ``RuntimeError`` for an attribute that the spine has set on a value among ``arguments`` of ``module``.
+
+    Code of the user in ``module`` would get the value without it.
+    """
+    name = type(module).__name__
+    for leaf in pytree.tree_leaves(arguments):
+        # A traced value would look through the stack for the answer to isinstance.
+        if issubclass(type(leaf), RecordingProxy):
+            names = sorted(vars(leaf).keys() - _OF_PROXIES)
+            classes = {type(part) for part in listings.modules(module)} if names else set()
+            if any(not is_framework(cls.__module__) for cls in classes):
+                raise RuntimeError(
+                    f"forward sets {leaf.node.name}.{names[0]}, and gives the value to {name}, which would get it "
+                    f"without the attribute. Give {names[0]} to {name} as an argument."
+                )
 
 
 def _calls_c_code(frame: FrameType) -> bool:

@@ -33,7 +33,7 @@ from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import current_modes
 from nxdpp.tracing.parameter_devices import devices_of_inputs
-from nxdpp.tracing.proxy import proxy_of
+from nxdpp.tracing.proxy import proxy_of, refuse_attributes
 from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, with_unfilled_lists
 from nxdpp.tracing.sizes import (
@@ -141,6 +141,7 @@ class SpineTracer(fx.Tracer):
         record = partial(super().call_module, m, forward)
         if self.is_leaf_module(m, self.path_of_module(m)):
             args, kwargs = with_unfilled_lists(self, m, args, kwargs)
+            refuse_attributes(m, (args, kwargs))
             return value_or_none(self._run(m, args, kwargs, record))
         return record(args, kwargs)
 

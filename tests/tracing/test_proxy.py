@@ -10,6 +10,7 @@ from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.in_place import assign_item
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.trace import trace
+from tests.support.exact import assert_exact
 from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
 from tests.tracing.test_constructors import Prepared
 
@@ -60,15 +61,30 @@ def test_changes_in_place_are_made_in_their_order(function: Callable[[torch.Tens
     assert torch.equal(gradient, model.embedding.weight.grad)
 
 
-def _marks(hidden: torch.Tensor) -> torch.Tensor:
-    setattr(hidden, "scale", 0.9)  # noqa: B010
-    return hidden
+class Marks(PlainModel):
+    """Sets an attribute of the hidden state. ``gives``: the layers get the marked tensor."""
+
+    def __init__(self, gives: bool) -> None:
+        super().__init__()
+        self.gives = gives
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden: Any = self.embedding(x)
+        hidden.scale = 0.9
+        for layer in self.layers:
+            hidden = layer(hidden if self.gives else hidden * hidden.scale)
+            hidden.scale = 0.8
+        return self.head(hidden).mean()
 
 
-def test_an_attribute_set_on_a_tensor_is_refused() -> None:
-    model = Prepared(_marks)
-    with pytest.raises(TracingError, match=r"forward sets \w+\.scale .* variable of forward, and give it to layers as"):
-        trace_with(model, {"x": torch.randn(3, 4)}, options_for(model, PlainLayer))
+def test_an_attribute_set_on_a_tensor_for_a_layer_is_refused() -> None:
+    model = Marks(True)
+    with pytest.raises(TracingError, match=r"sets \w+\.scale, and gives .* Give scale to PlainLayer as an argument"):
+        trace_with(model, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer))
+
+
+def test_an_attribute_that_the_spine_alone_reads_is_exact() -> None:
+    assert_exact(Marks(False), {"x": torch.ones(4, 4)}, PlainLayer)
 
 
 def test_assign_item_gives_the_value_it_changed() -> None:
