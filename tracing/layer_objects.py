@@ -202,7 +202,8 @@ def loaded_names(code: CodeType) -> set[str]:
     names: set[str] = set()
     instructions = [instruction for instruction in dis.get_instructions(code) if instruction.opname != "EXTENDED_ARG"]
     for instruction, after in zip(instructions, [*instructions[1:], None], strict=True):
-        is_stored = after is not None and after.opname == "STORE_SUBSCR"
+        # From Python 3.13 on a constant holds the names of keyword arguments.
+        is_stored = after is not None and after.opname in ("STORE_SUBSCR", "CALL_KW")
         value = instruction.argval
         if instruction.opname.startswith(("LOAD_CONST", "RETURN_CONST")):
             names |= set() if is_stored else _identifiers(value)
