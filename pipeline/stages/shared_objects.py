@@ -66,6 +66,10 @@ class SharedObjects:
         self._buffers = {
             name: (*_registry(root, name), other) for name, other in (buffers.elsewhere if buffers else {}).items()
         }
+        # ``in_place_guard`` watches the buffers of a module that runs on several stages.
+        self._guarded = [
+            part for name, of in stages.items() if len(of) > 1 for part in listings.modules(root.get_submodule(name))
+        ]
         own = [(name, root.get_submodule(name)) for name, of in stages.items() if stage in of]
         others = [(name, root.get_submodule(name)) for name, of in stages.items() if of - {stage}]
         self.has_user_code = runs_user_code(part for _, module in own for part in listings.modules(module))
@@ -82,7 +86,9 @@ class SharedObjects:
 
     def snapshot(self) -> "SharedSnapshot":
         """The tensors as they are now."""
-        places = Reached(self._shared, self._names_of, self._names).places if self._shared else {}
+        guarded = {id(buffer) for module in self._guarded for buffer in module._buffers.values()}
+        reached = Reached(self._shared, self._names_of, self._names).places if self._shared else {}
+        places = {key: place for key, place in reached.items() if id(place.tensor) not in guarded}
         for name, (registry, key, other) in self._buffers.items():
             buffer = registry.get(key)
             if buffer is not None and not buffer.is_meta:

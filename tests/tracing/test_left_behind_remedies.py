@@ -131,24 +131,36 @@ class ReplacedBefore(Model):
 
 
 class Shared(Model):
-    def __init__(self, layer: type[nn.Module] = Nested) -> None:
-        super().__init__(layer)
-        for layer_ in self.layers[1:]:
-            layer_.moe.gate = self.layers[0].moe.gate
+    def __init__(self) -> None:
+        super().__init__(Nested)
+        for layer in self.layers[1:]:
+            layer.moe.gate = self.layers[0].moe.gate
 
     def auxiliary(self) -> Any:
         return self.layers[0].moe.gate.by_name
 
 
-class Returning(Nested):
+class ReturningGate(nn.Module):
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y.softmax(-1), y.softmax(-1).pow(2).sum(-1).mean()
+
+
+class Returning(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate: Any = ReturningGate()
+
     def forward(self, x: Tensor) -> Any:
-        y: Tensor = self.moe(self.linear(x))
-        return x + y, self.moe.gate.by_name
+        y = self.linear(x)
+        weights, loss = self.gate(y)
+        return x + weights * y, loss
 
 
-class SharedAndReturned(Shared):
+class SharedAndReturned(Model):
     def __init__(self) -> None:
         super().__init__(Returning)
+        for layer in self.layers[1:]:
+            layer.gate = self.layers[0].gate
 
     def forward(self, x: Tensor) -> Any:
         x, total = self.embedding(x), 0
