@@ -15,7 +15,8 @@ from torch import fx
 from nxdpp.tracing.metadata import is_metadata
 from nxdpp.tracing.sizes import UnknownSizeError
 
-_ITEMS = "_items_of_dict"
+# The attribute of a traced value that has its items.
+ITEMS = "_items_of_dict"
 # Keys in a trace of the order of modules, whose graph is never run.
 _GUESSED = ("loss",)
 METHODS = frozenset({"items", "keys", "values"})
@@ -44,19 +45,19 @@ def items_of(value: fx.Proxy) -> dict[Any, Any] | None:
         keys = _GUESSED
     source: Any = value
     items = {key: source[key] for key in keys}
-    vars(value)[_ITEMS] = (value.node, items, {key: _node(item) for key, item in items.items()})
+    vars(value)[ITEMS] = (value.node, items, {key: _node(item) for key, item in items.items()})
     return items
 
 
 def known_items(value: fx.Proxy) -> dict[Any, Any] | None:
     """The items of a dict that code has read by ``items_of``, unless the dict has changed since."""
-    found: _Items | None = vars(value).get(_ITEMS)
+    found: _Items | None = vars(value).get(ITEMS)
     return found[1] if found is not None and found[0] is value.node else None
 
 
 def refuse_changed_items(value: fx.Proxy) -> None:
     """Raise ``RuntimeError`` for a dict with an item that was changed in place: the node has the item of before."""
-    found: _Items | None = vars(value).get(_ITEMS)
+    found: _Items | None = vars(value).get(ITEMS)
     if found is None or found[0] is not value.node:
         return
     changed = [key for key, item in found[1].items() if _node(item) is not found[2][key]]

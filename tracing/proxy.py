@@ -18,7 +18,7 @@ from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.fields import is_field, may_be_field
 from nxdpp.tracing.in_place import IN_PLACE_OPERATORS, InPlaceMethod, assignment, in_place
 from nxdpp.tracing.input_specs import InputSpec, length_of, spec_of
-from nxdpp.tracing.items_of_dicts import METHODS, items_of, known_items
+from nxdpp.tracing.items_of_dicts import ITEMS, METHODS, items_of, known_items
 from nxdpp.tracing.metadata import has_name, is_metadata, is_shape
 from nxdpp.tracing.modes import applied, current_modes
 from nxdpp.tracing.number_proxy import NumberProxy
@@ -34,7 +34,7 @@ _TRACING_CODE = re.compile(
 _ON_BEHALF = re.compile(r"^<frozen|/(abc|copy|dataclasses|functools|inspect|typing|torch/nn/parameter)\.py$")
 # Attributes of a traced value that its spec has, with their names there.
 _KNOWN = {"ndim": "dimensions", "dtype": "dtype"}
-_OF_PROXIES = frozenset({"node", "tracer"})
+_OF_PROXIES = frozenset({"node", "tracer", ITEMS})
 # Attributes of a tensor that may be None, and tell how it was made or what a backward has left.
 _OF_AUTOGRAD = frozenset({"_base", "_grad", "_grad_fn", "grad", "grad_fn"})
 

@@ -62,17 +62,17 @@ class _CodeOrder:
     """Places of the parts of the modules ``spine`` in the order of the code. An unknown part follows the one before."""
 
     def __init__(self, module: nn.Module, spine: Collection[str]) -> None:
-        self._places: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         for path in spine:
             owner = listings.submodule(module, path)
             used = {name: place for place, name in enumerate(parts_in_order(owner))}
             place = -1
-            for name in (*owner._parameters, *owner._modules):
+            for index, name in enumerate((*owner._parameters, *owner._modules)):
                 place = used.get(name, place)
-                self._places[f"{path}.{name}" if path else name] = place
+                self._places[f"{path}.{name}" if path else name] = (place, index)
 
-    def place(self, name: str) -> tuple[int, ...]:
-        """Return the place of each module in the path ``name``, from the outermost one."""
+    def place(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the place of each module in the path ``name`` and its registration, from the outermost one."""
         parts = name.split(".")
         paths = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
         return tuple(self._places[path] for path in paths if path in self._places)
