@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
+
 from nxdpp.parallel_layers.rank_watch import RankWatch
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -25,15 +27,15 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 _watch: RankWatch | None = None
 
 
-def start() -> None:
+def start(store: Store) -> None:
     """Start the watch of the default process group; collective over all ranks.
 
-    ``initialize_model_parallel`` calls it.
+    ``initialize_model_parallel`` calls it, with the ``store`` of this start.
     """
     global _watch
     if _watch is not None:
         _watch.leave()
-    _watch = RankWatch()
+    _watch = RankWatch(store)
     sys.excepthook = _hook(_watch, sys.excepthook)
     # Unlike atexit, this also runs at the end of a multiprocessing child.
     multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)

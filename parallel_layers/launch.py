@@ -1,21 +1,18 @@
 """Start of ``torch.distributed`` from the variables of the launcher, or as a world of one process."""
 
 import os
-from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
     HashStore,
-    PrefixStore,
     Store,
 )
 from torch.distributed.rendezvous import rendezvous
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from nxdpp.parallel_layers.start_store import store_of_start
 
-# Number of worlds that this process has started, equal on all ranks.
-_worlds = count()
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_size() -> int:
@@ -34,16 +31,25 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def start_world() -> None:
-    """Start ``torch.distributed`` on NCCL if each local rank has a device, else on gloo; collective over all ranks."""
+def start_world() -> Store:
+    """Start ``torch.distributed`` on NCCL if each local rank has a device, else on gloo; collective over all ranks.
+
+    Returns the store of the world, under a prefix of this start.
+    """
     size = world_size()
     backend = "nccl" if _has_device_for_each_local_rank(size) else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(_local_rank())
     store, rank, size = _rendezvous()
     # torchrun's store outlives a world: without a prefix gloo would find the addresses of the previous world.
-    store = PrefixStore(f"nxdpp_world_{next(_worlds)}", store)
+    store = store_of_start(store, rank, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return store
+
+
+def join_world() -> Store:
+    """Return the store of the running world, under a prefix of this start; collective over all ranks."""
+    return store_of_start(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 def local_device() -> torch.device:

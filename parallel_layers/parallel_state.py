@@ -49,11 +49,10 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
         _check_same_sizes(tensor, pipeline)
         return
     started_world = not dist.is_initialized()
-    if started_world:
-        launch.start_world()
+    store = launch.start_world() if started_world else launch.join_world()
     if world_size > 1:
-        failure_watch.start()
-    _state = build_groups(tensor, pipeline, world_size, started_world)
+        failure_watch.start(store)
+    _state = build_groups(tensor, pipeline, world_size, started_world, store)
 
 
 def initialize_debug(

@@ -5,7 +5,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # Store is public
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxdpp.parallel_layers import launch
@@ -28,6 +28,7 @@ class ProcessGroups:
         transfer_groups: groups for the P2P transfers of this rank's pipeline.
         world: the default process group at the time of construction.
         started_world: ``True`` if nxdpp started ``torch.distributed``.
+        store: store of all ranks, under a prefix of this start.
     """
 
     mesh: DeviceMesh
@@ -35,6 +36,7 @@ class ProcessGroups:
     transfer_groups: TransferGroups
     world: ProcessGroup
     started_world: bool
+    store: Store
 
     def size(self, dimension: str) -> int:
         """Number of ranks along ``dimension``."""
@@ -60,7 +62,7 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
 
-def build_groups(tensor: int, pipeline: int, world_size: int, started_world: bool) -> ProcessGroups:
+def build_groups(tensor: int, pipeline: int, world_size: int, started_world: bool, store: Store) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks."""
     device = launch.local_device()
     ranks = torch.arange(world_size).view(pipeline, world_size // (tensor * pipeline), tensor)
@@ -72,17 +74,16 @@ def build_groups(tensor: int, pipeline: int, world_size: int, started_world: boo
     transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, pipeline_group, device)
     world = dist.group.WORLD
     assert world is not None
-    _wait_for_all_ranks(world_size)
-    return ProcessGroups(mesh, control_group, transfer_groups, world, started_world)
+    _wait_for_all_ranks(world_size, store)
+    return ProcessGroups(mesh, control_group, transfer_groups, world, started_world, store)
 
 
-def _wait_for_all_ranks(world_size: int) -> None:
+def _wait_for_all_ranks(world_size: int, store: Store) -> None:
     """Wait until all ranks have made their groups.
 
     gloo connects all pairs of a group. A rank that ended earlier would close connections that others still wait for.
     """
     key = f"nxdpp_groups_{next(_built)}"
-    store = dist.distributed_c10d._get_default_store()
     if store.add(f"{key}_ranks", 1) == world_size:
         store.set(key, "made")
     store.wait([key])

@@ -51,7 +51,7 @@ _watches = count()
 class RankWatch:
     """The watch of one rank, from its construction to ``leave`` or to the end of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
         # True if this rank is the first to fail, so that its error is the one to print.
         self._owns_failure = False
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -61,7 +61,7 @@ class RankWatch:
         self._store_is_gone = False
         self._hosts = self._rank == 0 and not _launcher_has_store()
         # On the host this reference keeps the store alive after the process group is destroyed.
-        self._world_store: Store = dist.distributed_c10d._get_default_store()
+        self._world_store = store
         # A main thread that blocks in a call of the store holds that connection, not this one.
         connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection)

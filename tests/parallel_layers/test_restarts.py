@@ -1,0 +1,29 @@
+"""Restarts by torchrun: each start is clean after each fault of the start before."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = str(Path(__file__).with_name("restarted_program.py"))
+# The rank of the fault takes turns. Each fault but the first is one of the start, or one that Python does not see.
+FAULTS = ["exception", "SIGKILL", "early_exception", "os_exit"]
+
+
+def test_torchrun_restarts_after_each_fault() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", str(len(FAULTS))]
+    ended = subprocess.run(
+        [*command, PROGRAM, *FAULTS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout
+    happened = re.findall(r"start (\d): rank (\d) has (\w+)", ended.stdout)
+    assert happened == [("0", "0", "exception"), ("1", "1", "SIGKILL"), ("3", "1", "os_exit")], ended.stdout
+    well = re.findall(r"start (\d): rank (\d) ends well", ended.stdout)
+    assert sorted(well) == [("4", "0"), ("4", "1")], ended.stdout
