@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from nxdpp.devices import cuda
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 
 _REMEDY = "Make the optimizer after move_model_to_device(), from the parameters that the model has then."
@@ -62,7 +63,7 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 
 
 def _example_device() -> str:
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return "cuda:0" if cuda.find().count else "cpu"
 
 
 def _is_replaced(parameter: nn.Parameter, target: torch.device) -> bool:

@@ -20,24 +20,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nxdpp.parallel_layers import failure_watch, launch
 from nxdpp.parallel_layers.debug_state import DebugState
+from nxdpp.parallel_layers.device_choice import check_backend
 from nxdpp.parallel_layers.process_groups import ProcessGroups, build_groups, ranks_along
 from nxdpp.parallel_layers.transfer_groups import TransferGroups
 
 _state: ProcessGroups | DebugState | None = None
 
 
-def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1) -> None:
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *, backend: str | None = None
+) -> None:
     """Divide the world into tensor, data and pipeline groups; collective over all ranks.
 
-    Starts ``torch.distributed`` if it does not run: on NCCL if each local rank has a CUDA device, else on gloo. The
-    world comes from torchrun's variables; without them it is one process. The data-parallel size is
-    ``world / (tensor * pipeline)``. From then on a rank that fails ends all ranks, see ``failure_watch``. A repeated
-    call with the same sizes changes nothing.
+    Starts ``torch.distributed`` if it does not run. The world comes from the variables of torchrun, srun or mpirun;
+    without them it is one process. The data-parallel size is ``world / (tensor * pipeline)``. From then on a rank that
+    fails ends all ranks, see ``failure_watch``. A repeated call with the same sizes changes nothing.
+
+    Args:
+        tensor_model_parallel_size: number of ranks that share each layer.
+        pipeline_model_parallel_size: number of ranks in a pipeline.
+        backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU. ``None`` is NCCL where CUDA is present, else gloo.
 
     Raises:
-        ValueError: for a size below 1, or a world size that is no multiple of ``tensor * pipeline``.
-        RuntimeError: after a call with other sizes, in the debug mode, or if torchrun's variables are incomplete.
-            Nothing is changed then.
+        ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, and a backend that
+            does not fit: NCCL without CUDA, or another one than that of a running world.
+        RuntimeError: after a call with other sizes or another backend, in the debug mode, if the launcher's variables
+            are incomplete, or if CUDA is present and this rank cannot use a device of its own. Nothing is changed then.
     """
     global _state
     if isinstance(_state, DebugState):
@@ -47,12 +55,14 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
     _check_sizes(tensor, pipeline, world_size)
     if model_parallel_is_initialized():
         _check_same_sizes(tensor, pipeline)
+        _check_same_backend(backend)
         return
     started_world = not dist.is_initialized()
-    store = launch.start_world() if started_world else launch.join_world()
+    device = launch.choose_device(backend)
+    store = launch.start_world(device) if started_world else launch.join_world()
     if world_size > 1:
         failure_watch.start(store)
-    _state = build_groups(tensor, pipeline, world_size, started_world, store)
+    _state = build_groups(tensor, pipeline, world_size, started_world, device, store)
 
 
 def initialize_debug(
@@ -222,8 +232,9 @@ def get_pipeline_transfer_groups() -> TransferGroups:
 
 
 def local_device() -> torch.device:
-    """Device of this rank's parameters: ``cuda:LOCAL_RANK`` on NCCL, else (and in the debug mode) the CPU."""
-    return torch.device("cpu") if isinstance(_initialized(), DebugState) else launch.local_device()
+    """Device of this rank's parameters: its CUDA device on NCCL, else (and in the debug mode) the CPU."""
+    state = _initialized()
+    return torch.device("cpu") if isinstance(state, DebugState) else state.device
 
 
 def _with_groups() -> ProcessGroups:
@@ -264,6 +275,16 @@ def _check_same_sizes(tensor: int, pipeline: int) -> None:
         raise RuntimeError(
             f"model parallelism is already initialized with tensor size {before[0]} and pipeline size "
             f"{before[1]}, which differs from {tensor} and {pipeline}: call destroy_model_parallel() first"
+        )
+
+
+def _check_same_backend(backend: str | None) -> None:
+    check_backend(backend)
+    before = _with_groups().transfer_groups.backend
+    if backend not in (None, before):
+        raise RuntimeError(
+            f"model parallelism is already initialized on {before}, which differs from backend={backend!r}: call "
+            f"destroy_model_parallel() first"
         )
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # Store is public
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxdpp.parallel_layers import launch
 from nxdpp.parallel_layers.transfer_groups import TransferGroups, build_transfer_groups, own_group
 from nxdpp.schedules.lowering.transport_rules import RULES
 
@@ -24,6 +23,7 @@ class ProcessGroups:
 
     Attributes:
         mesh: device mesh of shape (pipeline, data, tensor).
+        device: this rank's device.
         control_group: gloo group over this rank's pipeline group.
         transfer_groups: groups for the P2P transfers of this rank's pipeline.
         world: the default process group at the time of construction.
@@ -32,6 +32,7 @@ class ProcessGroups:
     """
 
     mesh: DeviceMesh
+    device: torch.device
     control_group: ProcessGroup
     transfer_groups: TransferGroups
     world: ProcessGroup
@@ -62,9 +63,10 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
 
-def build_groups(tensor: int, pipeline: int, world_size: int, started_world: bool, store: Store) -> ProcessGroups:
+def build_groups(
+    tensor: int, pipeline: int, world_size: int, started_world: bool, device: torch.device, store: Store
+) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks."""
-    device = launch.local_device()
     ranks = torch.arange(world_size).view(pipeline, world_size // (tensor * pipeline), tensor)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=DIMENSIONS)
     pipelines = ranks_along(ranks, "pipeline")
@@ -75,7 +77,7 @@ def build_groups(tensor: int, pipeline: int, world_size: int, started_world: boo
     world = dist.group.WORLD
     assert world is not None
     _wait_for_all_ranks(world_size, store)
-    return ProcessGroups(mesh, control_group, transfer_groups, world, started_world, store)
+    return ProcessGroups(mesh, device, control_group, transfer_groups, world, started_world, store)
 
 
 def _wait_for_all_ranks(world_size: int, store: Store) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.pipeline.local.part import LocalPart
@@ -213,12 +214,11 @@ def _unchanged_generators(device: torch.device) -> Iterator[Callable[[], bool]]:
         yield lambda: _generators(device) != before
     finally:
         torch.set_rng_state(torch.frombuffer(bytearray(before[0]), dtype=torch.uint8))
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray(before[1]), dtype=torch.uint8), device)
+        device_of(device).set_random_state(before[1])
         random.setstate(before[2])
         numpy.random.set_state(pickle.loads(before[3]))
 
 
 def _generators(device: torch.device) -> tuple[bytes, bytes, Any, bytes]:
-    of_device = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+    of_device = device_of(device).random_state()
     return torch.get_rng_state().numpy().tobytes(), of_device, random.getstate(), pickle.dumps(numpy.random.get_state())

@@ -8,6 +8,8 @@ import os
 # OpenMP reads this variable when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The ranks of a test run on the CPU, also on a machine with fewer CUDA devices than ranks.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # torch looks up the name of every address that connects: a lost answer costs 1 s in place of 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import fx, nn
 
+from nxdpp.devices import cuda
 from nxdpp.tracing import listings
 from nxdpp.tracing.calls import has_proxy
 from nxdpp.tracing.swap import sources, swapped, swapped_in_this_thread
@@ -73,7 +74,7 @@ def refused_seeds(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
             refusals = {n: _refusal(names[id(v)], "have no effect") for n, v in namespace.items() if id(v) in names}
             stack.enter_context(swapped_in_this_thread(namespace, refusals))
         refusals = {name: _refusal(f"cuda.{name}", "have no effect") for name in _DEVICE_SEEDS}
-        stack.enter_context(swapped_in_this_thread(vars(torch.cuda), refusals))
+        stack.enter_context(swapped_in_this_thread(cuda.functions(), refusals))
         yield
 
 

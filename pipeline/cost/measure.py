@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, detached, initial_value, map_tensors, run_of
 from nxdpp.tracing import listings
 from nxdpp.tracing.trace import TracedGraph
@@ -118,8 +119,7 @@ class _Measurement:
         return statistics.median(seconds[_WARM_UPS:]), map_tensors(detached, value)
 
     def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        device_of(self._device).synchronize()
 
     def _copied(self, module: nn.Module | None) -> nn.Module | None:
         if module is None:

@@ -73,6 +73,9 @@ class Engine:
         actions: the actions of this rank, sends and receives included.
         releases: for each compute action in order, the sends that are finished after it.
         recorder: collects the times of this rank's actions; ``None`` records nothing, at no cost.
+
+    Attributes:
+        timer: the share of the last step in which this rank computed.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Engine:
         self._config = config
         self._transport = transport
         self._recorder = recorder
-        self._timer = StepTimer(config.device)
+        self.timer = StepTimer(config.device)
         self._peers: dict[int, Peer] = {}
         self._channels_in: dict[int, dict[int, Channel]] = {}
         self._channels_out: dict[int, dict[int, Channel]] = {}
@@ -109,16 +112,11 @@ class Engine:
                 config.train,
                 config.keep_outputs,
                 splits,
-                self._timer,
+                self.timer,
             )
         self._calls, self._called_for = self._compile(actions, releases)
         # Without a reference to this engine, which the board would keep alive.
         self._describe_call = partial(_text_of_call, self._called_for)
-
-    @property
-    def busy_share(self) -> float:
-        """Share of the last step, between 0 and 1, in which this rank computed."""
-        return self._timer.busy_share
 
     def run(self, inputs: Sequence[dict[str, Any]], scales: Sequence[float] | None = None) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
@@ -128,7 +126,7 @@ class Engine:
         each microbatch, in order and not scaled, on the rank of that stage, and nothing on others. An exception gets a
         note with its action, is reported to the other ranks, and raised.
         """
-        self._timer.start()
+        self.timer.start()
         for runner in self._runners.values():
             runner.begin(inputs, scales)
         at = 0
@@ -144,7 +142,7 @@ class Engine:
             raise
         finally:
             board.end_actions()
-        self._timer.stop()
+        self.timer.stop()
         results: dict[int, list[Any]] = {}
         for runner in self._runners.values():
             results |= runner.results

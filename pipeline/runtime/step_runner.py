@@ -15,6 +15,7 @@ from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.stages.program import RankProgram
+from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
@@ -28,15 +29,12 @@ class StepRunner:
         rank: this rank of the pipeline.
         keep_outputs: hold sent activations until their backward.
         timeline_path: file for the timeline of each step; ``None`` writes none.
-
-    Attributes:
-        busy_share: share of the last step, between 0 and 1, in which this rank computed.
     """
 
     def __init__(
         self, schedule: ChosenSchedule, rank: int, keep_outputs: bool, timeline_path: Path | None = None
     ) -> None:
-        self.busy_share = 0.0
+        self._timer: StepTimer | None = None
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
@@ -45,6 +43,11 @@ class StepRunner:
         self._verifier: StepVerifier | None = None
         # By signature: each engine with the digest of its steps.
         self._engines: WeakKeyDictionary[RankProgram, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the last step, between 0 and 1, in which this rank computed; waits for its end."""
+        return 0.0 if self._timer is None else self._timer.busy_share
 
     def transport(self, device: torch.device) -> Transport:
         """The transfers to other ranks of tensors on ``device``."""
@@ -105,7 +108,7 @@ class StepRunner:
         engine = self._engine(program, device, train) if known is None else known[0]
         with nullcontext() if self._timeline is None else self._timeline.step(device, train):
             results = engine.run(microbatches, scales)
-        self.busy_share = engine.busy_share
+        self._timer = engine.timer
         # Keep the engine of a new signature.
         if known is None:
             engines[signature] = engine, digest

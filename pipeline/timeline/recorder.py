@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from nxdpp.devices.device import Stamp
+from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction
-from nxdpp.pipeline.timeline.clock import DeviceClock, Stamp
 from nxdpp.schedules.actions import Action
 from nxdpp.schedules.timeline_file import Activity, Event
 
@@ -27,7 +28,7 @@ class StepRecorder:
     def begin(self, device: torch.device) -> None:
         """Begin a step on ``device``; the events of the step before are dropped."""
         self._events.clear()
-        self._clock = DeviceClock(device)
+        self._clock = device_of(device)
         self._began, self._began_at = self._clock.origin()
 
     def end(self, ahead: int) -> list[Event]:

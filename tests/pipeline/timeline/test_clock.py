@@ -1,11 +1,12 @@
-"""Stamps of the device clock, and the share of a step in which a rank computed."""
+"""The share of a step in which a rank computed."""
 
 import time
 
 import pytest
 import torch
 
-from nxdpp.pipeline.timeline.clock import DeviceClock, StepTimer
+from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.timeline.clock import StepTimer
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_stamps_and_the_origin_are_the_hosts_time(clock: list[int]) -> None:
-    device_clock = DeviceClock(CPU)
+    device_clock = device_of(CPU)
     start, at = device_clock.origin()
     clock[0] += 7
 

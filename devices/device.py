@@ -1,0 +1,45 @@
+"""Interface of a device, and the CPU as the device whose work is done when a call returns."""
+
+import time
+from typing import Any
+
+import torch
+
+# A time on the device: nanoseconds on the CPU, an event in the current stream on CUDA.
+Stamp = Any
+
+
+class Device:
+    """A device of this rank.
+
+    This class is the CPU, and devices whose work the host does not follow. A subclass is a device with streams: its
+    work starts in the order of the calls, and ends after they return.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def stamp(self) -> Stamp:
+        """Return the time at which the present work ends; does not wait for it."""
+        return time.perf_counter_ns()
+
+    def between(self, start: Stamp, end: Stamp) -> int:
+        """Return the nanoseconds from one stamp to a later one; wait until the device has reached both."""
+        return int(end - start)
+
+    def origin(self) -> tuple[Stamp, int]:
+        """Return a stamp and its ``time.perf_counter_ns``; wait until the device is idle."""
+        stamp = self.stamp()
+        return stamp, stamp
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def random_state(self) -> bytes:
+        """Return the state of the device's own random generator; the CPU's generator is torch's global one."""
+        return b""
+
+    def set_random_state(self, state: bytes) -> None:
+        """Set the state that ``random_state`` returned."""

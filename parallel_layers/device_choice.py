@@ -1,0 +1,155 @@
+"""Choice of this rank's device and backend.
+
+::
+
+    CUDA absent                                   gloo, the CPU
+    each local rank has a visible device          NCCL, cuda:LOCAL_RANK
+    one visible device a task (srun, containers)  NCCL, cuda:0; the ranks verify that they share none
+    CUDA present and unusable                     an error
+"""
+
+import logging
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
+
+from nxdpp.devices import cuda
+from nxdpp.parallel_layers.launcher import Launcher
+
+_logger = logging.getLogger(__name__)
+
+BACKENDS = ("gloo", "nccl")
+_CPU = torch.device("cpu")
+_REMEDY = "or give initialize_model_parallel(backend='gloo'), which trains on the CPU"
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise ``ValueError`` for an unknown backend."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(
+            f"backend={backend!r:.80} must be 'gloo', for the CPU, or 'nccl', for CUDA devices; without it nxdpp takes "
+            f"nccl where each rank has a CUDA device, and else gloo"
+        )
+
+
+def choose(launcher: Launcher, backend: str | None) -> torch.device:
+    """Return this rank's device: a CUDA device for NCCL, the CPU for gloo.
+
+    Args:
+        launcher: the rank's numbers.
+        backend: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL where CUDA is present.
+
+    Raises:
+        ValueError: for NCCL where CUDA is absent.
+        RuntimeError: where CUDA is present, and this rank cannot use a device of its own.
+    """
+    check_backend(backend)
+    if backend == "gloo":
+        return _CPU
+    found = cuda.find()
+    if found.problem is not None:
+        raise RuntimeError(f"{found.problem}. Repair that (nvidia-smi must list the devices), {_REMEDY}.")
+    if found.absent is not None:
+        if backend == "nccl":
+            raise ValueError(f"backend='nccl' needs a CUDA device, and {found.absent}. Use backend='gloo'.")
+        if not found.is_chosen and launcher.local_rank in (None, 0):
+            _logger.warning("%s: the ranks train on the CPU, over gloo", found.absent)
+        return _CPU
+    if not dist.is_nccl_available():
+        raise RuntimeError(
+            f"{found.count} CUDA devices are visible, and this torch is built without NCCL. Install one with NCCL, "
+            f"{_REMEDY}."
+        )
+    return torch.device("cuda", _index(launcher, found.count))
+
+
+def _index(launcher: Launcher, visible: int) -> int:
+    """Return the index of this rank's device among the visible ones."""
+    local_rank, local_size = launcher.local_rank, launcher.local_world_size
+    if visible == 1:
+        return 0
+    if local_rank is None:
+        raise RuntimeError(
+            f"{visible} CUDA devices are visible, and nothing tells which of them is that of rank {launcher.rank}: "
+            f"export LOCAL_RANK, the number of the process on its host, as torchrun does; {_REMEDY}."
+        )
+    if max(local_rank + 1, local_size or 1) > visible:
+        ranks = f"local rank {local_rank}" if local_size is None else f"{local_size} local ranks"
+        raise RuntimeError(
+            f"{visible} CUDA devices are visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}) for "
+            f"{ranks}, started by {launcher.name}: start at most {visible} processes on a host (torchrun "
+            f"--nproc-per-node {visible}); or give each task one device (srun --gpus-per-task=1); {_REMEDY}."
+        )
+    return local_rank
+
+
+def start_device(device: torch.device) -> str:
+    """Make a CUDA device the current one, and return its identity; raises ``RuntimeError`` if it cannot be used."""
+    try:
+        return cuda.start(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise RuntimeError(
+            f"{device} of host {socket.gethostname()} is visible and cannot be used: {reason}. Free or repair it, or "
+            f"leave it out of CUDA_VISIBLE_DEVICES; {_REMEDY}."
+        ) from error
+
+
+def verify_own_devices(store: Store, rank: int, world_size: int, identity: str) -> None:
+    """Raise ``RuntimeError`` on each rank if two ranks have the same device; collective over all ranks.
+
+    Args:
+        store: shared by all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        identity: of this rank's device on its host.
+    """
+    here = f"{identity} of host {socket.gethostname()}"
+    owner = int(store.compare_set(f"device {here}", "", str(rank)))
+    if owner != rank:
+        store.set(
+            "devices",
+            f"ranks {owner} and {rank} both see {here} as their first device, and NCCL needs one for each. Start at "
+            f"most as many processes on a host as it has devices; or give each task its own (srun "
+            f"--gpus-per-task=1); {_REMEDY}.",
+        )
+    elif store.add("ranks with a device", 1) == world_size:
+        store.set("devices", "verified")
+    store.wait(["devices"])
+    verdict = store.get("devices").decode()
+    if verdict != "verified":
+        raise RuntimeError(verdict)
+
+
+def device_of_world(launcher: Launcher, backend: str | None) -> torch.device:
+    """Return this rank's device in a world that the caller has started; a CUDA device becomes the current one.
+
+    The device of the world's start comes first (``device_id``), then one that was made current.
+
+    Raises:
+        ValueError: for a backend that the world does not have.
+        RuntimeError: as ``choose``.
+    """
+    check_backend(backend)
+    config = dist.get_backend_config()
+    if backend is not None and backend not in config:
+        raise ValueError(
+            f"backend={backend!r}, but torch.distributed already runs on {config}: leave backend out, or start it "
+            f"with init_process_group({backend!r}), or let initialize_model_parallel start it"
+        )
+    if backend == "gloo" or "nccl" not in config:
+        return _CPU
+    world = dist.group.WORLD
+    assert world is not None
+    device: torch.device | None = world.bound_device_id
+    if device is None and cuda.find().count and cuda.current_index():
+        device = torch.device("cuda", cuda.current_index())
+    if device is None:
+        # Without a backend's name torch starts both, also where there is no CUDA.
+        device = choose(launcher, None if "gloo" in config else "nccl")
+    if device.type == "cuda":
+        start_device(device)
+    return device
