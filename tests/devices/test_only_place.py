@@ -13,7 +13,7 @@ FOLDERS = (
 
 def _places(source: str) -> Iterator[int]:
     """Lines that name ``torch.cuda``, import it, or fetch it by a string."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if "cuda" in source or "get_device_module" in source else ():
         match node:
             case ast.Attribute(value=ast.Name("torch"), attr="cuda"):
                 yield node.lineno
