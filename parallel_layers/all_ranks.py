@@ -4,7 +4,7 @@ An error on one rank is raised on every rank. Otherwise the other ranks would wa
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -14,16 +14,11 @@ T = TypeVar("T")
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """Gather the pickled ``value`` of every rank, in the order of global ranks; collective over all ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    if dist.get_backend() == "gloo":
-        dist.all_gather_object(gathered, value)
-        return gathered
-    # Objects are in CPU memory, which NCCL cannot send. NCCL would also keep every device busy during a long wait.
-    group = dist.new_group(backend="gloo")
-    dist.all_gather_object(gathered, value, group=group)
-    dist.destroy_process_group(group)
-    return gathered
+    """Gather the pickled ``value`` of every rank, in the order of global ranks; collective over all ranks.
+
+    The values pass through the world's store, so that no group over all ranks is needed. They should be small.
+    """
+    return parallel_state.get_exchange().gather(value)
 
 
 def together(act: Callable[[], T], consequence: str = "") -> T:

@@ -22,6 +22,7 @@ from nxdpp.parallel_layers import failure_watch, launch
 from nxdpp.parallel_layers.debug_state import DebugState
 from nxdpp.parallel_layers.device_choice import check_backend
 from nxdpp.parallel_layers.process_groups import ProcessGroups, build_groups, ranks_along
+from nxdpp.parallel_layers.store_exchange import StoreExchange
 from nxdpp.parallel_layers.transfer_groups import TransferGroups
 
 _state: ProcessGroups | DebugState | None = None
@@ -229,6 +230,11 @@ def get_pipeline_transfer_groups() -> TransferGroups:
     message tags: there all transfers use the pipeline group itself.
     """
     return _with_groups().transfer_groups
+
+
+def get_exchange() -> StoreExchange:
+    """Exchange of small values between all ranks, over the world's store."""
+    return _with_groups().exchange
 
 
 def local_device() -> torch.device:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # Store is public
 from torch.distributed.device_mesh import DeviceMesh
 
+from nxdpp.parallel_layers.store_exchange import StoreExchange
 from nxdpp.parallel_layers.transfer_groups import TransferGroups, build_transfer_groups, own_group
 from nxdpp.schedules.lowering.transport_rules import RULES
 
@@ -28,7 +29,7 @@ class ProcessGroups:
         transfer_groups: groups for the P2P transfers of this rank's pipeline.
         world: the default process group at the time of construction.
         started_world: ``True`` if nxdpp started ``torch.distributed``.
-        store: store of all ranks, under a prefix of this start.
+        exchange: exchange of small values between all ranks.
     """
 
     mesh: DeviceMesh
@@ -37,7 +38,7 @@ class ProcessGroups:
     transfer_groups: TransferGroups
     world: ProcessGroup
     started_world: bool
-    store: Store
+    exchange: StoreExchange
 
     def size(self, dimension: str) -> int:
         """Number of ranks along ``dimension``."""
@@ -77,7 +78,8 @@ def build_groups(
     world = dist.group.WORLD
     assert world is not None
     _wait_for_all_ranks(world_size, store)
-    return ProcessGroups(mesh, device, control_group, transfer_groups, world, started_world, store)
+    exchange = StoreExchange(store, dist.get_rank(), world_size)
+    return ProcessGroups(mesh, device, control_group, transfer_groups, world, started_world, exchange)
 
 
 def _wait_for_all_ranks(world_size: int, store: Store) -> None:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.parallel_layers.all_ranks import from_all_ranks
 
 # Number of progress lines of a run without a terminal.
 PLAIN_LINES = 20
@@ -27,15 +28,13 @@ def print_stage_table(console: Console, model: NxDPPModel) -> None:
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.nbytes for parameter in parameters),
     )
-    rows = [own] * dist.get_world_size()
-    dist.all_gather_object(rows, own)
     table = Table(title="Stages")
     for heading in ("rank", "stage", "replica"):
         table.add_column(heading, justify="right")
     table.add_column("transformer layers")
     table.add_column("parameters", justify="right")
     table.add_column("bytes", justify="right")
-    for rank, (stage, replica, layers, count, size) in enumerate(rows):
+    for rank, (stage, replica, layers, count, size) in enumerate(from_all_ranks(own)):
         table.add_row(str(rank), str(stage), str(replica), layers, f"{count:,}", decimal(size))
     console.print(table)
 

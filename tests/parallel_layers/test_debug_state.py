@@ -18,7 +18,13 @@ GROUPS = (
     "get_data_parallel_group",
     "get_pipeline_model_parallel_group",
 )
-NEED_PROCESSES = (*GROUPS, "get_pipeline_control_group", "get_pipeline_transfer_groups", "get_device_mesh")
+NEED_PROCESSES = (
+    *GROUPS,
+    "get_pipeline_control_group",
+    "get_pipeline_transfer_groups",
+    "get_device_mesh",
+    "get_exchange",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ GETTERS = (
     "get_pipeline_control_group",
     "get_pipeline_transfer_groups",
     "get_device_mesh",
+    "get_exchange",
     "local_device",
 )
 
