@@ -2,18 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+WEIGHTS_FIELD = "transformers_weights"
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return all tensors of ``directory`` by their stored names.
 
-    Like ``from_pretrained``, reads ``model.safetensors``, or else the files of ``model.safetensors.index.json``.
+    Like ``from_pretrained``, reads the file that ``config.json`` names (``transformers_weights``), else
+    ``model.safetensors``, else the files of ``model.safetensors.index.json``.
     Raises ``ValueError`` for missing files or tensors, for damaged files and for quantized weights.
     """
     if not directory.is_dir():
@@ -21,7 +24,11 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             f"{directory} is not a directory. Give one that save_pretrained wrote. Download a model of the Hugging "
             f"Face hub first, with huggingface_hub.snapshot_download."
         )
-    _check_not_quantized(directory / CONFIG_FILE)
+    settings = _settings(directory / CONFIG_FILE)
+    _check_not_quantized(directory / CONFIG_FILE, settings)
+    named = settings.get(WEIGHTS_FIELD)
+    if named is not None:
+        return _tensors_of_named(directory, str(named))
     if (directory / SINGLE_FILE).is_file():
         return read_header(directory / SINGLE_FILE, Mapping())
     if (directory / INDEX_FILE).is_file():
@@ -35,6 +42,16 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         )
     found = ", ".join(sorted(path.name for path in directory.iterdir())[:10]) or "nothing"
     raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}, but {found}: give another directory.")
+
+
+def _tensors_of_named(directory: Path, name: str) -> dict[str, StoredTensor]:
+    if Path(name).name != name or not (directory / name).is_file():
+        raise ValueError(
+            f"{directory / CONFIG_FILE} names {name!r:.200} as its weights ({WEIGHTS_FIELD}), which is not a file "
+            f"beside it. Copy or download the missing file."
+        )
+    path = directory / name
+    return _tensors_of_shards(path) if name.endswith(".json") else read_header(path, Mapping())
 
 
 def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
@@ -60,24 +77,29 @@ def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        files = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is corrupt ({type(error).__name__}: {error}). Copy or download it again.") from error
+    content = _read_json(index)
+    files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{index} is corrupt: its weight_map does not map tensors to files. Download it again.")
     return files
 
 
-def _check_not_quantized(config: Path) -> None:
-    if not config.is_file():
-        return
-    try:
-        settings = json.loads(config.read_text())
-    except ValueError as error:
-        raise ValueError(f"{config} is corrupt ({error}). Copy or download it again.") from error
-    if isinstance(settings, dict) and settings.get("quantization_config"):
+def _settings(config: Path) -> dict[str, Any]:
+    settings = _read_json(config) if config.is_file() else None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _check_not_quantized(config: Path, settings: dict[str, Any]) -> None:
+    if settings.get("quantization_config"):
         raise ValueError(
             f"{config} says that the weights are quantized (quantization_config). Quantized weights cannot be loaded: "
             f"give a checkpoint that is not quantized."
         )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    # Deeply nested lists exceed Python's recursion.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt ({type(error).__name__}: {error}). Copy or download it again.") from error

@@ -12,7 +12,7 @@ from nxdpp.checkpoint.huggingface.adapted import is_adapted
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
 from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
-from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
 
@@ -31,9 +31,13 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     the adapters. The state of any other module is written whole, under its own names.
 
     Ranks exchange only names, shapes and dtypes. Tensors that are converted, not contiguous or not on the CPU are
-    copied, for one file at a time. Others need no memory. The files get their names when all are complete. A save that
-    fails before leaves an earlier checkpoint unchanged. A save that is killed while it renames leaves none. The files
-    of an earlier checkpoint are removed.
+    copied, for one file at a time. Others need no memory.
+
+    The files of an earlier checkpoint in ``directory`` are replaced when all are complete, and then removed. A save
+    that fails or is killed at any moment leaves the earlier or the new checkpoint, complete. So the files have a tag
+    in their names (``model-1c5f09aa-00001-of-00004.safetensors``) where the usual names are in use, and a single file
+    has an index where ``config.json`` changes. Only an adapter of another configuration is removed before the new one
+    is there.
 
     Raises:
         ValueError: on every rank, before any write, for tensors on the meta device and for unsupported dtypes.
@@ -53,6 +57,7 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     saved = SavedDirectory(Path(directory), shards)
     try:
         local = _local_tensors(model)
+        together(lambda: start_save(Path(directory)) if rank == 0 else None, consequence)
         together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard)), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
@@ -68,6 +73,7 @@ def _save_adapter(
     mates = {name: group for group in tied_names_of(model) for name in group}
     saved = SavedAdapter(directory, holders_of(from_all_ranks(names)[0], mates, held))
     try:
+        together(lambda: start_save(directory) if rank == 0 else None, consequence)
         together(lambda: saved.write(rank, _local_tensors(model)), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:

@@ -6,12 +6,14 @@
     .unfinished/adapter/                      rank 0: PeftModel.save_pretrained with all of them
     adapter_config.json, README.md            rank 0 moves the files
     adapter_model.safetensors                 moved last
+
+The weights of an earlier adapter of another configuration are removed before. A save that is killed then leaves none.
 """
 
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from torch import nn
 from nxdpp.checkpoint.files.safetensors_writer import write_shard
 from nxdpp.checkpoint.huggingface.adapted import PROMPTS, adapter_names, learns_prompts
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of, unwrapped_name
+from nxdpp.checkpoint.huggingface.replace_checkpoint import differs, put
 from nxdpp.checkpoint.huggingface.write_directory import UNFINISHED
 
 _WEIGHTS = "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
 
 
 def names_to_gather(module: Any) -> list[str]:
@@ -71,23 +75,28 @@ class SavedAdapter:
         made.mkdir(exist_ok=True)
         with _put(tensors, module):
             type(module).save_pretrained(module, str(made))
-        files = sorted(made.rglob("*"), key=lambda file: file.name == _WEIGHTS)
-        for file in files:
-            if file.name == _WEIGHTS:
-                # A mixture of old and new files must not look complete.
-                (self._directory / file.relative_to(made)).unlink(missing_ok=True)
-        for file in filter(Path.is_file, files):
-            target = self._directory / file.relative_to(made)
-            target.parent.mkdir(exist_ok=True)
-            _usual_permissions(file)
-            file.replace(target)
+        for folder in (made, *filter(Path.is_dir, made.iterdir())):
+            self._replace(folder, self._directory / folder.relative_to(made))
         shutil.rmtree(self._unfinished, ignore_errors=True)
+
+    def _replace(self, made: Path, target: Path) -> None:
+        """Replace the adapter in ``target`` by that in ``made``, its weights last."""
+        target.mkdir(exist_ok=True)
+        if differs(target / _CONFIG, made / _CONFIG):
+            # A mixture of two adapters must not look complete.
+            (target / _WEIGHTS).unlink(missing_ok=True)
+        for file in sorted(filter(Path.is_file, made.iterdir()), key=lambda file: file.name == _WEIGHTS):
+            _usual_permissions(file)
+            put(file, target / file.name)
 
     def remove_unfinished(self, rank: int) -> None:
         """Remove the files of ``rank``, as far as possible."""
         self._part(rank).unlink(missing_ok=True)
         if rank == 0:
             shutil.rmtree(self._unfinished / "adapter", ignore_errors=True)
+        with suppress(OSError):
+            # Only the last rank finds the folder empty.
+            self._unfinished.rmdir()
 
     def _part(self, rank: int) -> Path:
         return self._unfinished / f"adapter-{rank:05d}.safetensors"

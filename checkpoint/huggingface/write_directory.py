@@ -1,15 +1,14 @@
-"""Files of a checkpoint that several ranks write, and that get their names only when all are complete.
+"""Files of a checkpoint that several ranks write, and that replace an earlier one only when all are complete.
 
 ::
 
     .unfinished/model-00001-of-00002.safetensors    each rank writes its files here
-    model-00001-of-00002.safetensors                rank 0 removes the earlier checkpoint and renames the files
-    model.safetensors.index.json                    renamed last: without it the directory is no checkpoint
+    model-00001-of-00002.safetensors                rank 0 moves them and replaces the index, see ``NewCheckpoint``
+
+The folder is no checkpoint. The next save removes one that a killed save left.
 """
 
 import copy
-import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,11 +20,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.files.safetensors_writer import write_shard
-from nxdpp.checkpoint.huggingface.read_directory import INDEX_FILE, SINGLE_FILE
+from nxdpp.checkpoint.huggingface.replace_checkpoint import NewCheckpoint, finish_replacement
 from nxdpp.checkpoint.huggingface.save_plan import Shard
 
 UNFINISHED = ".unfinished"
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def start_save(directory: Path) -> None:
+    """Make ``directory`` and an empty unfinished folder in it; rank 0 calls it before any rank writes.
+
+    What a killed save left is completed where its checkpoint was valid, and is removed otherwise.
+    """
+    unfinished = directory / UNFINISHED
+    directory.mkdir(parents=True, exist_ok=True)
+    # A killed save also leaves temporary files of the library.
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(exist_ok=True)
+    finish_replacement(directory, unfinished)
 
 
 class SavedDirectory:
@@ -33,17 +44,18 @@ class SavedDirectory:
 
     def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
         self._directory = directory
-        # A killed save also leaves temporary files of the library: the next save removes them with this folder.
         self._unfinished = directory / UNFINISHED
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        if len(shards) == 1:
-            files = [SINGLE_FILE]
-        self._shards = dict(zip(files, shards, strict=True))
+        count = len(shards)
+        self._shards = {
+            f"model-{number:05d}-of-{count:05d}.safetensors": shard for number, shard in enumerate(shards, start=1)
+        }
 
     def write(self, rank: int, tensors_of: Callable[[Shard], dict[str, torch.Tensor]]) -> None:
-        """Write the shards of ``rank`` to the unfinished folder, one at a time, with the tensors of ``tensors_of``."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._unfinished.mkdir(exist_ok=True)
+        """Write the shards of ``rank`` to the unfinished folder, one at a time, with the tensors of ``tensors_of``.
+
+        ``start_save`` comes before on rank 0.
+        """
+        self._unfinished.mkdir(parents=True, exist_ok=True)
         for file, shard in self._shards.items():
             if shard.rank == rank:
                 write_shard(self._unfinished / file, tensors_of(shard))
@@ -60,16 +72,12 @@ class SavedDirectory:
                     f"give all ranks one shared directory."
                 )
         with tempfile.TemporaryDirectory(dir=self._unfinished) as folder:
-            _write_configuration(module, Path(folder))
-            index = self._write_index(module, Path(folder))
-            self._remove_earlier()
-            for file in sorted(Path(folder).iterdir()):
-                if file != index:
-                    file.replace(self._directory / file.name)
-            for name in self._shards:
-                (self._unfinished / name).replace(self._directory / name)
-            if index is not None:
-                index.replace(self._directory / INDEX_FILE)
+            configuration = Path(folder) / "configuration"
+            configuration.mkdir()
+            _write_configuration(module, configuration)
+            shards = {self._unfinished / name: list(shard.layouts) for name, shard in self._shards.items()}
+            size = sum(shard.bytes for shard in self._shards.values())
+            NewCheckpoint(self._directory, Path(folder), shards, size).replace_earlier(sorted(configuration.iterdir()))
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def remove_unfinished(self, rank: int) -> None:
@@ -82,24 +90,6 @@ class SavedDirectory:
         except OSError:
             # The caller raises the first error. Only the last rank finds the folder empty.
             return
-
-    def _write_index(self, module: nn.Module, folder: Path) -> Path | None:
-        if len(self._shards) == 1:
-            return None
-        size = sum(shard.bytes for shard in self._shards.values())
-        files = {name: file for file, shard in self._shards.items() for name in shard.layouts}
-        content = {"metadata": {"total_size": size}, "weight_map": files}
-        index = folder / INDEX_FILE
-        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        return index
-
-    def _remove_earlier(self) -> None:
-        """Remove the earlier checkpoint, its index first: a mixture of old and new files must not look complete."""
-        for name in (INDEX_FILE, SINGLE_FILE):
-            (self._directory / name).unlink(missing_ok=True)
-        for file in list(self._directory.iterdir()):
-            if _SHARD.fullmatch(file.name):
-                file.unlink()
 
 
 def _write_configuration(module: nn.Module, folder: Path) -> None:

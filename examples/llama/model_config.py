@@ -56,7 +56,8 @@ def _read_fields(file: Path) -> dict[str, object]:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
+    # Deeply nested lists exceed Python's recursion.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} is not a config: a JSON object is needed, it holds a {type(fields).__name__}")

@@ -1,6 +1,7 @@
 """Output of a run: the stage table, the progress of each step, and ``metrics.jsonl``."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -16,6 +17,17 @@ from nxdpp.parallel_layers.all_ranks import from_all_ranks
 
 # Number of progress lines of a run without a terminal.
 PLAIN_LINES = 20
+
+METRICS = "metrics.jsonl"
+# Lines of a run that has not saved.
+UNFINISHED_METRICS = "metrics.unfinished.jsonl"
+# Each of them shows that a run has saved.
+OF_A_RUN = (METRICS, "model.safetensors", "model.safetensors.index.json")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Return whether ``folder`` has a checkpoint or the metrics of an earlier run."""
+    return any((folder / name).exists() for name in OF_A_RUN)
 
 
 def print_stage_table(console: Console, model: NxDPPModel) -> None:
@@ -42,7 +54,8 @@ def print_stage_table(console: Console, model: NxDPPModel) -> None:
 class TrainingReport:
     """Context manager that shows and records each step on rank 0.
 
-    ``metrics.jsonl`` in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``.
+    A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``. It becomes
+    ``metrics.jsonl`` by ``keep``, so that the one of an earlier run stays until this run has saved.
     """
 
     def __init__(self, console: Console, folder: Path, steps: int) -> None:
@@ -59,7 +72,8 @@ class TrainingReport:
             disable=not (self._shown and console.is_terminal),
         )
         self._task = self._bar.add_task("", total=steps)
-        self._metrics = (folder / "metrics.jsonl").open("w", buffering=1) if self._shown else None
+        self._folder = folder
+        self._metrics = (folder / UNFINISHED_METRICS).open("w", buffering=1) if self._shown else None
         self._last_end = time.perf_counter()
 
     def __enter__(self) -> "TrainingReport":
@@ -71,6 +85,11 @@ class TrainingReport:
         self._bar.stop()
         if self._metrics:
             self._metrics.close()
+
+    def keep(self) -> None:
+        """Put the metrics in the place of ``metrics.jsonl``, after the checkpoint is saved."""
+        if self._shown:
+            os.replace(self._folder / UNFINISHED_METRICS, self._folder / METRICS)
 
     def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
         """Report step ``step``, which had ``tokens`` tokens on all ranks; collective over all ranks.

@@ -153,7 +153,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("runs/llama"),
         metavar="DIR",
-        help="folder of metrics.jsonl and the checkpoint; those of an earlier run are replaced [%(default)s]",
+        help="folder of metrics.jsonl and the checkpoint; those of an earlier run are replaced when this one saves "
+        "[%(default)s]",
     )
     parser.add_argument(
         "--pipeline-parallel-size",

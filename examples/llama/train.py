@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from corpus import decode, held_out_batches, training_batches
-from report import TrainingReport, print_stage_table
+from report import TrainingReport, holds_a_run, print_stage_table
 from rich.console import Console
 from rich.text import Text
 from settings import Settings, read_settings, refuse
@@ -53,6 +53,9 @@ def train(settings: Settings) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
 
     console = Console(quiet=dist.get_rank() != 0)
+    if holds_a_run(settings.output):
+        said = f"{settings.output} holds an earlier run, which stays until this one saves, and is then replaced"
+        console.print(said, highlight=False, soft_wrap=True)
     print_stage_table(console, model)
     console.print(f"held-out loss before training: {held_out_loss(model, settings):.3f}", highlight=False)
     batches = training_batches(settings.corpus.train, settings.batch_size, settings.seq_length, settings.seed)
@@ -64,7 +67,7 @@ def train(settings: Settings) -> None:
                 loss = model.run_train(input_ids=ids, labels=ids)
             assert isinstance(loss, torch.Tensor)
             if not loss.isfinite():
-                raise RuntimeError(f"the loss of step {step} is {loss.item()}: try a smaller --learning-rate")
+                raise RuntimeError(f"the loss of step {step} is {loss.item()}: {advice(step)}")
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -73,6 +76,7 @@ def train(settings: Settings) -> None:
 
     # nxdpp: save a Hugging Face checkpoint; each rank writes its own layers.
     save_pretrained(model, settings.output)
+    report.keep()
     console.print(f"checkpoint and metrics.jsonl are in {settings.output}", highlight=False)
     if dist.get_rank() == 0:
         print_sample(console, settings)
@@ -114,6 +118,16 @@ def learning_rate_factor(step: int, steps: int) -> float:
         return (step + 1) / warm_up
     progress = (step - warm_up) / max(1, steps - warm_up)
     return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
+
+
+def advice(step: int) -> str:
+    """Cause and remedy of a loss that is not finite in ``step``, from 1."""
+    if step > 1:
+        return "try a smaller --learning-rate"
+    return (
+        "no weight was updated yet, so the learning rate is not the cause. Look for weights that are too large or not "
+        "finite (--pretrained, initializer_range of --config), and for a batch without labels (all -100)"
+    )
 
 
 def autocast(settings: Settings) -> torch.autocast:

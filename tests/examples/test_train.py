@@ -38,7 +38,7 @@ def _train(rank: int, arguments: list[str]) -> str:
 
 def _job(folder: Path, world_size: int, *flags: str, **fields: Any) -> list[str]:
     """Run the job over ``world_size`` processes into ``folder``; return the output of each rank."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     config = folder.with_suffix(".json")
     config.write_text(json.dumps({**TINY_LLAMA, **fields}))
     arguments = [*FLAGS, "--config", str(config), "--output", str(folder), *flags]
@@ -188,6 +188,37 @@ def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
     assert finished.returncode != 0
     assert finished.stderr.count("train.py: argument --dtype: invalid choice: 'float64'") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_replaces_the_first_when_it_saves(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (printed,) = _job(folder, 1)
+    assert "holds an earlier run" not in printed
+    names = {file.name for file in folder.iterdir()}
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+
+    # A run that ends before it saves, and one that saves.
+    with pytest.raises(AssertionError, match="is nan"):
+        _job(folder, 1, "--learning-rate", "1e30")
+    assert {file: file.read_bytes() for file in before} == before
+    (printed,) = _job(folder, 1, "--seed", "9")
+
+    said = f"{folder} holds an earlier run, which stays until this one saves, and is then replaced"
+    assert said in printed
+    assert {file.name for file in folder.iterdir()} == names
+    assert len(_losses(folder)) == STEPS
+    weights, metrics = folder / "model.safetensors", folder / "metrics.jsonl"
+    assert weights.read_bytes() != before[weights]
+    assert metrics.read_bytes() != before[metrics]
+
+
+def test_a_loss_that_is_not_finite_in_the_first_step(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
+    model.lm_head.weight.data.mul_(1e38)
+    model.save_pretrained(tmp_path / "before")
+    flags = [*FLAGS, "--pretrained", str(tmp_path / "before"), "--output", str(tmp_path / "after")]
+    with pytest.raises(AssertionError, match=r"the loss of step 1 is (nan|inf): no weight was updated.*without labels"):
+        run_ranks(1, _train, flags)
 
 
 def test_a_diverging_training_names_the_learning_rate(tmp_path: Path) -> None:

@@ -199,6 +199,27 @@ def test_a_damaged_index_is_named(sharded: Path, content: str) -> None:
     assert f"{index} is corrupt" in refusal(sharded)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "config.json"])
+def test_json_that_is_nested_too_deeply(sharded: Path, file: str) -> None:
+    (sharded / file).write_text("[" * 100_000)
+
+    assert f"{sharded / file} is corrupt (RecursionError" in refusal(sharded)
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "../model.safetensors.index.json"])
+def test_weights_that_the_configuration_names(sharded: Path, name: str) -> None:
+    config = sharded / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "transformers_weights": name}))
+    assert f"{config} names '{name}' as its weights (transformers_weights), which is not a file" in refusal(sharded)
+    shutil.move(sharded / "model.safetensors.index.json", sharded / "own.safetensors.index.json")
+    config.write_text(json.dumps({**fields, "transformers_weights": "own.safetensors.index.json"}))
+
+    model = wrap_as(0, make("llama", seed=5))
+    load_pretrained(model, sharded)
+    assert differing(model.local_state_dict(), make("llama").state_dict()) == []
+
+
 def test_no_directory(tmp_path: Path) -> None:
     message = refusal(tmp_path / "none")
 

@@ -1,0 +1,179 @@
+"""Saves over an existing checkpoint, killed at any moment: the earlier or the new checkpoint loads, complete."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from nxdpp import parallel_state, save_pretrained
+from nxdpp.checkpoint.huggingface import save_plan
+from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
+from tests.checkpoint.huggingface.checkpointed_models import differing, make, wrap
+from tests.checkpoint.huggingface.killed_saves import kill_saves
+
+_EVENTS = ("open", "os.")
+_watched: list[Callable[[], None]] = []
+
+
+def _before_each_change(event: str, _: tuple[Any, ...]) -> None:
+    if _watched and event.startswith(_EVENTS):
+        (look,) = _watched
+        _watched.clear()
+        look()
+        _watched.append(look)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def watch() -> None:
+    # A hook of the interpreter cannot be removed.
+    sys.addaudithook(_before_each_change)
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def states_of(act: Callable[[], None], folder: Path, copies: Path) -> list[Path]:
+    """Copies of ``folder`` in each state that it has while ``act`` runs, the first and the last included."""
+    seen: list[Any] = []
+
+    def look() -> None:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        state = [(path, path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        if not seen or seen[-1] != state:
+            shutil.copytree(folder, copies / f"{len(seen):03d}")
+            seen.append(state)
+
+    _watched.append(look)
+    try:
+        act()
+    finally:
+        _watched.clear()
+    look()
+    return sorted(copies.iterdir())
+
+
+def model(seed: int, layers: int = 2) -> Any:
+    return make("llama", seed, layers=layers)
+
+
+def save(model: Any, folder: Path, bytes_of_a_file: int) -> None:
+    save_plan.SHARD_BYTES = bytes_of_a_file
+    save_pretrained(wrap(model), folder)
+
+
+WHOLE, SHARDS = 10**9, 20_000
+
+
+@pytest.mark.parametrize("other", [{}, {"layers": 3}], ids=["same configuration", "other configuration"])
+@pytest.mark.parametrize("after", [WHOLE, SHARDS])
+@pytest.mark.parametrize("before", [WHOLE, SHARDS])
+def test_a_checkpoint_loads_whenever_the_save_is_killed(
+    before: int, after: int, other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_plan, "SHARD_BYTES", WHOLE)
+    folder = tmp_path / "checkpoint"
+    save(model(1), folder, before)
+    states = states_of(lambda: save(model(2, **other), folder, after), folder, tmp_path / "copies")
+
+    expected = {False: model(1).state_dict(), True: model(2, **other).state_dict()}
+    found = [is_new(LlamaForCausalLM.from_pretrained(state).state_dict(), expected) for state in states]
+    assert len(states) > 4
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (False, True)
+    for state, new in zip(states, found, strict=True):
+        assert is_new(values_in(state), expected) == new
+    # The next save removes what the killed one left.
+    wrapped, last = wrap(model(4)), model(4).state_dict()
+    for state in states:
+        save_pretrained(wrapped, state)
+        assert leftovers(state) == []
+        assert differing(values_in(state), last) == []
+
+
+def values_in(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors that ``load_pretrained`` reads from ``folder``."""
+    return {name: tensor.read(tensor.dtype) for name, tensor in stored_tensors(folder).items()}
+
+
+def is_new(state: dict[str, torch.Tensor], expected: dict[bool, dict[str, torch.Tensor]]) -> bool:
+    (new,) = (
+        new for new, tensors in expected.items() if tensors.keys() == state.keys() and differing(state, tensors) == []
+    )
+    return new
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Files of ``folder`` that are of no checkpoint, or of an earlier one."""
+    names = {path.name for path in folder.iterdir()}
+    configuration = {"config.json", "generation_config.json"}
+    assert "transformers_weights" not in (folder / "config.json").read_text()
+    if "model.safetensors" in names:
+        return sorted(names - configuration - {"model.safetensors"})
+    index = folder / "model.safetensors.index.json"
+    used = {name for name in names if name in index.read_text()}
+    return sorted(names - configuration - used - {index.name})
+
+
+def test_a_save_that_fails_while_it_replaces_leaves_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_plan, "SHARD_BYTES", SHARDS)
+    save_pretrained(wrap(make("llama", seed=1)), tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    replace = Path.replace
+
+    def failing(self: Path, target: Path) -> Path:
+        if "-00003-of-" in target.name:
+            raise OSError("no more")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(OSError, match="no more"):
+        save_pretrained(wrap(make("llama", seed=2)), tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 4), (4, 2)])
+def test_ranks_killed_at_random_moments(ranks: int, kills: int, tmp_path: Path) -> None:
+    assert kill_saves(tmp_path, ranks, kills, seed=1) == [True] * kills
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_an_adapter_whose_save_is_killed(rank: int, tmp_path: Path) -> None:
+    """It always loads where the configuration is the same. Two configurations are never mixed."""
+    folder = tmp_path / "adapter"
+    save_pretrained(wrap(with_lora(4, 1.0)), folder)
+    states = states_of(lambda: save_pretrained(wrap(with_lora(rank, 2.0)), folder), folder, tmp_path / "copies")
+
+    found = [value_of_adapter(state) for state in states]
+    assert (found[0], found[-1]) == ((4, 1.0), (rank, 2.0))
+    assert set(found) - {(4, 1.0), (rank, 2.0)} == (set() if rank == 4 else {None})
+
+
+def with_lora(rank: int, value: float) -> Any:
+    adapted: Any = peft.get_peft_model(model(1), peft.LoraConfig(r=rank, target_modules=["q_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora" in name:
+            parameter.data.fill_(value)
+    return adapted
+
+
+def value_of_adapter(folder: Path) -> tuple[int, float] | None:
+    """The rank and the value of the adapter in ``folder``, or ``None`` if PEFT finds no weights."""
+    if not (folder / "adapter_model.safetensors").exists():
+        return None
+    loaded: Any = peft.PeftModel.from_pretrained(model(1), str(folder))
+    values = {
+        value for name, tensor in loaded.named_parameters() if "lora" in name for value in tensor.unique().tolist()
+    }
+    (value,) = values
+    return loaded.peft_config["default"].r, value
