@@ -16,6 +16,7 @@ import dis
 import inspect
 import operator
 import re
+import sys
 import types
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,7 @@ from torch import fx, nn
 from nxdpp.tracing.calls import OpaqueCall, record_opaque_call
 from nxdpp.tracing.errors import calling_line, model_line
 from nxdpp.tracing.listings import submodule, unwrapped
+from nxdpp.tracing.none_tests import may_be_tested
 from nxdpp.tracing.uses import is_from_torch, makes_mask
 
 _MUST_RUN = "must_run"
@@ -118,9 +120,13 @@ def checked_for_none(value: fx.Proxy, is_none: bool | None, is_sure: bool) -> fx
     if is_none:
         return None
     checked = _checked(value)
-    # A value of which nothing is known is checked where it is used: an unused one may well be None.
-    checked.node.meta[_MUST_RUN] = is_none is not None
+    # A value of which nothing is known may well be None if it is neither used nor compared.
+    checked.node.meta[_MUST_RUN] = is_none is not None or may_be_tested(sys._getframe(1), _item(value.node))
     return checked
+
+
+def _item(node: fx.Node) -> Any:
+    return node.args[1] if node.target is operator.getitem else None
 
 
 def mask_with_items(mask: fx.Proxy) -> fx.Proxy:
