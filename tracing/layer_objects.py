@@ -46,6 +46,15 @@ class Place(NamedTuple):
     length: int | None
 
 
+class PlainValue(NamedTuple):
+    """A number, a text or their like in an object. ``key`` is its name, index or key there."""
+
+    value: Any
+    holder: Any
+    path: str
+    key: Any
+
+
 class Reached:
     """The objects that modules and their code can reach.
 
@@ -58,6 +67,8 @@ class Reached:
         names: the names that the code uses.
         holders: mutable objects and tensors by their id, each with its path.
         places: tensors, by the id of their holder and their key there.
+        plain: other values without content, in the same way.
+        functions: the functions that the code may call.
     """
 
     def __init__(
@@ -77,8 +88,9 @@ class Reached:
     def _walk(self, roots: Sequence[tuple[str, Any]]) -> None:
         self.holders: dict[int, tuple[Any, str]] = {}
         self.places: dict[tuple[int, Any], Place] = {}
+        self.plain: dict[tuple[int, Any], PlainValue] = {}
+        self.functions: dict[FunctionType, None] = {}
         self._used: set[str] = set()
-        self._functions: set[FunctionType] = set()
         self._pending: deque[tuple[Any, str, int]] = deque()
         for path, root in roots:
             if isinstance(root, nn.Module):
@@ -105,20 +117,24 @@ class Reached:
             for key, item, place in self._content(value):
                 if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter):
                     self.places[id(value), key] = _place(item, path + place, key, length)
-                if not isinstance(item, nn.Parameter | ModuleType):
+                if type(item) in PLAIN:
+                    self.plain[id(value), key] = PlainValue(item, value, path + place, key)
+                elif not isinstance(item, nn.Parameter | ModuleType):
                     self._pending.append((item, path + place, depth + 1))
 
     def _enter_function(self, function: FunctionType, depth: int) -> None:
         globals_ = function.__globals__
         if not is_framework(globals_.get("__name__")):
-            if function not in self._functions:
-                self._functions.add(function)
+            if function not in self.functions:
+                self.functions[function] = None
                 self._used |= self._names_of(function.__code__)
             for name in self._names_of(function.__code__) & globals_.keys():
                 item, path = globals_[name], f"{globals_.get('__name__')}.{name}"
                 if isinstance(item, torch.Tensor):
                     self.places[id(globals_), name] = _place(item, path, name, None)
-                if not isinstance(item, ModuleType | nn.Parameter):
+                if type(item) in PLAIN:
+                    self.plain[id(globals_), name] = PlainValue(item, globals_, path, name)
+                elif not isinstance(item, ModuleType | nn.Parameter):
                     self._pending.append((item, path, depth + 1))
 
     def _content(self, value: Any) -> Iterator[tuple[Any, Any, str]]:

@@ -48,7 +48,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _uses(code: CodeType, name: str) -> Iterator[tuple[str, int]]:
     """The uses of ``name``: ``"read"`` or ``"write"``, with the line."""
-    tree = _tree(code)
+    tree = source_tree(code)
     if tree is None:
         yield "read", code.co_firstlineno
         return
@@ -57,13 +57,14 @@ def _uses(code: CodeType, name: str) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Constant):
             if node.value == name:
                 yield "read", node.lineno
-        elif _named(node) == name and isinstance(node, ast.Name | ast.Attribute):
+        elif named(node) == name and isinstance(node, ast.Name | ast.Attribute):
             is_write = node in written or not isinstance(node.ctx, ast.Load)
             yield "write" if is_write else "read", node.lineno
 
 
 @cache
-def _tree(code: CodeType) -> ast.AST | None:
+def source_tree(code: CodeType) -> ast.AST | None:
+    """The syntax tree of ``code``, with the line numbers of its file; ``None`` without a source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
@@ -82,7 +83,8 @@ def _written(tree: ast.AST) -> Iterator[ast.AST]:
                 yield function.value
 
 
-def _named(node: ast.AST) -> str | None:
+def named(node: ast.AST) -> str | None:
+    """The name of a variable or an attribute."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else None

@@ -101,7 +101,7 @@ class _Watched:
     def _refuse_shared(self, path: str | None) -> None:
         if path is not None:
             raise RuntimeError(
-                f"{self._name} changes the tensor {path}, which modules of other stages may read; each stage has a "
+                f"{self._name} changes {path}, which modules of other stages may read; each stage has a "
                 f"copy, and the change would be lost there. Return the value from {self._name}, in place of storing "
                 f"it there, and give it to the later modules as an argument. If it is a table that the first run "
                 f"fills, run the model once before wrapping it, with inputs of the greatest length."

@@ -1,15 +1,19 @@
-"""Tensors that modules of several stages share through Python objects: a stage must not change them.
+"""Tensors and numbers that modules of several stages share through Python objects: a stage must not change them.
 
 ::
 
     layers.1.prev = [layers.0]     stage 0:  layers.0 sets self.out     stage 1:  layers.1 reads self.prev[0].out
 
 Stage 1 has an object of its own, without the change. The first run of a stage finds such changes. A stage may leave
-values in such objects for its own later modules: it runs them in order, for one microbatch after another.
+values in such objects for its own later modules: it runs them in order, for one microbatch after another. A number, and
+a tensor under a computed key, are refused where the source of other stages' modules reads them without setting them
+first (``shared_reads.py``).
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +22,8 @@ from torch import nn
 from nxdpp.pipeline.stages.data_changes import same_content
 from nxdpp.tracing import listings
 from nxdpp.tracing.code_names import names_in
-from nxdpp.tracing.layer_objects import Place, Reached, loaded_names, runs_user_code
+from nxdpp.tracing.layer_objects import Place, PlainValue, Reached, loaded_names, runs_user_code
+from nxdpp.tracing.shared_reads import Uses, uses_of_items, uses_of_name
 
 _MOST_ITEMS_OF_TENSOR = 1 << 20
 
@@ -60,6 +65,8 @@ class SharedObjects:
     def __init__(
         self, root: nn.Module, stages: Mapping[str, set[int]], stage: int, buffers: SharedBuffers | None = None
     ) -> None:
+        self._stages = {name: of - {stage} for name, of in stages.items() if of - {stage}}
+        self._root = root
         self._shared: list[tuple[str, Any]] = []
         self._names: set[str] = set()
         self._names_of = functools.cache(loaded_names)
@@ -87,25 +94,64 @@ class SharedObjects:
     def snapshot(self) -> "SharedSnapshot":
         """The tensors as they are now."""
         guarded = {id(buffer) for module in self._guarded for buffer in module._buffers.values()}
-        reached = Reached(self._shared, self._names_of, self._names).places if self._shared else {}
-        places = {key: place for key, place in reached.items() if id(place.tensor) not in guarded}
+        reached = Reached(self._shared, self._names_of, self._names) if self._shared else None
+        found = {} if reached is None else reached.places
+        places = {key: place for key, place in found.items() if id(place.tensor) not in guarded}
         for name, (registry, key, other) in self._buffers.items():
             buffer = registry.get(key)
             if buffer is not None and not buffer.is_meta:
                 places[id(registry), key] = Place(buffer, buffer._version, f"{name}, which is also {other}", key, None)
-        return SharedSnapshot(places, self._names)
+        return SharedSnapshot(places, {} if reached is None else reached.plain, self._names, self)
+
+    def needs_name(self, name: str, holder: Any, is_item: bool) -> bool:
+        """Return whether modules of another stage read the attribute or item ``name`` before they set it."""
+        classes = {base.__qualname__ for base in type(holder).__mro__}
+        return self._is_needed(lambda functions: uses_of_name(functions, name, classes.__contains__, is_item))
+
+    def needs_items(self, path: str) -> bool:
+        """Return whether modules of another stage read items of the list or dict with an item at ``path``."""
+        holder = re.search(r"(\w+)(?:\[[^]]*\]?)+$", path)
+        return holder is not None and self._is_needed(lambda functions: uses_of_items(functions, holder[1]))
+
+    def _is_needed(self, uses: Callable[[list[FunctionType]], Uses]) -> bool:
+        for modules in self._functions.values():
+            for functions in modules:
+                used = uses(functions)
+                if used.needs:
+                    return True
+                if used.sets:
+                    break
+        return False
+
+    @functools.cached_property
+    def _functions(self) -> dict[int, list[list[FunctionType]]]:
+        """For each other stage the functions of its modules, in their order."""
+        functions: dict[int, list[list[FunctionType]]] = {}
+        for name, stages in self._stages.items():
+            reached = Reached([(name, self._root.get_submodule(name))], functools.cache(names_in))
+            for stage in stages:
+                functions.setdefault(stage, []).append(list(reached.functions))
+        return functions
 
 
 class SharedSnapshot:
-    """Tensors at one time."""
+    """Tensors and numbers at one time."""
 
-    def __init__(self, places: dict[tuple[int, Any], Place], names: set[str]) -> None:
+    def __init__(
+        self,
+        places: dict[tuple[int, Any], Place],
+        plain: dict[tuple[int, Any], PlainValue],
+        names: set[str],
+        shared: SharedObjects,
+    ) -> None:
         self._places = places
+        self._plain = plain
         self._names = names
+        self._shared = shared
         self._content = {key: _content(place.tensor) for key, place in places.items()}
 
     def first_change(self, later: "SharedSnapshot") -> str | None:
-        """Return the path of a tensor that is another one in ``later``, or was changed in place."""
+        """Return the path of a value that is another one in ``later``, or of a tensor that was changed in place."""
         return next(self._changes(later), None)
 
     def _changes(self, later: "SharedSnapshot") -> Iterator[str]:
@@ -114,15 +160,34 @@ class SharedSnapshot:
             if before is not None and before.tensor is place.tensor:
                 old, new = self._content[key], later._content[key]
                 if before.version != place.version or not same_content(old, new):
-                    yield place.path
+                    yield f"the tensor {place.path}"
             elif self._is_read(place):
-                yield place.path
+                yield f"the tensor {place.path}"
+        for key, value in later._plain.items():
+            if key not in self._places and self._is_another(self._plain.get(key), value) and self._is_needed(value):
+                yield f"the value {value.path}"
 
     def _is_read(self, place: Place) -> bool:
         """Return whether code may read a new tensor. Additions to a list, or under other keys, may be for the user."""
-        if place.length is not None:
-            return any(other.key == place.key and other.path == place.path for other in self._places.values())
-        return not place.path.endswith("]") or (isinstance(place.key, str) and place.key in self._names)
+        if place.length is None and not place.path.endswith("]"):
+            return True
+        if place.length is None and isinstance(place.key, str) and place.key in self._names:
+            return True
+        is_replaced = any(other.key == place.key and other.path == place.path for other in self._places.values())
+        return (place.length is not None and is_replaced) or self._shared.needs_items(place.path)
+
+    @staticmethod
+    def _is_another(before: PlainValue | None, now: PlainValue) -> bool:
+        if before is None:
+            return True
+        return type(before.value) is not type(now.value) or repr(before.value) != repr(now.value)
+
+    def _is_needed(self, value: PlainValue) -> bool:
+        key = value.key[-1] if isinstance(value.key, tuple) and value.key else value.key
+        is_item = value.path.endswith("]")
+        if isinstance(key, str) and self._shared.needs_name(key, value.holder, is_item):
+            return True
+        return is_item and self._shared.needs_items(value.path)
 
 
 def _content(tensor: torch.Tensor) -> Any:

@@ -16,10 +16,14 @@ from tests.support.in_process import InProcessPipeline
 
 STORE: dict[Any, Any] = {}
 FEATURES: list[Tensor] = []
+SCALE = 1.0
+WARNED = False
 
 
 @pytest.fixture(autouse=True)
 def _empty() -> None:
+    global SCALE
+    SCALE = 1.0
     STORE.clear()
     FEATURES.clear()
     ReadsItsClass.cache = None
@@ -132,6 +136,86 @@ class ChangesABuffer(Layer):
         return self.memory.clone()
 
 
+class ReadsANumber(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        if self.number == 0:
+            self.context.scale = float(y.mean()) + 2.0
+        return self.context.scale
+
+
+class ReadsANumberFirst(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        before = self.context.scale
+        self.context.scale = before + 2.0
+        return before
+
+
+class ReadsAnEntryNumber(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        if self.number == 0:
+            self.context["scale"] = 2.0
+        return self.context.get("scale", 1.0)
+
+
+class ReadsAText(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        if self.number == 0:
+            self.context.mode = "fast"
+        return 3.0 if self.context.mode == "fast" else 1.0
+
+
+class CountsAndReads(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        self.context.calls += 1
+        return 0.0 if self.context.calls < 3 else 1.0
+
+
+class ReadsAGlobalNumber(Layer):
+    def use(self, y: Tensor) -> Any:
+        global SCALE
+        if self.number == 0:
+            SCALE = 2.0
+        return SCALE
+
+
+class ReadsComputedKeys(Layer):
+    def use(self, y: Tensor) -> Any:
+        STORE[f"out{self.number}"] = y
+        return STORE.get(f"out{self.number - 1}", 0.0)
+
+
+class ReadsComputedNumbers(Layer):
+    def use(self, y: Tensor) -> Any:
+        store = STORE
+        store[self.number] = float(y.mean())
+        return store[self.number - 1] if self.number else 0.0
+
+
+class ReadsAllItems(Layer):
+    def use(self, y: Tensor) -> Any:
+        FEATURES.append(y)
+        return sum(FEATURES)
+
+
+class ReadsTheLast(Layer):
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        last = self.context[-1] if self.context else 0.0
+        self.context.append(y)
+        return last
+
+
 class Model(nn.Module):
     """Layers of one class that share ``shared``."""
 
@@ -195,6 +279,17 @@ CASES: dict[str, tuple[type[Layer], Callable[[Any], None], str]] = {
     "class": (ReadsItsClass, nothing, r"ReadsItsClass\.cache"),
     "tensor in a list": (ChangesATensor, one(lambda: [torch.zeros(4)], "memory"), r"memory\[0\]"),
     "data of a tensor": (ChangesData, one(lambda: [torch.zeros(4)], "memory"), r"memory\[0\]"),
+    "number": (ReadsANumber, one(lambda: SimpleNamespace(scale=1.0)), r"context\.scale"),
+    "new number": (ReadsANumber, one(SimpleNamespace), r"context\.scale"),
+    "number, read first": (ReadsANumberFirst, one(lambda: SimpleNamespace(scale=1.0)), r"context\.scale"),
+    "number in a dict": (ReadsAnEntryNumber, one(dict), r"context\['scale'\]"),
+    "text": (ReadsAText, one(lambda: SimpleNamespace(mode="slow")), r"context\.mode"),
+    "counter": (CountsAndReads, one(lambda: SimpleNamespace(calls=0)), r"context\.calls"),
+    "global number": (ReadsAGlobalNumber, nothing, r"test_shared_objects\.SCALE"),
+    "computed keys": (ReadsComputedKeys, nothing, r"STORE\['out0'\]"),
+    "computed numbers": (ReadsComputedNumbers, nothing, r"STORE\[0\]"),
+    "all items": (ReadsAllItems, nothing, r"FEATURES\[0\]"),
+    "last item": (ReadsTheLast, one(list), r"context\[0\]"),
     "buffer": (ChangesABuffer, buffer, r"layers\.\d\.memory"),
 }
 
@@ -205,7 +300,9 @@ def test_a_changed_tensor_that_other_stages_read_is_refused(case: str, backward:
     layer, share, path = CASES[case]
     model = Model(layer, share)
     pipeline = InProcessPipeline(model, 2, {"x": torch.randn(2, 4)}, transformer_layer_cls=layer)
-    with pytest.raises(RuntimeError, match=rf"(?s)layers\.[01] \(\w+\) changes the tensor .*{path}.* Return the value"):
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)layers\.[01] \(\w+\) changes the (tensor|value) .*{path}.* Return the value"
+    ):
         pipeline.train({"x": torch.randn(4, 4)}, 2, backward)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -263,6 +360,55 @@ def test_tensors_that_layers_alone_store_are_not_refused() -> None:
         layer.register_forward_hook(lambda module, inputs, output: STORE.update(hook=output.detach()))
     assert_exact(model, {"x": torch.randn(4, 4)}, Collects)
     assert FEATURES
+
+
+class SetsFirst(Layer):
+    """Shares numbers that each layer sets before it reads them."""
+
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        self.context.scale = 1.0 + self.number
+        self.context.items["scale"] = 1.0 + self.number
+        STORE[self.number] = y
+        return self.scaled(y) * STORE[self.number]
+
+    def scaled(self, y: Tensor) -> Any:
+        return y * self.context.scale + self.context.items["scale"]
+
+
+class Logs(Layer):
+    """Shares counters that decide about a log alone."""
+
+    context: Any
+
+    def use(self, y: Tensor) -> Any:
+        global WARNED
+        self.context.calls += 1
+        if not WARNED:
+            print("layers run")
+            WARNED = True
+        if self.context.calls % 100 == 0:
+            print(f"{self.context.calls} calls")
+        print("calls", self.context.calls)
+        return 0.0
+
+
+class OwnNumbers(Layer):
+    """Has an attribute of the name of a shared one."""
+
+    context: Any
+    scale = 2.0
+
+    def use(self, y: Tensor) -> Any:
+        self.context.scale = float(self.number)
+        return y * self.scale
+
+
+@pytest.mark.parametrize("layer", [SetsFirst, Logs, OwnNumbers])
+def test_numbers_that_no_other_stage_needs_are_not_refused(layer: type[Layer]) -> None:
+    share = one(lambda: SimpleNamespace(scale=1.0, calls=0, items={}))
+    assert_exact(Model(layer, share), {"x": torch.randn(4, 4)}, layer)
 
 
 def test_names_that_code_only_stores_are_no_loaded_names() -> None:
