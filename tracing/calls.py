@@ -14,7 +14,12 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.swap import swapped
+
+# Levels of objects in objects that are searched for traced values.
+_DEEPEST = 2
+_WITHOUT_ATTRIBUTES = (fx.Proxy, nn.Module, torch.Tensor, type, FunctionType, MethodType, PreTrainedConfig)
 
 
 class OpaqueCall:
@@ -100,16 +105,36 @@ def _has_module(args: Any, kwargs: Any) -> bool:
     return any(isinstance(leaf, nn.Module) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
+def _object_with_proxy(value: Any, depth: int = _DEEPEST) -> Any:
+    """Return an object among ``value`` that has a proxy among its attributes, or ``None``."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, _WITHOUT_ATTRIBUTES) or not hasattr(leaf, "__dict__"):
+            continue
+        parts = list(vars(leaf).values())
+        if has_proxy(parts, {}) or (depth and _object_with_proxy(parts, depth - 1) is not None):
+            return leaf
+    return None
+
+
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, recorded as one node for each call with a proxy.
 
-    A call with modules among its arguments runs as it is, so that the tracer sees the layers among them.
+    A call with modules among its arguments runs as it is, so that the tracer sees the layers among them. So does a
+    function of transformers whose arguments have objects with traced values. Another function raises ``TypeError``.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if has_proxy(args, kwargs) and not _has_module(args, kwargs):
+        if not has_proxy(args, kwargs) or _has_module(args, kwargs):
+            return function(*args, **kwargs)
+        holder = _object_with_proxy((args, kwargs))
+        if holder is None:
             return record_opaque_call(function, args, kwargs)
-        return function(*args, **kwargs)
+        if is_framework(getattr(function, "__module__", None)):
+            return function(*args, **kwargs)
+        raise TypeError(
+            f"{function.__name__} is a single node and gets a {type(holder).__name__} with a traced value in it. Give "
+            f"{function.__name__} the tensors themselves, or make the {type(holder).__name__} inside of it."
+        )
 
     return call
 

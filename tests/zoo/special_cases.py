@@ -36,6 +36,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **IMAGE_TEXT,
     "fastspeech2_conformer_with_hifigan": {"vocoder_config": {"model_in_dim": 16, "upsample_initial_channel": 64}},
     "lilt": {"hidden_size": 96},
+    "patchtst": {"num_targets": 3},
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
     "dia": {"decoder_config": {"cross_hidden_size": 64}},
     "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 64, "num_filters": 16}},
