@@ -8,12 +8,14 @@ in the second run                      meaning
 =====================================  =======================================================================
 another graph                          a counter, a random number, the time
 a traced value of the first run        a value of one step is used in the next; refused if it follows from data
-other Python objects, the same graph   a counter that code compares with a limit; harmless if code only writes it
+other Python objects, the same graph   a counter that code compares with a limit; a warning if code only writes it
 =====================================  =======================================================================
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import fx, nn
@@ -26,6 +28,8 @@ from nxdpp.tracing.reachable_state import Difference, ReachableState, Snapshot
 from nxdpp.tracing.reads import is_read, writing_line
 from nxdpp.tracing.sizes import Fact, whole_number
 from nxdpp.tracing.uses import draws_random_numbers
+
+_logger = logging.getLogger(__name__)
 
 _REMEDY = (
     "Move it into a layer, or into a module without layers, which runs as one node in each step (for a counter: a "
@@ -184,6 +188,18 @@ def _refuse_changes(name: str, state: ReachableState, changes: list[Difference])
                 f"{name}.forward differs in two runs: {change} changes, and its code reads it; each step would repeat "
                 f"the first run\n  at {writing_line(change.name, state.functions)}\n{_REMEDY}"
             )
+    for change in changes:
+        _warn_of_lost(name, change.name)
+
+
+@cache
+def _warn_of_lost(name: str, path: str) -> None:
+    _logger.warning(
+        "%s.forward changes %s, and its code does not read it. In a pipeline it stays as it is. Return the value from "
+        "forward, or keep it in a module without layers.",
+        name,
+        path,
+    )
 
 
 def _is_counted(change: Difference) -> bool:

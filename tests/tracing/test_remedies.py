@@ -1,5 +1,6 @@
 """Advice in the error of a trace: it is given where it helps, and each piece is followed here."""
 
+import random
 from typing import Any
 
 import numpy
@@ -149,8 +150,42 @@ class DrawsInAModule(InAModule):
         self.sign = Noise()
 
 
+class DropsLayers(PlainModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            if random.random() < 0.5:
+                hidden = layer(hidden)
+        result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+class Dropped(PlainLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if random.random() < 0.5 else x
+
+
+class LayersDraw(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dropped() for _ in range(4))
+
+
+def test_layers_are_dropped_by_themselves() -> None:
+    with pytest.raises(TracingError, match="A layer that is dropped at random draws itself, and returns its input"):
+        trace_with(DropsLayers(), {"x": X}, options_for(DropsLayers(), PlainLayer))
+    model = LayersDraw()
+    traced = trace_with(model, {"x": X}, options_for(model, Dropped))
+    for seed in range(4):
+        random.seed(seed)
+        expected = model(X)
+        random.seed(seed)
+        assert torch.equal(run_graph(model, traced, {"x": X}), expected)
+
+
 def test_random_numbers_are_moved_into_a_module() -> None:
-    assert "into a module of its own" in message_of(Draws())
+    with pytest.raises(TracingError, match="Draw in a module without layers"):
+        trace_with(Draws(), {"x": X}, options_for(Draws(), PlainLayer))
     model = DrawsInAModule()
     traced = trace_with(model, {"x": X}, options_for(model, PlainLayer))
     torch.manual_seed(0)

@@ -315,9 +315,14 @@ class WrittenOnly(PlainModel):
         return hidden
 
 
-def test_numbers_that_the_spine_only_writes_are_harmless() -> None:
+def test_changes_that_the_spine_only_writes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = WrittenOnly()
     traced = _trace(model)
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert [message.partition(",")[0] for message in messages] == [
+        "WrittenOnly.forward changes history", "WrittenOnly.forward changes state",
+    ]  # fmt: skip
+    assert all("In a pipeline it stays as it is. Return the value from forward" in message for message in messages)
     assert model.state == {"calls": 0}
     assert not model.history
     x = torch.randn(3, 4)
