@@ -2,11 +2,13 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 _logger = logging.getLogger(__name__)
@@ -27,8 +29,9 @@ class PipelinedModel(Protocol):
 def apply_checkpoint(model: PipelinedModel, layers_to_checkpoint: Sequence[str] | None = None) -> None:
     """Recompute the forward of layers during their backward instead of keeping their activations.
 
-    Parameter names do not change, and dropout repeats in the recomputation. The call is not collective: each rank
-    checkpoints its own layers and skips names of other stages. A checkpointed layer stays as it is.
+    Parameter names do not change. Dropout repeats in the recomputation, on the devices of all tensors that a layer
+    gets. The call is not collective: each rank checkpoints its own layers and skips names of other stages. A
+    checkpointed layer stays as it is.
 
     Args:
         model: the wrapped model.
@@ -85,8 +88,29 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def _checkpoint(module: nn.Module) -> None:
-    is_recomputed = isinstance(module.forward, functools.partial) and module.forward.func is checkpoint
+    is_recomputed = isinstance(module.forward, functools.partial) and module.forward.func is _recomputed
     if is_recomputed or isinstance(module, CheckpointWrapper):
         return
     # The instance's own forward is replaced, not the module: a wrapper would rename its parameters.
-    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    module.forward = functools.partial(_recomputed, module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run ``forward`` now, and again in the backward.
+
+    ``checkpoint`` keeps the random state of the devices of positional tensors alone. So one of each other device goes
+    with them.
+    """
+    devices = _devices(kwargs) - _devices(args)
+    witnesses = [torch.empty(0, device=device) for device in devices]
+    return checkpoint(_run, forward, witnesses, *args, use_reentrant=False, **kwargs)
+
+
+def _run(forward: Callable[..., Any], witnesses: list[torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _devices(values: Any) -> set[torch.device]:
+    """The devices of the tensors in ``values`` other than the CPU, whose random state is kept in any case."""
+    tensors = (value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor))
+    return {tensor.device for tensor in tensors if tensor.device.type != "cpu"}

@@ -1,11 +1,15 @@
 """``apply_checkpoint``: the same loss and gradients with fewer activations in memory."""
 
 import logging
+from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
 
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
@@ -116,3 +120,44 @@ def test_a_class_that_overrides_listings() -> None:
     )
     apply_checkpoint(wrapped, ["blocks.1"])
     assert ["forward" in vars(block) for block in blocks.values()] == [False, True, False]
+
+
+class ByKeyword(nn.Module):
+    def forward(self, *, hidden: Tensor, others: dict[str, Tensor]) -> Tensor:
+        return hidden * 2 + others["bias"]
+
+
+class _KeptError(Exception):
+    """The random states have been asked for."""
+
+
+def test_the_random_state_of_the_device_of_tensors_by_keyword_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: set[str] = set()
+
+    def keep(*args: Any) -> None:
+        devices.update(value.device.type for value in pytree.tree_leaves(args) if isinstance(value, Tensor))
+        raise _KeptError
+
+    monkeypatch.setattr(torch_checkpoint, "_get_device_module", lambda device: SimpleNamespace(_initialized=True))
+    monkeypatch.setattr(torch_checkpoint, "get_device_states", keep)
+    layer = ByKeyword()
+    apply_checkpoint(cast(Any, wrapped_layer(layer)))
+    inputs = {"hidden": torch.ones(2, device="meta", requires_grad=True), "others": {"bias": torch.ones(2)}}
+    with suppress(_KeptError):
+        layer(**inputs)
+    assert devices == {"meta"}
+
+    monkeypatch.undo()
+    value = layer(hidden=torch.ones(2, requires_grad=True), others={"bias": torch.ones(2)})
+    assert torch.equal(value, torch.full((2,), 3.0))
+
+
+def wrapped_layer(layer: nn.Module) -> SimpleNamespace:
+    """A wrapped model of one layer."""
+    return SimpleNamespace(
+        rank=0,
+        layers=["0"],
+        stage_layers=["0"],
+        original_module=nn.Sequential(layer),
+        local_named_modules=lambda: [("0", layer)],
+    )
