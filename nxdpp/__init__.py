@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from nxdpp.initialization.deferred_init import deferred_init
     from nxdpp.initialization.init_on_device import init_on_device
     from nxdpp.parallel_layers import parallel_state
+    from nxdpp.parallel_layers.grad_scaler import GradScaler
     from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
     from nxdpp.pipeline.config import PipelineConfig
     from nxdpp.pipeline.model import NxDPPModel
     from nxdpp.pipeline.pipeline import Pipeline
 
 __all__ = [
+    "GradScaler",
     "NxDPPModel",
     "Pipeline",
     "PipelineConfig",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "GradScaler": "nxdpp.parallel_layers.grad_scaler",
     "NxDPPModel": "nxdpp.pipeline.model",
     "Pipeline": "nxdpp.pipeline.pipeline",
     "PipelineConfig": "nxdpp.pipeline.config",

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.grad_scaler import GradScaler, check_grad_scaler
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.item_counts import CountItems, check_normalization
@@ -60,6 +61,7 @@ class PipelineConfig:
         deallocate_pipeline_outputs: free an activation after it is sent. Its place in the autograd graph is kept.
         check_against_module: ``"first"`` compares the losses and gradients of the first training step with those of the
             unwrapped module. Every rank then holds and runs the whole model once. A difference is a ``RuntimeError``.
+        grad_scaler: ``nxdpp.GradScaler`` that scales the loss of each microbatch, for autocast to float16.
     """
 
     num_microbatches: int = 1
@@ -83,6 +85,7 @@ class PipelineConfig:
     trace_file_path: str | None = None
     deallocate_pipeline_outputs: bool = False
     check_against_module: str | None = None
+    grad_scaler: GradScaler | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
@@ -103,6 +106,7 @@ class PipelineConfig:
         check_loss_spec(self.output_loss_value_spec)
         check_normalization(module, self.loss_normalization, self.count_items_fn)
         arguments.check_reference(self.check_against_module)
+        check_grad_scaler(self.grad_scaler)
         if self.input_names is not None:
             arguments.check_names(module, self.input_names, "input_names")
             arguments.check_required(module, self.input_names, "input_names")

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.grad_scaler import GradScaler
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.item_counts import CountItems
@@ -66,6 +67,8 @@ class NxDPPModel(LocalView):
             labels of the batch, replicas included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
             the model's loss is a mean. By default a transformers model gets ``num_items_in_batch``.
+        grad_scaler: ``nxdpp.GradScaler``, which scales the loss for autocast to float16. Its ``step`` and ``update``
+            follow ``run_train``.
 
     Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
@@ -102,6 +105,7 @@ class NxDPPModel(LocalView):
         check_against_module: str | None = None,
         loss_normalization: str = "microbatch",
         count_items_fn: CountItems | None = None,
+        grad_scaler: GradScaler | None = None,
     ) -> None:
         super().__init__()
         config = PipelineConfig.of(locals())

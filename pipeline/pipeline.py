@@ -108,11 +108,19 @@ class Pipeline:
             "check_against_module": config.check_against_module,
             "loss_normalization": config.loss_normalization,
             "count_items_fn": config.count_items_fn is not None,
+            "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
         }
         self._programs = ProgramCache(
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
         )
-        self._steps = StepRunner(self.schedule, self.rank, not config.deallocate_pipeline_outputs, timeline_path)
+        self._loss_gradient = torch.ones_like if config.grad_scaler is None else config.grad_scaler.loss_gradient
+        self._steps = StepRunner(
+            self.schedule,
+            self.rank,
+            not config.deallocate_pipeline_outputs,
+            timeline_path,
+            self._loss_gradient,
+        )
         self._input_names = None if config.input_names is None else tuple(config.input_names)
         self._check_first = config.check_against_module is not None
         # From here on the parameters of other stages are freed.
@@ -194,8 +202,8 @@ class Pipeline:
             ValueError, TypeError: for inputs that cannot be used, such as a microbatch without labels, before anything
                 is sent to another stage.
             TracingError: for inputs with which the model cannot be traced.
-            RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16, and for a step that fails.
-                A failure ends all ranks.
+            RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16 without a ``grad_scaler``,
+                and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
         if not torch.is_grad_enabled():
@@ -205,7 +213,10 @@ class Pipeline:
 
     def _train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         batch = self._microbatches(inputs)
-        arguments.check_autocast(self.device)
+        scaler = self.config.grad_scaler
+        arguments.check_autocast(self.device, is_scaled=scaler is not None and scaler.is_enabled())
+        if scaler is not None:
+            scaler.begin_step(self.device)
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
         cut, step = self._step_loss(cut, batch)
         program = self._programs.program(cut, "loss")
@@ -319,7 +330,7 @@ class Pipeline:
             return None
         group = parallel_state.get_pipeline_control_group()
         spec = self.config.output_loss_value_spec
-        return ReferenceStep(self.part, self.partition.owners, group, spec, self.device)
+        return ReferenceStep(self.part, self.partition.owners, group, spec, self.device, self._loss_gradient)
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> "_Batch":
         arguments.check_input_names(self.original_module, inputs, self._input_names)

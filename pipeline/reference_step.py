@@ -24,7 +24,7 @@ from nxdpp.initialization.allocation import with_type_of
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
+from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, pick_loss
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.tracing import listings
 from nxdpp.tracing.input_dicts import close_inputs
@@ -53,6 +53,7 @@ class ReferenceStep:
         group: the ranks of the pipeline, for CPU tensors.
         loss_spec: the output that is the loss.
         device: of the tensors.
+        loss_gradient: gives the gradient with which the backward of a loss begins.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ReferenceStep:
         group: dist.ProcessGroup,
         loss_spec: LossSpec,
         device: torch.device,
+        loss_gradient: LossGradient = torch.ones_like,
     ) -> None:
         self._part = part
         self._owners = owners
@@ -70,6 +72,7 @@ class ReferenceStep:
         self._group = group
         self._loss_spec = loss_spec
         self._device = device
+        self._loss_gradient = loss_gradient
         self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(part.module)}
         self._losses: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
@@ -155,10 +158,9 @@ class ReferenceStep:
             loss = pick_loss(module(**close_inputs(microbatch)), self._loss_spec)
             # As in the step of the pipeline.
             with torch._C._DisableAutocast():
-                if scales is None:
-                    (loss / len(microbatches)).backward()
-                elif scales[number]:
-                    (loss * scales[number]).backward()
+                if scales is None or scales[number]:
+                    part = loss / len(microbatches) if scales is None else loss * scales[number]
+                    part.backward(self._loss_gradient(part))
             self._losses.append(loss.detach())
         gradients = {n: parameter.grad for n, parameter in listings.named_parameters(module, remove_duplicate=False)}
         self._gradients = {name: gradients[name] for name, _ in listings.named_parameters(self._local)}

@@ -22,6 +22,7 @@ from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
+from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.pipeline.timeline.clock import StepTimer
@@ -49,6 +50,7 @@ class EngineConfig:
         keep_outputs: hold sent activations until their backward, as plain autograd would.
         in_flight: limit of microbatches in flight that a channel sends in one direction; ``None`` for none.
         in_order: ``True`` if the actions have the receives in the global order.
+        loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
     """
 
     placement: Placement | ListedPlacement
@@ -59,6 +61,7 @@ class EngineConfig:
     keep_outputs: bool
     in_flight: int | None = None
     in_order: bool = False
+    loss_gradient: LossGradient = torch.ones_like
 
 
 class Engine:
@@ -113,6 +116,7 @@ class Engine:
                 config.keep_outputs,
                 splits,
                 self.timer,
+                config.loss_gradient,
             )
         self._calls, self._called_for = self._compile(actions, releases)
         # Without a reference to this engine, which the board would keep alive.

@@ -27,6 +27,7 @@ from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
+from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 
@@ -61,6 +62,7 @@ class StageRunner:
         keep_outputs: hold sent activations until their backward, as plain autograd would.
         splits: ``True`` if input-gradients and weight-gradients are computed apart.
         timer: measures the time in which the stage computes.
+        loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StageRunner:
         keep_outputs: bool,
         splits: bool,
         timer: StepTimer,
+        loss_gradient: LossGradient,
     ) -> None:
         self.results: dict[int, list[Any]] = {}
         self._program = program
@@ -91,6 +94,7 @@ class StageRunner:
         self._keep_outputs = keep_outputs
         self._splits = splits
         self._timer = timer
+        self._loss_gradient = loss_gradient
         self._metadata = MetadataExchange(program.plan, channels_in, channels_out, device)
         self._in_module_memory: list[str] | None = None
         self._analysis = BackwardAnalysis()
@@ -238,7 +242,7 @@ class StageRunner:
         starts = [gradient for key, gradient in gradients.items() if key in in_flight.roots]
         if in_flight.loss is not None:
             roots.append(in_flight.loss)
-            starts.append(torch.ones_like(in_flight.loss))
+            starts.append(self._loss_gradient(in_flight.loss))
         return roots, starts
 
     def _returned_gradients(self, microbatch: int) -> dict[tuple[str, int], torch.Tensor]:

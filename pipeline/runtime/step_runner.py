@@ -14,6 +14,7 @@ from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
+from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
@@ -29,15 +30,22 @@ class StepRunner:
         rank: this rank of the pipeline.
         keep_outputs: hold sent activations until their backward.
         timeline_path: file for the timeline of each step; ``None`` writes none.
+        loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
     """
 
     def __init__(
-        self, schedule: ChosenSchedule, rank: int, keep_outputs: bool, timeline_path: Path | None = None
+        self,
+        schedule: ChosenSchedule,
+        rank: int,
+        keep_outputs: bool,
+        timeline_path: Path | None = None,
+        loss_gradient: LossGradient = torch.ones_like,
     ) -> None:
         self._timer: StepTimer | None = None
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
+        self._loss_gradient = loss_gradient
         self._transport: Transport | None = None
         self._timeline = None if timeline_path is None else StepTimeline(timeline_path, schedule.name)
         self._verifier: StepVerifier | None = None
@@ -128,6 +136,7 @@ class StepRunner:
             self._keep_outputs,
             in_flight_limit(compute, program.edges, rules) if is_limited else None,
             in_order=rules.posted_ahead is None,
+            loss_gradient=self._loss_gradient,
         )
         actions, finished_sends = rank_program(compute, self._rank, program.edges, rules, train)
         recorder = None if self._timeline is None else self._timeline.recorder

@@ -1,10 +1,14 @@
 """Choice of the loss among a model's outputs (``output_loss_value_spec`` of NeuronX Distributed's guide)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from nxdpp.tracing.nested import fields_of, is_dataclass_instance
 
+# A function of a loss that gives the gradient with which its backward begins.
+LossGradient = Callable[[torch.Tensor], torch.Tensor]
 LossSpec = Mapping[str, Any] | tuple[Any, ...] | list[Any] | bool | None
 
 

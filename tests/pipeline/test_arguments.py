@@ -88,12 +88,14 @@ def test_warning_for_hooks_that_run_at_the_trace(caplog: pytest.LogCaptureFixtur
     assert "hooks of model run when a graph is traced, not in each step" in caplog.text
 
 
-def test_autocast_to_float16_is_refused() -> None:
+def test_autocast_to_float16_without_a_scaled_loss_is_refused() -> None:
     cpu = torch.device("cpu")
     with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match=r"float16 needs a scaled loss"):
-        arguments.check_autocast(cpu)
-    # The remedy of the message.
+        arguments.check_autocast(cpu, is_scaled=False)
+    # The remedies of the message.
+    with torch.autocast("cpu", torch.float16):
+        arguments.check_autocast(cpu, is_scaled=True)
     with torch.autocast("cpu", torch.bfloat16):
-        arguments.check_autocast(cpu)
+        arguments.check_autocast(cpu, is_scaled=False)
     with torch.autocast("cpu", torch.float16, enabled=False):
-        arguments.check_autocast(cpu)
+        arguments.check_autocast(cpu, is_scaled=False)

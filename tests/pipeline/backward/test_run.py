@@ -95,8 +95,8 @@ class WithIsland(PlainLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(x).float()
         with torch.autocast("cpu", enabled=False):
-            hidden = AsksForAutocast.apply(hidden @ self.linear.weight)  # type: ignore[no-untyped-call]
-        return hidden
+            asked: torch.Tensor = AsksForAutocast.apply(hidden @ self.linear.weight)  # type: ignore[no-untyped-call]
+        return asked
 
 
 class Islands(PlainModel):
