@@ -1,7 +1,7 @@
 """Two agents of torchrun with a c10d rendezvous, on two network namespaces joined by a veth pair."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import Popen
 
@@ -10,7 +10,7 @@ import pytest
 from tests.hosts.trained_program import losses_of_one_process
 from tests.support.two_hosts import Host, agent, reason_against, two_hosts
 
-FOLDER = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 START_SECONDS = 200.0
 
 
@@ -25,23 +25,37 @@ def hosts() -> Iterator[list[Host]]:
 class _Agents:
     """An agent on each host, with what the host's processes wrote."""
 
-    def __init__(self, hosts: list[Host], program: str, ranks: int, folder: Path) -> None:
+    def __init__(
+        self, hosts: list[Host], ranks: int, folder: Path, program: Sequence[str], options: Sequence[str] = ()
+    ) -> None:
         self._files = [folder / f"host{number}.txt" for number in range(2)]
         self.processes: list[Popen[str]] = []
         for number, (host, file) in enumerate(zip(hosts, self._files, strict=True)):
             with file.open("w") as output:
-                self.processes.append(host.start(agent(number, ranks, [str(FOLDER / program)]), output))
+                self.processes.append(
+                    host.start(agent(number, ranks, [str(TESTS / program[0]), *program[1:]], *options), output)
+                )
 
     @property
     def outputs(self) -> list[str]:
         return [file.read_text(errors="replace") for file in self._files]
 
+    def end_well(self) -> str:
+        """Wait until both agents have ended with status 0, and return what all processes wrote."""
+        for process in self.processes:
+            assert process.wait(START_SECONDS) == 0, "\n".join(self.outputs)
+        return "".join(self.outputs)
 
-def test_two_hosts_train_with_the_losses_of_one_process_also_over_a_slow_link(
-    hosts: list[Host], tmp_path: Path
-) -> None:
-    agents = _Agents(hosts, "trained_program.py", 1, tmp_path)
-    for process in agents.processes:
-        assert process.wait(START_SECONDS) == 0, "\n".join(agents.outputs)
-    (losses,) = re.findall(r"losses (\[.*\])", "".join(agents.outputs))
-    assert losses == str(losses_of_one_process())
+
+def test_losses_are_those_of_one_process_also_over_a_slow_link(hosts: list[Host], tmp_path: Path) -> None:
+    output = _Agents(hosts, 1, tmp_path, ["hosts/trained_program.py"]).end_well()
+    assert re.findall(r"losses (\[.*\])", output) == [str(losses_of_one_process())]
+
+
+def test_both_hosts_restart_after_a_fault_on_one(hosts: list[Host], tmp_path: Path) -> None:
+    noted = tmp_path / "noted"
+    noted.mkdir()
+    program = ["parallel_layers/restarted_program.py", str(noted), "SIGKILL", "exception"]
+    output = _Agents(hosts, 1, tmp_path, program, ["--max-restarts", "3"]).end_well()
+    assert re.findall(r"start (\d): rank (\d) has (\w+)", output) == [("0", "0", "SIGKILL"), ("1", "1", "exception")]
+    assert sorted(re.findall(r"start (\d): rank (\d) ends well", output)) == [("2", "0"), ("2", "1")]

@@ -1,12 +1,14 @@
 """Program that ``torchrun`` restarts: one rank has another fault in each start, and the last start is clean.
 
-Run as ``restarted_program.py FAULT ...``. The start number N has the Nth fault, on rank ``N % world size``.
+Run as ``restarted_program.py FOLDER FAULT ...``. The start number N has the Nth fault, on rank ``N % world size``.
+FOLDER has a file for each fault that has been: the restart counts of two hosts may differ.
 """
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,9 @@ from nxdpp.parallel_layers.all_ranks import from_all_ranks
 _ROUNDS = 5
 
 
-def have(fault: str) -> None:
+def have(fault: str, noted_in: Path) -> None:
     """End this rank by ``fault``."""
+    noted_in.touch()
     if fault == "exception":
         raise ValueError("a fault")
     if fault == "exit":
@@ -31,17 +34,17 @@ def have(fault: str) -> None:
 
 
 def main() -> None:
-    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    faults = sys.argv[1:]
+    folder, faults = Path(sys.argv[1]), sys.argv[2:]
+    start = len(list(folder.iterdir()))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     faulty = rank == start % world_size and start < len(faults)
     if faulty and faults[start].startswith("early_"):
-        have(faults[start].removeprefix("early_"))
+        have(faults[start].removeprefix("early_"), folder / faults[start])
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
     for number in range(_ROUNDS):
         if faulty and number == 2:
             print(f"start {start}: rank {rank} has {faults[start]}", flush=True)
-            have(faults[start])
+            have(faults[start], folder / faults[start])
         value = torch.tensor([float(rank)])
         dist.all_reduce(value, group=parallel_state.get_pipeline_model_parallel_group())
         assert value.item() == sum(range(world_size))

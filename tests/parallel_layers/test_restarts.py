@@ -11,11 +11,11 @@ PROGRAM = str(Path(__file__).with_name("restarted_program.py"))
 FAULTS = ["exception", "SIGKILL", "early_exception", "os_exit"]
 
 
-def test_torchrun_restarts_after_each_fault() -> None:
+def test_torchrun_restarts_after_each_fault(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", str(len(FAULTS))]
     ended = subprocess.run(
-        [*command, PROGRAM, *FAULTS],
+        [*command, PROGRAM, str(tmp_path), *FAULTS],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
