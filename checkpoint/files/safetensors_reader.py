@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nxdpp.checkpoint.files.printable import printable
+
 _MAPPED_BYTES = 2**24
 _PIECE = 2**22
 
@@ -91,6 +93,10 @@ class StoredTensor:
         for start, stop in self._pieces():
             yield self.mapping.part(self, start, stop).to(dtype)
 
+    def has_nan(self) -> bool:
+        """Return whether a value is not a number; reads all values."""
+        return any(map(has_nan, self.pieces(self.dtype)))
+
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a new CPU tensor with the values in ``dtype``."""
         values = torch.empty(self.shape, dtype=dtype)
@@ -101,6 +107,14 @@ class StoredTensor:
         count = prod(self.shape)
         for start in range(0, count, _PIECE):
             yield start, min(start + _PIECE, count)
+
+
+def has_nan(values: torch.Tensor) -> bool:
+    """Return whether a value of a floating dtype of at least 16 bits is not a number."""
+    if not values.dtype.is_floating_point or values.dtype.itemsize < 2:
+        return False
+    # The sum is fast. It is not a number for infinities of both signs too.
+    return bool(values.sum().isnan()) and bool(values.isnan().any())
 
 
 def read_header(path: Path, mapping: Mapping) -> dict[str, StoredTensor]:
@@ -114,7 +128,8 @@ def read_header(path: Path, mapping: Mapping) -> dict[str, StoredTensor]:
         file: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is truncated or corrupt ({error}); it has {path.stat().st_size} bytes. Copy or download it again."
+            f"{path} is truncated or corrupt ({printable(error, 300)}); it has {path.stat().st_size} bytes. Copy or "
+            f"download it again."
         ) from error
     tensors = {}
     for place, name in enumerate(file.offset_keys()):
@@ -129,7 +144,7 @@ def _shape_and_dtype(path: Path, file: Any, name: str) -> tuple[tuple[int, ...],
         _check_converts(tensor.dtype)
     except (SafetensorError, RuntimeError) as error:
         dtype = file.get_slice(name).get_dtype()
-        raise ValueError(f"{name} in {path} has the dtype {dtype}, which cannot be loaded.") from error
+        raise ValueError(f"{printable(name)} in {path} has the dtype {dtype}, which cannot be loaded.") from error
     return tuple(tensor.shape), tensor.dtype
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
+from nxdpp.checkpoint.files.printable import printable
+from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, has_nan
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
@@ -31,11 +32,14 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
 
     Beside the model, 32 MiB of memory are needed. A tensor that transformers makes from others, such as merged experts,
     needs up to twice its bytes meanwhile. If the files have a tied weight under several names, every rank reads and
-    compares all of them. Files are mapped: a file that is truncated meanwhile can end the process (SIGBUS).
+    compares all of them. Files are mapped: a file that is truncated meanwhile can end the process (SIGBUS). Parameters
+    in memory are read twice, first to look for NaN.
 
     Raises:
-        ValueError: for a directory without a checkpoint, a damaged file, and tensors that are missing, unexpected or of
-            another shape. Every rank raises the same error for the whole model, before anything is changed.
+        ValueError: for a directory without a checkpoint, a damaged file, and tensors that are missing, unexpected, of
+            another shape, or of a dtype of another kind. Every rank raises the same error for the whole model, before
+            anything is changed. Values that are not a number are an error of the ranks that hold them, before the
+            rank's part is changed.
         OSError: for a file that cannot be read, or was changed during the load.
         RuntimeError: for an optimizer that holds parameters on the meta device.
     """
@@ -49,10 +53,18 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     for names in target.tied_names:
         source.check_copies_are_equal([name for name in names if name in found.provided])
 
+    conversions = source.local_conversions()
+    # Values on the meta device are read once, and looked at before they replace anything.
+    only_meta = all(tensor.is_meta for _, wanted in conversions for _, tensor in wanted)
+    if not only_meta:
+        source.check_numbers(conversions)
+
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for conversion, wanted in source.local_conversions():
+    for conversion, wanted in conversions:
         filled = [(name, _with_memory(tensor)) for name, tensor in wanted]
         source.fill(conversion, filled)
+        if only_meta and any(has_nan(tensor) for _, tensor in filled):
+            source.check_numbers([(conversion, wanted)])
         pairs = zip(wanted, filled, strict=True)
         replaced += [(tensor, real) for (_, tensor), (_, real) in pairs if real is not tensor]
     model.replace_local_tensors(replaced)
@@ -64,6 +76,9 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
         target.module.__dict__["_weight_conversions"] = plan.used
 
 
+_Wanted = list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]
+
+
 class _Source:
     """Tensors of a checkpoint, converted to those of a model by the conversions ``provided``."""
 
@@ -72,7 +87,7 @@ class _Source:
         self._stored = stored
         self._provided = provided
 
-    def local_conversions(self) -> list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]:
+    def local_conversions(self) -> _Wanted:
         """Conversions that this rank needs, in the order of the files, each with the local tensors that it fills."""
         names = {name: names for names in self._target.tied_names for name in names}
         wanted: dict[Conversion, list[tuple[str, torch.Tensor]]] = {}
@@ -98,6 +113,17 @@ class _Source:
         made = self._converted(conversion, tensors[0][1].dtype)
         for name, tensor in tensors:
             tensor.detach().copy_(made[name])
+
+    def check_numbers(self, conversions: _Wanted) -> None:
+        """Raise ``ValueError`` for a value of the sources of ``conversions`` that is not a number."""
+        for conversion, _ in conversions:
+            for name in conversion.names:
+                if self._stored[name].has_nan():
+                    raise ValueError(
+                        f"{printable(name)} in {self._stored[name].path} has values that are not a number (NaN). "
+                        f"Nothing was loaded. Copy or download the checkpoint again, or take one from before the loss "
+                        f"became NaN. load_local_state_dict() takes any values."
+                    )
 
     def check_copies_are_equal(self, names: list[str]) -> None:
         """Raise ``ValueError`` unless the stored tensors ``names``, one weight in the model, have equal values."""

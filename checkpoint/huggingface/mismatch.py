@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.checkpoint.files.printable import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
 
@@ -25,12 +26,14 @@ class Fit:
         missing: tensors of the model that the checkpoint lacks.
         unexpected: tensors of the checkpoint that the model lacks.
         misshaped: texts about tensors of another shape.
+        mistyped: texts about tensors of a dtype from which the values of the model do not follow.
     """
 
     provided: dict[str, Conversion] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
 
 
 def fit(
@@ -51,8 +54,9 @@ def fit(
         try:
             made = conversion.convert(lambda name: stored[name].on_meta(), model)
         except Exception as error:
-            shapes = ", ".join(f"{name} {list(stored[name].shape)}" for name in conversion.names[:_SHOWN])
-            found.misshaped.append(f"{conversion.first} (cannot be made of {shapes}: {error})")
+            shapes = ", ".join(f"{printable(name)} {list(stored[name].shape)}" for name in conversion.names[:_SHOWN])
+            reason = printable(error, 500)
+            found.misshaped.append(f"{conversion.first} (cannot be made of {shapes}: {reason})")
             found.provided[conversion.first] = conversion
             continue
         for name, tensor in made.items():
@@ -63,6 +67,9 @@ def fit(
             if tensor.shape != expected[name].shape:
                 shapes = f"{list(tensor.shape)} in the checkpoint, {list(expected[name].shape)} in the model"
                 found.misshaped.append(f"{name} ({shapes})")
+            if not _converts(tensor.dtype, expected[name].dtype):
+                dtypes = f"{tensor.dtype} in the checkpoint, {expected[name].dtype} in the model"
+                found.mistyped.append(f"{name} ({dtypes})")
     missing = expected.keys() - found.provided.keys()
     for names in tied_names:
         if any(name in found.provided for name in names):
@@ -74,10 +81,14 @@ def fit(
 
 
 def check_fits(found: Fit, model: nn.Module, directory: Path, remedy: str) -> None:
-    """Raise one ``ValueError`` with all tensors that are missing, unexpected or of another shape, and ``remedy``."""
+    """Raise one ``ValueError`` with all tensors that are missing, unexpected or do not fit, and ``remedy``."""
     kinds = {"missing": found.missing, "unexpected": found.unexpected, "of another shape": found.misshaped}
+    if found.mistyped:
+        kinds["of another dtype"] = found.mistyped
     if not any(kinds.values()):
         return
+    if found.mistyped:
+        remedy += " Tensors of another dtype are not weights of this model: convert them in the files, if they are."
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items())
     lists = "".join(f"\n  {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
     raise ValueError(
@@ -97,4 +108,17 @@ def _not_ignored(model: nn.Module, missing: set[str], unexpected: dict[str, str]
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(printable(name, 300) for name in names[:_SHOWN]) + more
+
+
+def _converts(stored: torch.dtype, expected: torch.dtype) -> bool:
+    """Return whether values of ``stored`` are values for ``expected``, to rounding: both are of one kind."""
+    if stored == expected:
+        return True
+    if expected.is_floating_point:
+        # Values of 8 bits need scales.
+        return stored.is_floating_point and stored.itemsize > 1
+    if expected.is_complex:
+        return stored.is_complex
+    kinds = stored.is_floating_point or stored.is_complex
+    return not kinds and torch.bool not in (stored, expected)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nxdpp.checkpoint.files.printable import printable
 from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -40,15 +41,15 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             f"{INDEX_FILE}. Convert it once with transformers: CLASS.from_pretrained({str(directory)!r})"
             f".save_pretrained(DIRECTORY)."
         )
-    found = ", ".join(sorted(path.name for path in directory.iterdir())[:10]) or "nothing"
+    found = ", ".join(printable(name) for name in sorted(path.name for path in directory.iterdir())[:10]) or "nothing"
     raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}, but {found}: give another directory.")
 
 
 def _tensors_of_named(directory: Path, name: str) -> dict[str, StoredTensor]:
     if Path(name).name != name or not (directory / name).is_file():
         raise ValueError(
-            f"{directory / CONFIG_FILE} names {name!r:.200} as its weights ({WEIGHTS_FIELD}), which is not a file "
-            f"beside it. Copy or download the missing file."
+            f"{directory / CONFIG_FILE} names {printable(name)!r} as its weights ({WEIGHTS_FIELD}), which is not "
+            f"a file beside it. Copy or download the missing file."
         )
     path = directory / name
     return _tensors_of_shards(path) if name.endswith(".json") else read_header(path, Mapping())
@@ -61,16 +62,20 @@ def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
     # If two files have a tensor, the last one in this order counts, as in from_pretrained.
     for name in sorted(set(files.values())):
         if Path(name).name != name:
-            raise ValueError(f"{index} names {name}, which is not a file beside it. Download the checkpoint again.")
+            raise ValueError(
+                f"{index} names {printable(name)}, which is not a file beside it. Download the checkpoint again."
+            )
         path = index.parent / name
         if not path.is_file():
-            raise ValueError(f"{index} names {name}, which does not exist. Copy or download the missing file.")
+            raise ValueError(
+                f"{index} names {printable(name)}, which does not exist. Copy or download the missing file."
+            )
         found = read_header(path, mapping)
         absent = [tensor for tensor, file in files.items() if file == name and tensor not in found]
         if absent:
             raise ValueError(
-                f"{path} lacks {len(absent)} tensors that {index.name} lists, the first of them {absent[0]}. "
-                f"They are not from one checkpoint: copy or download both again."
+                f"{path} lacks {len(absent)} tensors that {index.name} lists, the first of them "
+                f"{printable(absent[0])}. They are not from one checkpoint: copy or download both again."
             )
         tensors |= found
     return tensors
@@ -102,4 +107,6 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     # Deeply nested lists exceed Python's recursion.
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is corrupt ({type(error).__name__}: {error}). Copy or download it again.") from error
+        raise ValueError(
+            f"{path} is corrupt ({type(error).__name__}: {printable(error)}). Copy or download it again."
+        ) from error

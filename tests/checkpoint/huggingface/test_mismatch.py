@@ -220,6 +220,111 @@ def test_weights_that_the_configuration_names(sharded: Path, name: str) -> None:
     assert differing(model.local_state_dict(), make("llama").state_dict()) == []
 
 
+DTYPES = [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def test_tensors_of_another_kind_of_dtype(single: Path) -> None:
+    names = ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"]
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, dtype in zip(names, DTYPES, strict=True):
+            tensors[name] = tensors[name].to(dtype)
+
+    rewrite(single, change)
+    message = refusal(single)
+
+    assert "0 missing, 0 unexpected, 0 of another shape, 4 of another dtype." in message
+    for name, dtype in zip(names, DTYPES, strict=True):
+        assert f"{name} ({dtype} in the checkpoint, torch.float32 in the model)" in message
+    assert "convert them in the files" in message
+    # The remedy of the message.
+    rewrite(single, lambda tensors: tensors.update({name: tensors[name].to(torch.float32) for name in names}))
+    load_pretrained(wrap_as(0, make("llama")), single)
+
+
+def test_floats_of_other_widths_are_loaded(single: Path) -> None:
+    expected = {name: tensor.half().float() for name, tensor in make("llama").state_dict().items()}
+    rewrite(single, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    model = wrap_as(0, make("llama", seed=5))
+    load_pretrained(model, single)
+
+    assert differing(model.local_state_dict(), expected) == []
+
+
+class Counting(nn.Module):
+    """A module with tensors of other kinds than floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("steps", torch.tensor(3.5), torch.tensor(4, dtype=torch.int32)),
+        ("mask", torch.ones(2, dtype=torch.int64), None),
+    ],
+)
+def test_kinds_of_buffers(name: str, wrong: torch.Tensor, right: torch.Tensor | None, tmp_path: Path) -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=1)
+    model = NxDPPModel(Counting(), transformer_layer_cls=nn.Linear)
+    save_file({**Counting().state_dict(), name: wrong}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"1 of another dtype.\n  of another dtype: {name} \({wrong.dtype} in"):
+        load_pretrained(model, tmp_path)
+    if right is not None:
+        save_file({**Counting().state_dict(), name: right}, tmp_path / "model.safetensors")
+        load_pretrained(model, tmp_path)
+        assert model.local_state_dict()[name].item() == right.item()
+
+
+@pytest.mark.parametrize("width", [torch.float32, torch.bfloat16])
+def test_values_that_are_not_a_number(single: Path, width: torch.dtype) -> None:
+    name = "model.layers.3.mlp.up_proj.weight"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        # Infinities are numbers.
+        tensors["lm_head.weight"][0] = torch.tensor([torch.inf, -torch.inf]).repeat(16)
+        tensors.update({key: tensor.to(width) for key, tensor in tensors.items()})
+        tensors[name][2, 3] = torch.nan
+
+    rewrite(single, change)
+    for model in (make("llama", seed=5), on_meta("llama")):
+        wrapped = wrap_as(1, model)
+        before = {key: tensor.clone() for key, tensor in wrapped.local_state_dict().items() if not tensor.is_meta}
+        with pytest.raises(ValueError, match=rf"{name} in {single}/model.safetensors has values that are not a number"):
+            load_pretrained(wrapped, single)
+        if before:
+            assert differing(wrapped.local_state_dict(), before) == []
+        else:
+            assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+    # A rank without the layer loads, and so does the remedy of the message.
+    load_pretrained(wrap_as(0, make("llama", seed=5)), single)
+    real = wrap_as(1, make("llama", seed=5))
+    stored = load_file(single / "model.safetensors")
+    real.load_local_state_dict({key: stored[key] for key in real.local_state_dict()})
+    assert real.local_state_dict()[name].isnan().sum() == 1
+
+
+def test_names_are_shown_escaped_and_cut(single: Path) -> None:
+    names = ["\x1b[31mred\x07\n", "a" * 100_000]
+    rewrite(single, lambda tensors: tensors.update({name: torch.zeros(1) for name in names}))
+    message = refusal(single)
+
+    assert "unexpected: " in message
+    assert "\\x1b[31mred\\x07\\n" in message
+    assert "\x1b" not in message
+    assert "a... (100,000 characters)" in message
+    assert len(message) < 1500
+
+
 def test_no_directory(tmp_path: Path) -> None:
     message = refusal(tmp_path / "none")
 
