@@ -24,25 +24,6 @@ def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_c
             raise TypeError(f"{name}={value!r} must be a list: {name}=[{value!r}].")
 
 
-def warn_of_traced_hooks(module: nn.Module, layers: Sequence[str]) -> None:
-    """Log a warning for forward hooks of modules that hold transformer layers: they run while these are traced."""
-    parts = [layer.split(".") for layer in layers]
-    above = {""} | {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
-    traced = []
-    for name in sorted(above):
-        child = module.get_submodule(name)
-        if child._forward_hooks or child._forward_pre_hooks:
-            traced.append(name or type(module).__name__)
-    if traced:
-        _logger.warning(
-            "hooks of %s run when a graph is traced, not in each step: what they compute of inputs and outputs is part "
-            "of every step, and other effects (prints, lists, counters) happen at the trace alone; these modules hold "
-            "transformer layers, and no stage runs them as a whole; hooks of layers and of the modules in them run in "
-            "each step",
-            ", ".join(traced),
-        )
-
-
 def warn_of_own_listings(module: nn.Module) -> None:
     """Log a warning for a ``module`` whose class has its own listing of parameters, such as of the trained ones."""
     own = [name for name in ("parameters", "named_parameters") if _is_overridden(module, name)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from types import ModuleType
 from typing import Any, Self
 
@@ -86,6 +87,13 @@ class PipelineConfig:
     deallocate_pipeline_outputs: bool = False
     check_against_module: str | None = None
     grad_scaler: GradScaler | None = None
+
+    def __post_init__(self) -> None:
+        """Make Python numbers of whole numbers of NumPy, which ranks could not compare as text."""
+        for name in ("num_microbatches", "virtual_pipeline_size", "partition_memory_limit"):
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, int):
+                object.__setattr__(self, name, int(value))
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:

@@ -122,7 +122,7 @@ class NxDPPModel(LocalView):
         self.stage_layers = self._pipeline.partition.layers_of(self.local_stages)
         # Names, in the whole model, of each parameter and each buffer that has several.
         self.tied_names = self._pipeline.tied_names
-        self.num_microbatches = num_microbatches
+        self.num_microbatches = config.num_microbatches
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
         self.input_names = None if input_names is None else list(input_names)

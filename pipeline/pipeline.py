@@ -19,7 +19,9 @@ from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
+from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers, refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.local.spine_hooks import SpineHooks, warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss_normalization import LossNormalization, StepLoss
 from nxdpp.pipeline.microbatch import join_outputs
@@ -79,7 +81,10 @@ class Pipeline:
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         if not isinstance(config, PipelineConfig):
             raise TypeError(f"the configuration must be a PipelineConfig, not {config!r:.80}: PipelineConfig(...).")
+        if isinstance(module, Pipeline):
+            raise TypeError("the model is a Pipeline already. Use it as it is (train_step), or build the model again.")
         config.check(module)
+        refuse_other_wrappers(module)
         self.original_module = module
         self.config = config
         self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
@@ -96,7 +101,7 @@ class Pipeline:
             module, config.loss_normalization, config.count_items_fn, config.output_loss_value_spec
         )
         self._normalization.check_example(self.partition, options, config.input_names, config.partition_batch)
-        arguments.warn_of_traced_hooks(module, self.partition.layers)
+        warn_of_traced_hooks(module, self.partition.layers)
         arguments.warn_of_own_listings(module)
         timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
         settings = {
@@ -135,6 +140,8 @@ class Pipeline:
         self.local_module = self.part.module
         self._replicas = ReplicaGradients(self.local_module)
         self.tied_names = self.part.aliases
+        self._hooks = SpineHooks(module, self.local_module, self.partition.layers)
+        self._is_checked = False
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
@@ -172,6 +179,7 @@ class Pipeline:
         """
         arguments.check_input_names(self.original_module, inputs, self._input_names)
         values = open_inputs(inputs).values()
+        self._check_modules()
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), self.device)
         batch = self._split(inputs, device)
         training = self.original_module.training
@@ -179,6 +187,7 @@ class Pipeline:
             cut = self._programs.cut_graph_of_all(batch.distinct, training)
             ends_with = "loss" if training else self._programs.evaluation_ends_with(cut)
             self._programs.program(cut, ends_with)
+            self._hooks.note()
             if ends_with == "loss":
                 self._normalization.check(cut)
 
@@ -220,6 +229,7 @@ class Pipeline:
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
         cut, step = self._step_loss(cut, batch)
         program = self._programs.program(cut, "loss")
+        self._hooks.note()
         check = self._first_check()
         self.part.tied.set_aside()
         results = self._steps.run(
@@ -318,12 +328,23 @@ class Pipeline:
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
         self._upkeep.follow()
+        refuse_local_wrappers(self.local_module)
+        self._is_checked = False
+        if self._hooks.note():
+            warn_of_traced_hooks(self.original_module, self.partition.layers)
         self._programs.forget()
         self._steps.forget_engines()
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
         self.part.check_materialised()
+
+    def _check_modules(self) -> None:
+        """Raise ``RuntimeError`` for hooks that would not run, and once for modules in wrappers."""
+        self._hooks.check()
+        if not self._is_checked:
+            refuse_local_wrappers(self.local_module)
+            self._is_checked = True
 
     def _first_check(self) -> ReferenceStep | None:
         if not self._check_first:
@@ -334,6 +355,7 @@ class Pipeline:
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> "_Batch":
         arguments.check_input_names(self.original_module, inputs, self._input_names)
+        self._check_modules()
         self.check_materialised()
         opened = open_inputs(inputs)
         for names in levels(opened):

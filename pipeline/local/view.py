@@ -1,10 +1,22 @@
 """Methods with which a user reads a rank's part of a model, under the names of the whole model."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+
+_HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_backward_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+)
 
 
 class LocalView(nn.Module):
@@ -88,6 +100,20 @@ class LocalView(nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise ``TypeError``: a stage has connections to other ranks."""
         raise TypeError("a pipelined model cannot be copied; copy its local_state_dict() instead.")
+
+
+def _refused_hook(kind: str) -> Callable[..., NoReturn]:
+    def refuse(self: LocalView, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{kind} of a pipelined model: the hook would never run, since stages run layers and the modules beside "
+            f"them. Register it on such a module: wrapped.local_module.get_submodule(NAME).{kind}(...)."
+        )
+
+    return refuse
+
+
+for _kind in _HOOKS:
+    setattr(LocalView, _kind, _refused_hook(_kind))
 
 
 def _place(module: nn.Module, name: str) -> str:

@@ -1,13 +1,16 @@
 """Checks of the arguments of the constructor and of a step."""
 
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
 
 from nxdpp.pipeline import arguments
+from nxdpp.pipeline.config import PipelineConfig
 from tests.support.traced_models import PlainModel, make_model
 
 
@@ -15,10 +18,20 @@ class Tracer(fx.Tracer):
     """A tracer class of a user."""
 
 
-@pytest.mark.parametrize("count", [0, -2, 1.0, "2", None, True])
+@pytest.mark.parametrize("count", [0, -2, 1.0, "2", None, True, np.True_, np.float32(2)])
 def test_invalid_numbers_of_microbatches(count: Any) -> None:
-    with pytest.raises(ValueError, match=rf"num_microbatches={count!r} must be a whole number of at least 1"):
+    with pytest.raises(
+        ValueError, match=rf"num_microbatches={re.escape(repr(count))} must be a whole number of at least 1"
+    ):
         arguments.check_number_of_microbatches(count)
+
+
+def test_whole_numbers_of_numpy_are_numbers() -> None:
+    given: dict[str, Any] = {"num_microbatches": np.int64(4), "virtual_pipeline_size": np.uint8(2)}
+    config = PipelineConfig(**given, partition_memory_limit=np.int32(5))  # type: ignore[arg-type]
+    numbers = (config.num_microbatches, config.virtual_pipeline_size, config.partition_memory_limit)
+    assert numbers == (4, 2, 5)
+    assert {type(number) for number in numbers} == {int}
 
 
 def test_options_of_the_returned_loss_exclude_each_other() -> None:
@@ -76,16 +89,6 @@ def test_exact_names() -> None:
         arguments.check_exact_names(["input_ids"], expected)
     with pytest.raises(ValueError, match=r"missing: none, extra: \['position_ids'\]"):
         arguments.check_exact_names([*expected, "position_ids"], expected)
-
-
-def test_warning_for_hooks_that_run_at_the_trace(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model("llama", layers=2)
-    model.model.layers[0].register_forward_hook(print)
-    arguments.warn_of_traced_hooks(model, ["model.layers.0", "model.layers.1"])
-    assert not caplog.records
-    model.model.register_forward_hook(print)
-    arguments.warn_of_traced_hooks(model, ["model.layers.0", "model.layers.1"])
-    assert "hooks of model run when a graph is traced, not in each step" in caplog.text
 
 
 def test_autocast_to_float16_without_a_scaled_loss_is_refused() -> None:

@@ -1,0 +1,85 @@
+"""Hooks of modules that no stage runs: those above the layers, and containers.
+
+A graph has the hooks that modules above the layers had at its trace. One that is registered later would never run, and
+one that is removed would still do.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+
+from nxdpp.tracing import listings
+
+_logger = logging.getLogger(__name__)
+
+
+class SpineHooks:
+    """Finds hooks of the modules above ``layers`` in ``root``, and of the containers in ``tree``, that change."""
+
+    def __init__(self, root: nn.Module, tree: nn.Module, layers: Collection[str]) -> None:
+        self._above = _above_layers(root, layers)
+        self._containers = [
+            (name, container) for name, container in listings.named_modules(tree) if _mirrored(root, name, container)
+        ]
+        self._noted: list[tuple[int, ...]] = []
+        self.note()
+
+    def note(self) -> bool:
+        """Take the present hooks as those of the graphs; return whether they changed. Transformers adds some itself."""
+        before, self._noted = self._noted, _hooks_of(self._above)
+        return before != self._noted
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` for hooks that changed since ``note``, and for hooks of containers."""
+        hooks = _hooks_of(self._above)
+        if hooks != self._noted:
+            changed = [
+                name for (name, _), now, then in zip(self._above, hooks, self._noted, strict=True) if now != then
+            ]
+            raise RuntimeError(
+                f"hooks of {', '.join(name or 'the whole model' for name in changed)} changed after wrapping, and no "
+                f"stage runs such a module as a whole: the change would be ignored. Call refresh() on every rank: "
+                f"forward hooks are then traced into each step. Or register them on layers and modules in them."
+            )
+        for name, container in self._containers:
+            if any(_registries(container)):
+                raise RuntimeError(
+                    f"local_module{name and f'.{name}'} has a hook that would never run: it is a container, which "
+                    f"holds modules and is not run. Remove the hook, and register it on layers and modules in them."
+                )
+
+
+def warn_of_traced_hooks(module: nn.Module, layers: Sequence[str]) -> None:
+    """Log a warning for forward hooks of modules that hold transformer layers: they run while these are traced."""
+    traced = []
+    for name, child in _above_layers(module, layers):
+        if child._forward_hooks or child._forward_pre_hooks:
+            traced.append(name or type(module).__name__)
+    if traced:
+        _logger.warning(
+            "hooks of %s run when a graph is traced, not in each step: what they compute of inputs and outputs is part "
+            "of every step, and other effects (prints, lists, counters) happen at the trace alone; these modules hold "
+            "transformer layers, and no stage runs them as a whole; hooks of layers and of the modules in them run in "
+            "each step",
+            ", ".join(traced),
+        )
+
+
+def _above_layers(root: nn.Module, layers: Collection[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules of ``root`` that hold ``layers``, by name; the root is ``""``."""
+    parts = [layer.split(".") for layer in layers]
+    names = {""} | {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
+    return [(name, root.get_submodule(name)) for name in sorted(names)]
+
+
+def _mirrored(root: nn.Module, name: str, container: nn.Module) -> bool:
+    return root.get_submodule(name) is not container
+
+
+def _hooks_of(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, ...]]:
+    return [tuple(key for hooks in _registries(module) for key in hooks) for _, module in modules]
+
+
+def _registries(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

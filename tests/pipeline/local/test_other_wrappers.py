@@ -1,0 +1,146 @@
+"""Models in wrappers of other runtimes: refused, with a remedy that is followed here."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.pipeline import Pipeline
+from tests.support.models import make, padded_batch, reference, train_in_one_process
+
+BATCH = padded_batch(4)
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def llama() -> Any:
+    return make("llama", layers=2)
+
+
+def trains_exactly(model: nn.Module, **arguments: Any) -> None:
+    """Train a step of ``model``, which has the parameters of ``llama()``, and compare it with one process."""
+    whole = reference(llama())
+    wrapped = NxDPPModel(model, num_microbatches=2, **arguments)
+    wrapped.run_train(**BATCH)
+    train_in_one_process(whole, BATCH, 2)
+    expected = dict(whole.named_parameters())
+    for name, parameter in wrapped.local_named_parameters():
+        gradient = expected[name.replace("_orig_mod.", "")].grad
+        assert parameter.grad is not None
+        assert gradient is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (1,))
+
+
+def refused(model: nn.Module) -> str:
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        NxDPPModel(model, num_microbatches=2)
+    assert [name for name, _ in model.named_parameters()] == names
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])
+def test_data_parallel_wrappers(wrapper: Any) -> None:
+    model = wrapper(llama())
+    message = refused(model)
+    assert f"the model, a {wrapper.__name__}, runs its module as a whole" in message
+    assert "give the module inside: model.module" in message
+    trains_exactly(model.module)
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])
+def test_a_data_parallel_wrapper_in_the_model(wrapper: Any) -> None:
+    model = llama()
+    model.model.layers[1] = wrapper(model.model.layers[1])
+    message = refused(model)
+    assert f"model.layers.1, a {wrapper.__name__}, runs its module" in message
+    assert "put its .module in the place of model.layers.1" in message
+    model.model.layers[1] = model.model.layers[1].module
+    trains_exactly(model)
+
+
+def test_fully_sharded_models() -> None:
+    sharded = llama()
+    fully_shard(sharded.model.layers[0], mesh=mesh())
+    assert "model.layers.0, a FSDPLlamaDecoderLayer, has parameters that FSDP shards" in refused(sharded)
+    whole = fully_shard(llama(), mesh=mesh())
+    assert "the model, a FSDPLlamaForCausalLM, has parameters that FSDP shards" in refused(whole)
+    older = FullyShardedDataParallel(llama(), device_id=torch.device("cpu"))
+    message = refused(older)
+    assert "the model, a FullyShardedDataParallel, has parameters that FSDP shards" in message
+    assert "Build the model again without fully_shard" in message
+    trains_exactly(llama())
+
+
+def test_a_model_that_is_wrapped_already() -> None:
+    wrapped = NxDPPModel(llama(), num_microbatches=2)
+    message = refused(wrapped)
+    assert "the model, a NxDPPModel, is a pipeline already. Use it as it is (run_train), or build the model" in message
+    with pytest.raises(ValueError, match="0, a NxDPPModel, is a pipeline already"):
+        NxDPPModel(nn.Sequential(wrapped))
+    wrapped.run_train(**BATCH)
+    trains_exactly(llama())
+
+    pipeline = Pipeline(llama(), PipelineConfig(num_microbatches=2))
+    with pytest.raises(TypeError, match=r"a Pipeline already. Use it as it is \(train_step\), or build"):
+        NxDPPModel(pipeline)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a pipeline already"):
+        Pipeline(wrapped, PipelineConfig())
+    pipeline.train_step(BATCH)
+
+
+def test_a_compiled_model() -> None:
+    model: Any = torch.compile(llama(), backend="eager")
+    message = refused(model)
+    assert "torch.compile was given the model" in message
+    assert "(._orig_mod), and compile its layers: layers[i] = torch.compile(layers[i])" in message
+    inside = model._orig_mod
+    for i, layer in enumerate(inside.model.layers):
+        inside.model.layers[i] = torch.compile(layer, backend="eager")
+    trains_exactly(inside)
+
+
+@pytest.mark.parametrize("place", ["", "model"])
+def test_a_model_that_is_compiled_in_place(place: str) -> None:
+    model = llama()
+    model.get_submodule(place).compile(backend="eager")
+    assert f"{place or 'the model'} was compiled in place (compile()) and holds transformer layers" in refused(model)
+    model = llama()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    trains_exactly(model)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fully_shard"])
+def test_wrappers_of_local_layers(wrap: str) -> None:
+    def change(wrapped: NxDPPModel) -> None:
+        layers: Any = wrapped.local_module.model.layers  # type: ignore[union-attr]
+        layer = layers.get_submodule("0")
+        if wrap == "ddp":
+            layers.add_module("0", DistributedDataParallel(layer))
+        else:
+            fully_shard(layer, mesh=mesh())
+
+    with pytest.raises(RuntimeError, match=r"model.layers.0, a \w+, is in a wrapper of data parallelism"):
+        NxDPPModel(llama(), num_microbatches=2, post_partition_hooks=[change])
+    wrapped = NxDPPModel(llama(), num_microbatches=2)
+    change(wrapped)
+    with pytest.raises(RuntimeError, match=r"Leave the wrapper out: run_train averages the gradients"):
+        wrapped.run_train(**BATCH)
+    trains_exactly(llama())
