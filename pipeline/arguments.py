@@ -18,6 +18,12 @@ def check_kinds(module: Any, pipeline_cuts: Any, input_names: Any, leaf_module_c
     """Raise ``TypeError`` unless ``module`` is an ``nn.Module`` and the others are lists or ``None``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {module!r:.80}.")
+    scripted = next((n for n, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise TypeError(
+            f"{scripted or 'the model'} is a module of TorchScript (torch.jit), which cannot be cut, and whose "
+            f"parameters cannot be freed. Give the Python module; torch.compile(layer) of its layers makes them fast."
+        )
     lists = {"pipeline_cuts": pipeline_cuts, "input_names": input_names, "leaf_module_cls": leaf_module_cls}
     for name, value in lists.items():
         if isinstance(value, str | type):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 from transformers import PreTrainedConfig
 
 from nxdpp.tracing import listings
@@ -139,6 +140,13 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def is_compiled(function: Any) -> bool:
+    """Return whether no tracer can go through ``function``: it is compiled, or a script of TorchScript."""
+    if isinstance(function, FunctionType):
+        return "_torchdynamo_orig_callable" in vars(function)
+    return isinstance(function, torch.jit.ScriptFunction)
+
+
 @contextmanager
 def recorded_autograd_functions() -> Iterator[None]:
     """Record ``Function.apply`` of a proxy, so that its own backward runs. fx would trace its ``forward`` alone.
@@ -153,6 +161,11 @@ def recorded_autograd_functions() -> Iterator[None]:
         if threading.get_ident() != tracing_thread or not has_proxy(args, kwargs):
             return original(cls, *args, **kwargs)
         if _has_module(args, kwargs):
+            if cls is CheckpointFunction:
+                raise RuntimeError(
+                    "forward calls checkpoint with use_reentrant=True, which runs modules itself; they cannot be cut. "
+                    "Call the layers plainly, and nxdpp.apply_checkpoint(model) once after wrapping."
+                )
             raise RuntimeError(
                 f"{cls.__name__} is an autograd Function that runs the modules it is given, forward and backward, "
                 f"itself; they cannot be cut"

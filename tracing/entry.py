@@ -23,6 +23,7 @@ from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
 from nxdpp.tracing.modes import recorded_modes
 from nxdpp.tracing.nested import flatten
+from nxdpp.tracing.proxy import refuse_attributes_of_output
 from nxdpp.tracing.second_run import Carried
 from nxdpp.tracing.spine import SpineTracer
 
@@ -88,6 +89,7 @@ class Entry(nn.Module):
         ):
             output = output.to_tuple()
         values, self.output_spec = flatten(output)
+        refuse_attributes_of_output(type(module).__name__, values)
         return values
 
     def named_modules(

@@ -36,10 +36,27 @@ _FOR_GENERATION = frozenset({"rope_deltas"})
 ROOT = "model"
 
 
+# Methods of lists, dicts and sets that a statement of its own calls for their effect; no methods of tensors.
+_OF_CONTAINERS = frozenset(
+    {"append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem", "popleft",
+     "remove", "reverse", "setdefault", "update"}
+)  # fmt: skip
+
+
 def refuse_lost_changes(graph: fx.Graph) -> None:
-    """Raise ``TracingError`` for an in-place change of memory that is read later under another name, or is kept."""
+    """Raise ``TracingError`` for a change that a graph would lose.
+
+    It is one in place of memory that is read later under another name, or is kept; or one of a list or dict that a
+    module returned.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
+        if node.op == "call_method" and node.target in _OF_CONTAINERS and not node.users:
+            raise TracingError(
+                f"forward changes a list or dict that a module returned ({node.target}), outside the transformer "
+                f"layers; a graph would lose the change\n  at {model_line(node.stack_trace)}\n"
+                f"Make a new one, such as [*values, new] or {{**values, name: new}}, or change it in the module."
+            )
         changed = _changed(node) if changes_in_place(node) else None
         if changed is None:
             continue

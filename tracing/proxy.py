@@ -4,7 +4,7 @@ import dis
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -194,6 +194,17 @@ Sequence.register(RecordingSize)
 def proxy_of(node: fx.Node, tracer: Any) -> RecordingProxy:
     """The proxy of a node."""
     return (RecordingSize if is_shape(node) else RecordingProxy)(node, tracer)
+
+
+def refuse_attributes_of_output(model: str, values: Iterable[Any]) -> None:
+    """Raise ``RuntimeError`` for an attribute that the spine has set on a value of the output of ``model``."""
+    for value in values:
+        names = sorted(vars(value).keys() - _OF_PROXIES) if issubclass(type(value), RecordingProxy) else []
+        if names:
+            raise RuntimeError(
+                f"{model}.forward sets {value.node.name}.{names[0]} on a value that a module returned, and returns it; "
+                f"a graph would lose the attribute. Return a new object with all of its fields."
+            )
 
 
 def refuse_attributes(module: nn.Module, arguments: Any) -> None:

@@ -15,12 +15,20 @@ from torch.fx.proxy import TraceError
 from nxdpp.tracing import listings
 from nxdpp.tracing.answers import Answers
 from nxdpp.tracing.any_data import check_in_every_step, is_checked
-from nxdpp.tracing.calls import holds_proxy, record_opaque_call, recorded, recorded_direct_calls, refuse_made
+from nxdpp.tracing.calls import (
+    holds_proxy,
+    is_compiled,
+    record_opaque_call,
+    recorded,
+    recorded_direct_calls,
+    refuse_made,
+)
 from nxdpp.tracing.captured_outputs import call_capturing
 from nxdpp.tracing.checks import mark_must_run, value_or_none
 from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
+from nxdpp.tracing.dataclass_calls import recorded_dataclasses, traced_vars
 from nxdpp.tracing.einops_calls import recorded_einops
 from nxdpp.tracing.errors import StaleValueError, calling_line
 from nxdpp.tracing.feature_methods import answer_of_features
@@ -100,13 +108,16 @@ class SpineTracer(fx.Tracer):
             own = sources(self.spine_modules(model), _TORCH)
             stack.enter_context(recorded_checks(own))
             stack.enter_context(recorded_einops())
+            stack.enter_context(recorded_dataclasses(own))
             stack.enter_context(recorded_transformers())
             for source in own:
                 functions = {
-                    n: _or_none(recorded(f)) for n, f in vars(source).items() if id(f) in self._autowrap_function_ids
+                    n: _or_none(recorded(f))
+                    for n, f in vars(source).items()
+                    if id(f) in self._autowrap_function_ids or is_compiled(f)
                 }
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
-                builtins |= {"type": TracedType, "callable": traced_callable}
+                builtins |= {"type": TracedType, "callable": traced_callable, "vars": traced_vars}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
             yield
             if self.refusal is not None:
@@ -229,8 +240,11 @@ class SpineTracer(fx.Tracer):
             return super().create_arg(a.item() if isinstance(a, numpy.generic) else a)
         except NotImplementedError:
             name = type(a).__name__
-            is_own = not is_framework(type(a).__module__)
-            remedy = f". Make {name} a dataclass that each layer makes anew, or hand on its tensors." if is_own else ""
+            remedy = ""
+            if not is_framework(type(a).__module__):
+                remedy = f". Make {name} a dataclass that each layer makes anew, or hand on its tensors."
+            if isinstance(a, numpy.ndarray):
+                remedy = ". Make it a buffer in __init__: self.register_buffer(name, torch.from_numpy(array))."
             raise RuntimeError(
                 f"a {name} is handed on between layers; a graph holds tensors, numbers and strings, and "
                 f"tuples, lists, dicts and dataclasses of them{remedy}"
