@@ -20,22 +20,25 @@ from types import TracebackType
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
-from nxdpp.parallel_layers.rank_watch import RankWatch
+from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.faults.rank_watch import RankWatch
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _watch: RankWatch | None = None
 
 
-def start(store: Store) -> None:
+def start(store: Store, hang_timeout: float = 0.0) -> None:
     """Start the watch of the default process group; collective over all ranks.
 
-    ``initialize_model_parallel`` calls it, with the ``store`` of this start.
+    ``initialize_model_parallel`` calls it, with the ``store`` of this start. ``hang_timeout`` is the limit in seconds
+    for a job that does not move; 0 for no limit.
     """
     global _watch
     if _watch is not None:
         _watch.leave()
-    _watch = RankWatch(store)
+    board.reset()
+    _watch = RankWatch(store, hang_timeout)
     sys.excepthook = _hook(_watch, sys.excepthook)
     # Unlike atexit, this also runs at the end of a multiprocessing child.
     multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
@@ -102,7 +105,10 @@ def _at_exit() -> None:
     passing = sys.exception()
     error = passing or getattr(sys, "last_value", None)
     if error is None or (isinstance(error, SystemExit) and not error.code):
-        watch.leave()
+        if board.interrupted:
+            watch.report_exit(board.interrupted)
+        else:
+            watch.leave()
         return
 
     def print_error() -> None:

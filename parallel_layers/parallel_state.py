@@ -21,49 +21,65 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxdpp.parallel_layers import failure_watch, launch
 from nxdpp.parallel_layers.debug_state import DebugState
 from nxdpp.parallel_layers.device_choice import check_backend
+from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.faults.hang_timeout import check_hang_timeout
 from nxdpp.parallel_layers.process_groups import ProcessGroups, build_groups, ranks_along
 from nxdpp.parallel_layers.store_exchange import StoreExchange
 from nxdpp.parallel_layers.transfer_groups import TransferGroups
 
 _state: ProcessGroups | DebugState | None = None
+_hang_timeout = 0.0
 
 
 def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, *, backend: str | None = None
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    backend: str | None = None,
+    hang_timeout: float = 300.0,
 ) -> None:
     """Divide the world into tensor, data and pipeline groups; collective over all ranks.
 
     Starts ``torch.distributed`` if it does not run. The world comes from the variables of torchrun, srun or mpirun;
     without them it is one process. The data-parallel size is ``world / (tensor * pipeline)``. From then on a rank that
-    fails ends all ranks, see ``failure_watch``. A repeated call with the same sizes changes nothing.
+    fails ends all ranks, see ``failure_watch``. A repeated call with the same arguments changes nothing.
 
     Args:
         tensor_model_parallel_size: number of ranks that share each layer.
         pipeline_model_parallel_size: number of ranks in a pipeline.
         backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU. ``None`` is NCCL where CUDA is present, else gloo.
+        hang_timeout: seconds, at least 1. After that time in which no rank has moved, the position and the Python code
+            of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
+            docs/faults.md. A process alone has no limit either.
 
     Raises:
-        ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, and a backend that
-            does not fit: NCCL without CUDA, or another one than that of a running world.
-        RuntimeError: after a call with other sizes or another backend, in the debug mode, if the launcher's variables
+        ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, a ``hang_timeout``
+            between 0 and 1 or below 0, and a backend that does not fit: NCCL without CUDA, or another one than that of
+            a running world.
+        TypeError: for a ``hang_timeout`` that is no number.
+        RuntimeError: after a call with other arguments, in the debug mode, if the launcher's variables
             are incomplete, or if CUDA is present and this rank cannot use a device of its own. Nothing is changed then.
     """
-    global _state
+    global _state, _hang_timeout
     if isinstance(_state, DebugState):
         raise _state.refusal("initialize_model_parallel")
     tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
     world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size()
     _check_sizes(tensor, pipeline, world_size)
+    check_hang_timeout(hang_timeout)
     if model_parallel_is_initialized():
         _check_same_sizes(tensor, pipeline)
         _check_same_backend(backend)
+        _check_same_hang_timeout(hang_timeout)
         return
     started_world = not dist.is_initialized()
     device = launch.choose_device(backend)
     store = launch.start_world(device) if started_world else launch.join_world()
     if world_size > 1:
-        failure_watch.start(store)
+        failure_watch.start(store, hang_timeout)
     _state = build_groups(tensor, pipeline, world_size, started_world, device, store)
+    _hang_timeout = hang_timeout
+    board.members["pipeline"] = frozenset(_own_pipeline(_state))
 
 
 def initialize_debug(
@@ -292,6 +308,19 @@ def _check_same_backend(backend: str | None) -> None:
             f"model parallelism is already initialized on {before}, which differs from backend={backend!r}: call "
             f"destroy_model_parallel() first"
         )
+
+
+def _check_same_hang_timeout(seconds: float) -> None:
+    if seconds != _hang_timeout:
+        raise RuntimeError(
+            f"model parallelism is already initialized with hang_timeout={_hang_timeout:g}, which differs from "
+            f"{seconds:g}: call destroy_model_parallel() first"
+        )
+
+
+def _own_pipeline(groups: ProcessGroups) -> list[int]:
+    rank = dist.get_rank()
+    return next(ranks for ranks in ranks_along(groups.mesh_of_ranks, "pipeline") if rank in ranks)
 
 
 def _ranks_of_groups(dimension: str) -> list[list[int]]:

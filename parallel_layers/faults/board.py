@@ -11,6 +11,7 @@ The main thread writes plain attributes, at the cost of an assignment for each a
 ``board.moves`` and ``board.action`` tell whether this rank moves.
 """
 
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -54,6 +55,8 @@ class Board:
         describe_action: gives the text of an index.
         moves: grows with each sign of progress other than a new action.
         begun: number of calls begun, by scope.
+        thread: the thread that made the last call; by default the main thread.
+        members: the ranks of a scope, as far as they are known.
         interrupted: the last call that ended by an exception such as ``SystemExit``; ``""`` after one that ended well.
     """
 
@@ -66,6 +69,8 @@ class Board:
         self.describe_action: Callable[[int], str] = str
         self.moves = 0
         self.begun: dict[str, int] = {"world": 0, "pipeline": 0}
+        self.thread = threading.main_thread().ident
+        self.members: dict[str, frozenset[int]] = {}
         self.interrupted = ""
         self._outermost: Call | None = None
         self._last = ""
@@ -111,6 +116,7 @@ class Board:
         call.number = self.begun[call.scope]
         self._named[call.name] = self._named.get(call.name, 0) + 1
         call.text = f"{call.name} {call.unit} {self._named[call.name]}" if call.unit else call.name
+        self.thread = threading.get_ident()
         self._outermost = call
 
     def _leave(self, call: "Call", error: BaseException | None) -> None:

@@ -75,6 +75,8 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
     status = 0
     try:
         runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException as error:
         status = 1
         sys.last_value = error

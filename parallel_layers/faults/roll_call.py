@@ -1,0 +1,154 @@
+"""Roll call: each rank tells where it is, and one rank judges whether the job hangs.
+
+======================  ==========================================================  =======================
+a rank                  in                                                          judged as
+======================  ==========================================================  =======================
+waits                   communication with other ranks                              not the cause
+works                   a call of nxdpp, not in communication                       the cause
+is outside              the program's own code between calls                        no hang, a notice
+does not answer         stopped by a signal, or gone with its host                  the cause
+does not answer, runs   code that holds Python's lock                               no hang, a notice
+======================  ==========================================================  =======================
+
+A rank outside of nxdpp may read data, evaluate or write a checkpoint of its own, however long that takes. So the job
+ends only when each rank waits, works or cannot answer, and has not moved for the limit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from nxdpp.parallel_layers.faults.board import Board
+from nxdpp.parallel_layers.faults.local_peers import LocalPeers
+from nxdpp.parallel_layers.faults.progress import Progress, current_place
+
+_MOST_STACKS = 4
+_MOST_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's answer.
+
+    Attributes:
+        state: ``"waits"``, ``"works"`` or ``"outside"``.
+        position: the text of its ``Position``.
+        is_in_call: ``True`` in a call of nxdpp.
+        unmoved_seconds: time since its last move.
+        where: the Python code that it is in; may be empty.
+        stack: the stack of the thread that trains.
+        stopped: ranks of its host whose processes are stopped by a signal.
+        running: ranks of its host whose processes run.
+    """
+
+    state: Literal["waits", "works", "outside"]
+    position: str
+    is_in_call: bool
+    unmoved_seconds: float
+    where: str
+    stack: list[str]
+    stopped: list[int]
+    running: list[int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of a roll call.
+
+    Attributes:
+        hangs: ``True`` if the job has to end.
+        rank: the first rank that is the cause; the asking rank if no rank is.
+        sentence: the cause, in a line; empty when a rank has moved.
+        report: a line for each rank, and stacks.
+        stopped: ranks that cannot end themselves.
+    """
+
+    hangs: bool
+    rank: int
+    sentence: str = ""
+    report: str = ""
+    stopped: tuple[int, ...] = ()
+
+
+def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
+    """This rank's answer."""
+    position = board.position()
+    place = current_place(board.thread)
+    waits = place is not None and place.waits
+    return Answer(
+        "waits" if waits else "works" if position.call else "outside",
+        str(position),
+        bool(position.call),
+        progress.unmoved_seconds,
+        "" if place is None else place.where,
+        [] if place is None else place.stack,
+        peers.stopped(),
+        peers.running(),
+    )
+
+
+def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, limit: float) -> Verdict:
+    """Judge the answers to rank ``asking``, when ranks ``missing`` have not answered; ``limit`` in seconds."""
+    if any(answer.unmoved_seconds < 0.8 * limit for answer in answers.values() if answer.state != "outside"):
+        return Verdict(False, asking)
+    stopped = sorted({rank for answer in answers.values() for rank in answer.stopped} & set(missing))
+    running = {rank for answer in answers.values() for rank in answer.running}
+    busy = sorted(set(missing) & running - set(stopped))
+    gone = sorted(set(missing) - set(busy))
+    outside = sorted(rank for rank, answer in answers.items() if answer.state == "outside")
+    working = sorted(rank for rank, answer in answers.items() if answer.state == "works")
+    waiting = sorted(rank for rank, answer in answers.items() if answer.state == "waits")
+    seconds = max((answers[rank].unmoved_seconds for rank in working + waiting), default=limit)
+    waiters = f"; {names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+    if gone:
+        rank = gone[0]
+        how = "is stopped by a signal (SIGSTOP)" if rank in stopped else "does not answer: it or its host is stopped"
+        sentence = f"rank {rank} has not moved for {seconds:.0f} s and {how}{waiters}"
+    elif outside or busy:
+        rank = (outside + busy)[0]
+        what = f"is {_line(answers[rank])}" if rank in answers else "runs code that holds Python's lock"
+        return Verdict(False, rank, f"rank {rank} {what}{waiters}")
+    elif working:
+        rank = working[0]
+        sentence = f"rank {rank} hangs: {_line(answers[rank])}{waiters}"
+    else:
+        rank = asking
+        sentence = f"all ranks wait for each other for {seconds:.0f} s: rank {rank} in {_line(answers[rank])}"
+    report = _report(answers, missing, stopped, working or waiting[:1])
+    return Verdict(True, rank, sentence, report, tuple(stopped))
+
+
+def names(ranks: Sequence[int]) -> str:
+    """``"rank 1"``, ``"ranks 0, 1 and 3"`` or a number of ranks."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MOST_NAMES:
+        return f"{len(ranks)} ranks"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _line(answer: Answer) -> str:
+    if answer.state == "waits":
+        return f"{answer.position}, waits for {answer.unmoved_seconds:.0f} s"
+    where = f", in {answer.where}" if answer.where else ""
+    return f"{answer.position}, for {answer.unmoved_seconds:.0f} s{where}"
+
+
+def _report(answers: Mapping[int, Answer], missing: Sequence[int], stopped: Sequence[int], shown: Sequence[int]) -> str:
+    """Positions of all ranks, those with equal ones in a line, and the stacks of ``shown``."""
+    lines = ["no rank has moved; the ranks are in:"]
+    ranks_at: dict[str, list[int]] = {}
+    for rank in sorted(missing):
+        text = "stopped by a signal" if rank in stopped else "no answer"
+        ranks_at.setdefault(text, []).append(rank)
+    for rank, answer in sorted(answers.items()):
+        ranks_at.setdefault(_line(answer), []).append(rank)
+    lines += [f"  {names(ranks)}: {text}" for text, ranks in sorted(ranks_at.items(), key=lambda item: item[1])]
+    for rank in shown[:_MOST_STACKS]:
+        lines += [f"  stack of rank {rank}, the innermost call last:"]
+        lines += [f"    {line}" for line in answers[rank].stack]
+    return "\n".join(lines)

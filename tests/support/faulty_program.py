@@ -1,0 +1,136 @@
+"""Training on a pipeline of all ranks, in which one rank has a fault: ``faulty_program.py FAULT RANK HANG_TIMEOUT``.
+
+The faults are the functions below. ``in_layer`` ones happen in a forward of step 3, the others after step 3.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+STEPS = 6
+FAULTY_STEP = 3
+
+
+def fails_now() -> None:
+    """Tell the time of the fault; the program's reader counts from there."""
+    os.write(1, f"\nfault at {time.time()}\n".encode())
+
+
+def _signal(number: int) -> Callable[[], None]:
+    def send() -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    return send
+
+
+def _raise() -> None:
+    raise ValueError("the first error")
+
+
+def loop_in_a_layer() -> None:
+    """Loop without an end."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        pass
+
+
+def sleep_in_a_layer() -> None:
+    """Sleep, in effect without an end."""
+    time.sleep(60)
+
+
+IN_LAYER: dict[str, Callable[[], None]] = {
+    "exception": _raise,
+    "SIGKILL": _signal(signal.SIGKILL),
+    "SIGTERM": _signal(signal.SIGTERM),
+    "SIGSEGV": _signal(signal.SIGSEGV),
+    "SIGSTOP": _signal(signal.SIGSTOP),
+    "os._exit": lambda: os._exit(0),
+    "sys.exit in a layer": lambda: sys.exit(0),
+    "loop": loop_in_a_layer,
+    "sleep": sleep_in_a_layer,
+}
+BETWEEN_STEPS: dict[str, Callable[[], None]] = {
+    "exception between steps": _raise,
+    "SIGKILL between steps": _signal(signal.SIGKILL),
+    "sys.exit(0)": lambda: sys.exit(0),
+    "sys.exit(3)": lambda: sys.exit(3),
+}
+STEPS_OFF = {"one step more": 1, "one step fewer": -1}
+
+
+class Layer(nn.Module):
+    """A layer that has the fault when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.fault: Callable[[], None] | None = None
+        self.seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``(B, 8)`` to ``(B, 8)``."""
+        if self.fault is not None:
+            fails_now()
+            self.fault()
+        time.sleep(self.seconds)
+        out: torch.Tensor = self.linear(x).relu()
+        return out
+
+
+class Model(nn.Module):
+    """Layers and a loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``(B, 8)`` to a loss of shape ()."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def main() -> None:
+    """Run the program."""
+    fault, faulty, hang_timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    has_fault = rank == faulty
+    if has_fault and fault == "ImportError before the start":
+        fails_now()
+        raise ImportError("no module of that name")
+    from nxdpp import NxDPPModel, parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, hang_timeout=hang_timeout)
+    torch.manual_seed(0)
+    module = Model(ranks)
+    model = NxDPPModel(module, transformer_layer_cls=Layer, num_microbatches=4, output_loss_value_spec=True)
+    steps = STEPS + (STEPS_OFF.get(fault, 0) if has_fault else 0)
+    for step in range(1, steps + 1):
+        layer = module.layers[rank]
+        assert isinstance(layer, Layer)
+        if has_fault and step == FAULTY_STEP:
+            layer.fault = IN_LAYER.get(fault)
+        if fault == "slow" and has_fault:
+            layer.seconds = 0.5 * hang_timeout
+        model.run_train(x=torch.ones(8, 8))
+        if has_fault and step == FAULTY_STEP:
+            if fault == "evaluates alone":
+                time.sleep(3 * hang_timeout)
+            elif fault in BETWEEN_STEPS:
+                fails_now()
+                BETWEEN_STEPS[fault]()
+    if fault in STEPS_OFF:
+        fails_now()
+    print(f"rank {rank} ends well", flush=True)
+
+
+if __name__ == "__main__":
+    main()
