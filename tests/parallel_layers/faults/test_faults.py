@@ -1,0 +1,107 @@
+"""One of 4 ranks has a fault: all ranks end soon, and each names the faulty one in its last line.
+
+``benchmarks/faults.py`` measures the times. The bounds here are for a machine with other work.
+"""
+
+import re
+
+import pytest
+
+from tests.support import faulty_program
+from tests.support.run_program import Ended, run_program
+
+RANKS = 4
+BOUND_SECONDS = 15.0
+HANG_TIMEOUT = 3.0
+
+
+def _run(fault: str, rank: int, first_rank_has_store: bool = True, hang_timeout: float = HANG_TIMEOUT) -> Ended:
+    program = str(faulty_program.__file__)
+    arguments = [fault, str(rank), str(hang_timeout)]
+    return run_program(program, arguments, RANKS, first_rank_has_store=first_rank_has_store)
+
+
+def _seconds(ended: Ended) -> float:
+    """Return the time from the fault, at the latest, to the end of the last rank."""
+    times = [float(time) for time in re.findall(r"^fault at (\S+)", ended.output, re.M)]
+    assert times, ended.output
+    return ended.time - max(times)
+
+
+def _last_lines(output: str) -> dict[int, str]:
+    """Return the last line of each rank that stops."""
+    return {int(rank): line for rank, line in re.findall(r"^rank (\d) stops because (.*)", output, re.M)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "first_has_store", "text"),
+    [
+        ("SIGKILL", 2, True, "rank 2 died"),
+        ("SIGKILL", 0, True, "rank 0 died"),
+        ("SIGKILL between steps", 1, False, "rank 1 died"),
+        ("os._exit", 3, True, "rank 3 died"),
+        ("sys.exit(3)", 1, True, "rank 1 ended after run_train step 3"),
+        ("sys.exit(0)", 0, True, "rank 0 ended after run_train step 3"),
+        ("sys.exit in a layer", 2, True, "rank 2 ended its program within run_train step 3"),
+        ("one step fewer", 1, True, "rank 1 ended after run_train step 5"),
+    ],
+)
+def test_ranks_that_survive_name_the_one_that_is_gone(fault: str, rank: int, first_has_store: bool, text: str) -> None:
+    ended = _run(fault, rank, first_has_store)
+    codes = [code for number, code in enumerate(ended.codes) if number != rank]
+    assert codes == [1] * (RANKS - 1), ended.output
+    assert _seconds(ended) < BOUND_SECONDS, ended.output
+    lines = _last_lines(ended.output)
+    assert sorted(lines) == [number for number in range(RANKS) if number != rank], ended.output
+    assert all(line.startswith(text) for line in lines.values()), ended.output
+    assert "stops because" in ended.output.strip().splitlines()[-1], ended.output
+
+
+def test_a_rank_with_a_step_more_names_those_that_have_ended() -> None:
+    ended = _run("one step more", 2, first_rank_has_store=False)
+    assert ended.codes == [0, 0, 1, 0], ended.output
+    assert _seconds(ended) < BOUND_SECONDS, ended.output
+    (line,) = _last_lines(ended.output).values()
+    assert re.match(r"ranks? 0.* ended after run_train step 6, and rank 2 is in run_train step 7", line), line
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("loop", 2), ("sleep", 0)])
+def test_a_rank_that_hangs_is_shown_and_named(fault: str, rank: int) -> None:
+    ended = _run(fault, rank)
+    assert ended.codes == [1] * RANKS, ended.output
+    assert HANG_TIMEOUT < _seconds(ended) < HANG_TIMEOUT + BOUND_SECONDS, ended.output
+    lines = _last_lines(ended.output)
+    assert sorted(lines) == list(range(RANKS)), ended.output
+    others = [number for number in range(RANKS) if number != rank]
+    named = rf"rank {rank} hangs: run_train step 3, stage {rank}, forward of microbatch 0, for \d+ s, in "
+    named += (
+        rf"`{fault}_in_a_layer`, faulty_program\.py:\d+; ranks {others[0]}, {others[1]} and {others[2]} wait for it"
+    )
+    assert all(re.match(named, line) for line in lines.values()), ended.output
+    for number in others:
+        assert re.search(rf"^  rank {number}: run_train step 3, stage {number}, .* waits for", ended.output, re.M)
+    assert re.search(rf"stack of rank {rank}.*Layer.forward\n +.* in {fault}_in_a_layer$", ended.output, re.M | re.S)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stopped_rank_is_named_and_killed(rank: int) -> None:
+    ended = _run("SIGSTOP", rank)
+    assert ended.codes == [-9 if number == rank else 1 for number in range(RANKS)], ended.output
+    assert HANG_TIMEOUT < _seconds(ended) < HANG_TIMEOUT + BOUND_SECONDS, ended.output
+    lines = _last_lines(ended.output)
+    assert sorted(lines) == [number for number in range(RANKS) if number != rank], ended.output
+    assert all(re.match(rf"rank {rank}\b.* stopped", line) for line in lines.values()), ended.output
+
+
+def test_a_rank_that_evaluates_alone_is_no_hang() -> None:
+    ended = _run("evaluates alone", 2, hang_timeout=1.0)
+    assert ended.codes == [0] * RANKS, ended.output
+    waiting = "rank 2 is outside of nxdpp, after run_train step 3, for .* ranks 0, 1 and 3 wait for it. The job goes on"
+    assert re.search(waiting, ended.output), ended.output
+
+
+def test_a_rank_that_is_slow_but_moves_is_no_hang() -> None:
+    ended = _run("slow", 2, hang_timeout=1.0)
+    assert ended.codes == [0] * RANKS, ended.output
+    assert "hangs" not in ended.output
+    assert "has not moved" not in ended.output
