@@ -14,6 +14,7 @@ from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, 
 from nxdpp.pipeline.agreement.replicas import check_replica_values
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
+from nxdpp.pipeline.local.state_check import check_state
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.tracing import listings
 
@@ -54,6 +55,7 @@ class LocalUpkeep:
                 nothing is replaced then.
         """
         try:
+            check_state(self._tree, state_dict, strict)
             return self._load_assigning(state_dict, strict) if assign else self._load_in_place(state_dict, strict)
         except RuntimeError as error:
             elsewhere = (set(state_dict) & set(self._part.root.state_dict())) - set(self._tree.state_dict())

@@ -1,0 +1,89 @@
+"""State dicts that do not fit: an error before anything is changed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.local.state_check import check_state
+from tests.support.models import make
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+CHANGES = {
+    "another shape": (lambda state: state.update({NAME: torch.zeros(3, 3)}), f"size mismatch for {NAME}: copying"),
+    "missing": (lambda state: state.pop(NAME), f"Missing key.s. in state_dict: '{NAME}'"),
+    "unexpected": (lambda state: state.update({"a": torch.zeros(1)}), r"Unexpected key.s. in state_dict: 'a'\."),
+    "no tensor": (lambda state: state.update({NAME: 3.0}), f"{NAME} must be a tensor, not a float"),
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_changed(change: str, assign: bool) -> None:
+    wrapped = NxDPPModel(make("llama", layers=2))
+    parameters = dict(wrapped.local_named_parameters())
+    before = {name: tensor.clone() for name, tensor in wrapped.local_state_dict().items()}
+    state: dict[str, Any] = {name: tensor + 1 for name, tensor in before.items()}
+    damage, message = CHANGES[change]
+    damage(state)
+
+    with pytest.raises(RuntimeError, match=rf"Nothing was loaded:\n\t{message}"):
+        wrapped.load_state_dict(state, assign=assign)
+    assert all(torch.equal(before[name], tensor) for name, tensor in wrapped.local_state_dict().items())
+    assert all(parameters[name] is parameter for name, parameter in wrapped.local_named_parameters())
+
+
+def test_names_are_not_compared_unless_strict() -> None:
+    wrapped = NxDPPModel(make("llama", layers=2))
+    given = torch.ones_like(wrapped.local_state_dict()[NAME])
+    result = wrapped.load_state_dict({NAME: given, "a": torch.zeros(1)}, strict=False)
+    assert result.unexpected_keys == ["a"]
+    assert torch.equal(wrapped.local_state_dict()[NAME], given)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        wrapped.load_state_dict({NAME: torch.zeros(1)}, strict=False)
+
+
+class OwnLoader(nn.Linear):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict = {f"{prefix}weight": state_dict[f"{prefix}halves"].repeat(2, 1), f"{prefix}bias": self.bias}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.BatchNorm1d(2),
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        nn.LazyLinear(2),
+        checkpoint_wrapper(nn.Linear(2, 2)),
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_torch_loads_is_not_refused(module: nn.Module) -> None:
+    state = module.state_dict()
+    check_state(module, state, strict=True)
+    module.load_state_dict(state)
+
+
+def test_a_loader_of_a_module_is_left_alone() -> None:
+    module = nn.Sequential(OwnLoader(2, 4), nn.Linear(4, 2))
+    state = {name: tensor for name, tensor in module.state_dict().items() if not name.startswith("0.")}
+    state["0.halves"] = torch.ones(2, 2)
+    check_state(module, state, strict=True)
+    module.load_state_dict(state, strict=False)
+    assert torch.equal(module[0].weight, torch.ones(4, 2))
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
+        check_state(module, {**state, "1.weight": torch.zeros(1)}, strict=True)
