@@ -21,6 +21,7 @@ from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
 from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.pipeline.runtime.input_ranges import note_ranges
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
 from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.stages.program import StageProgram
@@ -141,7 +142,10 @@ class Engine:
                 call()
             self._finish()
         except Exception as error:
-            _note(error, self._called_for[at])
+            action = self._called_for[at]
+            _note(error, action)
+            if isinstance(error, IndexError):
+                note_ranges(error, inputs[action.microbatch], self._runners[action.stage].program)
             failure_watch.report(error)
             raise
         finally:

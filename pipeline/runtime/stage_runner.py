@@ -104,6 +104,11 @@ class StageRunner:
         self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
 
+    @property
+    def program(self) -> StageProgram:
+        """The stage."""
+        return self._program
+
     def begin(self, inputs: Sequence[dict[str, Any]], scales: Sequence[float] | None = None) -> None:
         """Begin a step with the model's inputs of each microbatch, and the factor of each loss in that of the step."""
         self._inputs = inputs

@@ -30,6 +30,9 @@ from nxdpp.schedules.written import read_schedule
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Microbatches times stages of a drawing that takes about half a minute, and above which a line tells its size.
+_MOST = 2**18
+_TOLD = 2**15
 # Columns of an output that is no terminal.
 _WIDTH_OF_A_FILE = 200
 
@@ -152,6 +155,17 @@ def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
     for name in ("ranks", "microbatches"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is missing: give a number.")
+    # A comparison is one schedule for each family.
+    schedules = len(FAMILIES) if options.compare else 1
+    size = schedules * options.ranks * options.microbatches * (options.virtual or 1)
+    if size > _MOST:
+        raise ValueError(
+            f"{options.ranks:,} ranks and {options.microbatches:,} microbatches make {size:,} forwards to simulate, "
+            f"and the limit is {_MOST:,}. A schedule repeats itself: give fewer microbatches or "
+            f"fewer ranks."
+        )
+    if size > _TOLD:
+        print(f"simulating {size:,} forwards and their backwards ...", file=sys.stderr, flush=True)
     return options.ranks, options.microbatches
 
 

@@ -223,3 +223,17 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
 
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("more", [["1f1b"], ["--compare"], ["1f1b", "--virtual", "100000"]])
+def test_sizes_that_would_take_minutes_are_refused(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = "8" if "--virtual" in more else "100000"
+    assert main(["schedule", *more, "--ranks", ranks, "--microbatches", ranks]) == 2
+
+    assert "forwards to simulate, and the limit is 262,144" in capsys.readouterr().err
+
+
+def test_a_large_size_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "gpipe", "--ranks", "2", "--microbatches", "16400", "--json"]) == 0
+
+    assert "simulating 32,800 forwards and their backwards" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""Index errors inside a step name the input."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.models import VOCABULARY, make, padded_batch
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def notes_for(name: str, value: int) -> list[str]:
+    batch = padded_batch(4)
+    batch[name] = batch[name].clone()
+    batch[name][3, 2] = value
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    with pytest.raises(IndexError, match="out of") as caught:
+        wrapped.run_train(**batch)
+    ranges = next(note for note in caught.value.__notes__ if note.startswith("integer inputs of this microbatch"))
+    for given, tensor in batch.items():
+        if not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool:
+            part = tensor[2:]
+            assert f"{given} from {part.min()} to {part.max()}" in ranges
+    return caught.value.__notes__
+
+
+@pytest.mark.parametrize("value", [VOCABULARY, 70, -1])
+def test_an_id_beyond_the_vocabulary(value: int) -> None:
+    notes = notes_for("input_ids", value)
+    assert "in the pipeline: stage 0, forward of microbatch 1 (action 0F1)" in notes
+    assert f"input_ids is an index of model.embed_tokens, which has rows 0 to {VOCABULARY - 1}" in notes
+
+
+def test_a_label_beyond_the_vocabulary() -> None:
+    notes = notes_for("labels", 70)
+    assert not any("is an index of" in note for note in notes)
