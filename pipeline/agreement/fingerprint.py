@@ -8,6 +8,7 @@ import hashlib
 import types
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ _ORIGINS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 # Limit of nested closures; those of masks are about three deep.
 _DEPTH = 8
 _LINES_SHOWN = 4
+_LINES_COMPARED = 100
+# Longest line that a message shows whole.
+_LINE = 200
 
 
 class Fingerprint(NamedTuple):
@@ -151,11 +155,44 @@ def _only_in(lines: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def show_difference(there: str, theirs: Fingerprint, here: str, ours: Fingerprint) -> str:
-    """The first different lines of two ranks' texts, for a message; ``there`` and ``here`` name the ranks."""
-    return "".join(
-        f"  {there}: {their_line or '(no such line)'}\n  {here}: {our_line or '(no such line)'}\n"
-        for their_line, our_line in differing_lines(theirs.lines, ours.lines, _LINES_SHOWN)
-    )
+    """The first differences of two ranks' texts, for a message; ``there`` and ``here`` name the ranks."""
+    pairs = [differing_parts(*pair) for pair in differing_lines(theirs.lines, ours.lines, _LINES_COMPARED)]
+    # Several functions may hold one configuration.
+    distinct = {(theirs.items, ours.items): (theirs, ours) for theirs, ours in reversed(pairs)}
+    shown = list(reversed(distinct.values()))[:_LINES_SHOWN]
+    return "".join(f"  {there}: {theirs.text}\n  {here}: {ours.text}\n" for theirs, ours in shown)
+
+
+class Part(NamedTuple):
+    """The start of a line, and the items after it in which it differs from another; all of it where it is short."""
+
+    start: str
+    items: str
+
+    @property
+    def text(self) -> str:
+        """The line for a message."""
+        return f"{self.start}{self.items}"
+
+
+def differing_parts(theirs: str | None, ours: str | None) -> tuple[Part, Part]:
+    """What two lines differ in, such as fields of a configuration."""
+    if theirs is None or ours is None or max(len(theirs), len(ours)) <= _LINE:
+        short = [line if line is None or len(line) <= _LINE else f"{line[:_LINE]}..." for line in (theirs, ours)]
+        return Part("", short[0] or "(no such line)"), Part("", short[1] or "(no such line)")
+    one, two = theirs.split(", "), ours.split(", ")
+    steps = SequenceMatcher(None, one, two, autojunk=False).get_opcodes()
+    changed = [step for step in steps if step[0] != "equal"]
+    starts = [f"{line.partition('(')[0][:_LINE]}(... " for line in (theirs, ours)]
+    items = [
+        ", ".join(item for _, a, b, _, _ in changed for item in one[a:b]),
+        ", ".join(item for _, _, _, a, b in changed for item in two[a:b]),
+    ]
+    return _part(starts[0], items[0]), _part(starts[1], items[1])
+
+
+def _part(start: str, items: str) -> Part:
+    return Part(start, items[:_LINE] + ("..." if len(items) > _LINE else "") or "(without)")
 
 
 def rank_name(group: dist.ProcessGroup, rank: int, kind: str) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.pipeline.agreement.fingerprint import Fingerprint, digest, rank_name, show_difference
+from nxdpp.pipeline.agreement.step_signature import StepSignature, signature_differences
 from nxdpp.pipeline.last_used import LastUsed
 
 # Above the tags of all other messages of the group.
@@ -32,7 +33,7 @@ class StepIdentity(NamedTuple):
     """
 
     graph: Fingerprint
-    signature: Any
+    signature: StepSignature
     origin: str | None = None
 
     @property
@@ -119,10 +120,9 @@ class StepVerifier:
         if theirs is None:
             return f"{here} runs another step than {there}. {_REMEDY}"
         if theirs.graph.digest == ours.graph.digest:
-            return (
-                f"{here} was given other inputs than {there}:\n  {there}: {theirs.signature}\n"
-                f"  {here}: {ours.signature}\n{_REMEDY}"
-            )
+            pairs = signature_differences(theirs.signature, ours.signature)
+            lines = "".join(f"  {there}: {first}\n  {here}: {second}\n" for first, second in pairs)
+            return f"{here} was given other inputs than {there}, or makes another call:\n{lines}{_REMEDY}"
         lines = show_difference(there, theirs.graph, here, ours.graph)
         return f"{here} has another graph than {there}:\n{lines}{_REMEDY}"
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Transport
@@ -101,7 +102,7 @@ class StepRunner:
                 is, with a note.
         """
         # Verify that all ranks run the same step.
-        signature = (_signature(microbatches[0]), _autocast(device.type), train)
+        signature = StepSignature(_shapes(microbatches[0]), _autocast(device.type), train)
         engines = self._engines.setdefault(program, LastUsed())
         known = engines.get(signature)
         step = StepIdentity(program.graph, signature, origin)
@@ -164,7 +165,7 @@ def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device)
     return loss
 
 
-def _signature(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+def _shapes(inputs: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
     """Shapes and dtypes of the tensors; other inputs are part of the graph, or checked when they change a shape."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))

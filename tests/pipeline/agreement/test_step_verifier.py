@@ -4,27 +4,31 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.agreement.fingerprint import fingerprint
+from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from tests.support.models import make, padded_batch
 from tests.support.run_ranks import run_ranks
 
 GRAPH, OTHER_GRAPH = fingerprint(["first", "second"]), fingerprint(["first", "third"])
+A = StepSignature((("a", (2, 3), torch.int64),), (False, torch.bfloat16), True)
+B = StepSignature((("b", (2, 3), torch.int64),), (True, torch.bfloat16), False)
 
 
 def compare(rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     verifier = StepVerifier(parallel_state.get_pipeline_control_group())
     steps = [
-        (StepIdentity(GRAPH, "a"), StepIdentity(GRAPH, "a"), True, True),
-        (StepIdentity(GRAPH, "a"), StepIdentity(GRAPH, "a"), False, False),
-        (StepIdentity(GRAPH, "b"), StepIdentity(GRAPH, "a"), True, False),
-        (StepIdentity(GRAPH, "b"), StepIdentity(OTHER_GRAPH, "b"), False, True),
-        (StepIdentity(GRAPH, "b"), StepIdentity(GRAPH, "b"), True, False),
-        (StepIdentity(GRAPH, "b"), StepIdentity(GRAPH, "b"), False, True),
+        (StepIdentity(GRAPH, A), StepIdentity(GRAPH, A), True, True),
+        (StepIdentity(GRAPH, A), StepIdentity(GRAPH, A), False, False),
+        (StepIdentity(GRAPH, B), StepIdentity(GRAPH, A), True, False),
+        (StepIdentity(GRAPH, B), StepIdentity(OTHER_GRAPH, B), False, True),
+        (StepIdentity(GRAPH, B), StepIdentity(GRAPH, B), True, False),
+        (StepIdentity(GRAPH, B), StepIdentity(GRAPH, B), False, True),
     ]
     messages = []
     for first, second, new_to_first, new_to_second in steps:
@@ -43,7 +47,9 @@ def test_the_later_rank_shows_the_difference() -> None:
     assert first == [""] * 6
     assert second[:2] == ["", ""]
     assert "pipeline rank 1 (rank 1) was given other inputs than pipeline rank 0 (rank 0)" in second[2]
-    assert "pipeline rank 0 (rank 0): b\n  pipeline rank 1 (rank 1): a\n" in second[2]
+    for theirs, ours in (("run_eval", "run_train"), ("autocast to torch.bfloat16", "no autocast")):
+        assert f"pipeline rank 0 (rank 0): {theirs}\n  pipeline rank 1 (rank 1): {ours}\n" in second[2]
+    assert "pipeline rank 0 (rank 0): b (2, 3) torch.int64\n  pipeline rank 1 (rank 1): no b\n" in second[2]
     assert "pipeline rank 1 (rank 1) has another graph than pipeline rank 0 (rank 0)" in second[3]
     assert "pipeline rank 0 (rank 0): second\n  pipeline rank 1 (rank 1): third\n" in second[3]
     assert "rank 0 (rank 0) has been refreshed, moved or loaded, and pipeline rank 1 (rank 1) has not" in second[4]
@@ -53,7 +59,7 @@ def test_the_later_rank_shows_the_difference() -> None:
 def compare_origins(rank: int, origins: list[str | None]) -> str:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
     verifier = StepVerifier(parallel_state.get_pipeline_control_group())
-    step = StepIdentity(GRAPH, "a", origins[rank])
+    step = StepIdentity(GRAPH, A, origins[rank])
     try:
         verifier.check(step, step.digest, True)
         message = ""
@@ -98,9 +104,9 @@ def load_on_one(rank: int, wrapped: NxDPPModel) -> None:
 
 MISTAKES: dict[Callable[[int, NxDPPModel], None], tuple[str, ...]] = {
     without_mask: ("placeholder attention_mask", "another graph"),
-    a_length_that_rank_0_knows: ("('input_ids', (2, 10), torch.int64)", "('input_ids', (2, 12), torch.int64)"),
-    a_length_that_rank_1_knows: ("('input_ids', (2, 10), torch.int64)", "('input_ids', (2, 12), torch.int64)"),
-    evaluation: ("was given other inputs than",),
+    a_length_that_rank_0_knows: ("input_ids (2, 10) torch.int64", "input_ids (2, 12) torch.int64"),
+    a_length_that_rank_1_knows: ("input_ids (2, 10) torch.int64", "input_ids (2, 12) torch.int64"),
+    evaluation: ("was given other inputs than", "(rank 0): run_train\n", "(rank 1): run_eval\n"),
     load_on_one: ("Call refresh() on every rank",),
 }
 
