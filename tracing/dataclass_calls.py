@@ -1,10 +1,9 @@
 """Functions of ``dataclasses`` on a dataclass that a module returned: its class is known, its fields are values.
 
-A run on fake tensors gives the class. It answers ``fields(out)``, ``is_dataclass(out)`` and ``vars(out)``, and
+A run on fake tensors gives the class. It answers ``fields(out)`` and ``is_dataclass(out)``, and
 ``replace(out, hidden=h)`` makes an object of it. ``asdict`` and ``astuple`` are nodes.
 """
 
-import builtins
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from nxdpp.tracing.calls import recorded
-from nxdpp.tracing.swap import swapped_in_this_thread
+from nxdpp.tracing.swap import swapped
 from nxdpp.tracing.type_answers import class_of
 
 _FUNCTIONS: tuple[Any, ...] = (
@@ -22,26 +21,14 @@ _FUNCTIONS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def traced_vars(*values: Any) -> dict[str, Any]:
-    """``vars()`` of a dataclass that a module returned, or of any other object.
-
-    Raises ``RuntimeError`` for another traced value.
-    """
-    if not values or not issubclass(type(values[0]), fx.Proxy):
-        own: dict[str, Any] = builtins.vars(*values)
-        return own
-    value: Any = values[0]
-    if value.tracer.is_tensor(value.node):
-        raise RuntimeError("forward reads vars() of a tensor between layers. Name its attributes: value.name.")
-    # For inputs of unknown shapes the class may be unknown, too, and Python raises.
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(class_of(value))}
-
-
 @contextmanager
 def recorded_dataclasses(sources: Iterable[ModuleType]) -> Iterator[None]:
-    """Follow the functions of ``dataclasses``, also under their names in ``sources``."""
+    """Follow the functions of ``dataclasses`` in ``sources``, under any name.
+
+    The module itself stays as it is: the tracer asks ``is_dataclass`` of each value.
+    """
     replace, asdict, astuple, fields, is_dataclass = _FUNCTIONS
-    changes = {id(function): recorded(function) for function in (asdict, astuple)}
+    changes: dict[int, Any] = {id(function): recorded(function) for function in (asdict, astuple)}
 
     def replace_fields(obj: Any, /, **values: Any) -> Any:
         if not issubclass(type(obj), fx.Proxy):
@@ -58,9 +45,13 @@ def recorded_dataclasses(sources: Iterable[ModuleType]) -> Iterator[None]:
         return is_dataclass(class_of(obj) if issubclass(type(obj), fx.Proxy) else obj)
 
     changes |= {id(replace): replace_fields, id(fields): fields_of, id(is_dataclass): is_one}
+    module = ModuleType(dataclasses.__name__)
+    own = vars(dataclasses)
+    vars(module).update(own, **{name: changes[id(own[name])] for name in own if id(own[name]) in changes})
+    changes[id(dataclasses)] = module
     with ExitStack() as stack:
-        for source in (dataclasses, *sources):
-            namespace = builtins.vars(source)
+        for source in sources:
+            namespace = vars(source)
             found = {name: changes[id(value)] for name, value in namespace.items() if id(value) in changes}
-            stack.enter_context(swapped_in_this_thread(namespace, found))
+            stack.enter_context(swapped(namespace, found))
         yield

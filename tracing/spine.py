@@ -28,7 +28,7 @@ from nxdpp.tracing.checks import mark_must_run, value_or_none
 from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.constructors import recorded_constructors
 from nxdpp.tracing.data_checks import DataChecks, is_check, recorded_checks
-from nxdpp.tracing.dataclass_calls import recorded_dataclasses, traced_vars
+from nxdpp.tracing.dataclass_calls import recorded_dataclasses
 from nxdpp.tracing.einops_calls import recorded_einops
 from nxdpp.tracing.errors import StaleValueError, calling_line
 from nxdpp.tracing.feature_methods import answer_of_features
@@ -117,7 +117,7 @@ class SpineTracer(fx.Tracer):
                     if id(f) in self._autowrap_function_ids or is_compiled(f)
                 }
                 builtins = {"isinstance": traced_isinstance, "set": StableSet, "hasattr": self._left_behind.hasattr}
-                builtins |= {"type": TracedType, "callable": traced_callable, "vars": traced_vars}
+                builtins |= {"type": TracedType, "callable": traced_callable}
                 stack.enter_context(swapped(vars(source), {**builtins, **functions}))
             yield
             if self.refusal is not None:
