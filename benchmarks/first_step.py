@@ -1,11 +1,13 @@
-"""Time of a first step, and of a step with inputs of a new shape; trace_speed.py measures the traces alone.
+"""Time of a first step, of a step with inputs of a new shape, and of the hashes of inputs that ranks compare.
 
-    python benchmarks/first_step.py
+    python benchmarks/first_step.py [--only steps|hashes]
 
-Wall time on 4 ranks over gloo, Llama of 16 layers and 4 microbatches of one sequence. Each new length is run twice:
-the second step has no trace, no graph and no metadata exchange left to do.
+trace_speed.py measures the traces alone. The hashes are those of one rank. Steps are wall time on 4 ranks over gloo,
+Llama of 16 layers and 4 microbatches of one sequence. Each new length is run twice: the second step has no trace, no
+graph and no metadata exchange left to do.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -21,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
 from nxdpp import NxDPPModel, parallel_state  # noqa: E402
+from nxdpp.pipeline.agreement.input_hash import InputHasher  # noqa: E402
 from tests.support.run_ranks import run_ranks  # noqa: E402
 
 SMALL = LlamaConfig(
@@ -30,8 +33,27 @@ LENGTHS = range(8, 38)
 RANKS, MICROBATCHES = 4, 4
 
 
+HASHED = {
+    "ids, mask, labels (8, 128)": [(8, 128)] * 3,
+    "ids, mask, labels (8, 4096)": [(8, 4096)] * 3,
+    "ids, mask, labels (64, 8192)": [(64, 8192)] * 3,
+}
+PIXELS = (8, 3, 224, 224)
+REPEATS = 50
+
+
 def main() -> None:
-    """Print one table in Markdown."""
+    """Print a table of steps and one of hashes, in Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=("steps", "hashes"))
+    only = parser.parse_args().only
+    if only != "hashes":
+        _print_steps()
+    if only != "steps":
+        _print_hashes()
+
+
+def _print_steps() -> None:
     first, new, known = run_ranks(RANKS, step_seconds, SMALL, LENGTHS, timeout=200)[0]
     rows = {
         "first step": [first],
@@ -58,6 +80,31 @@ def step_seconds(rank: int, config: LlamaConfig, lengths: range) -> tuple[float,
     first = step(lengths.start - 1)
     steps = [(step(length), step(length)) for length in lengths]
     return first, [new for new, _ in steps], [known for _, known in steps]
+
+
+def _print_hashes() -> None:
+    batches = {
+        name: {str(i): torch.randint(1000, shape) for i, shape in enumerate(shapes)} for name, shapes in HASHED.items()
+    }
+    batches[f"floats {PIXELS}, where check_inputs asks"] = {"pixels": torch.rand(PIXELS)}
+    rows = [
+        [name, f"{sum(t.nbytes for t in batch.values()) / 2**20:.2f}", f"{1e6 * hash_seconds(batch, REPEATS):.0f}"]
+        for name, batch in batches.items()
+    ]
+    print(markdown_table(("inputs", "MiB", "median µs"), rows, left=("inputs",)))
+
+
+def hash_seconds(batch: dict[str, torch.Tensor], repeats: int) -> float:
+    """Median wall seconds of the hashes of a step's inputs on one rank; not collective."""
+    hasher = InputHasher("always")
+    hasher.of_step([batch], is_first=True)
+
+    def once() -> float:
+        started = time.perf_counter()
+        hasher.of_step([batch], is_first=False).words()
+        return time.perf_counter() - started
+
+    return statistics.median(once() for _ in range(repeats))
 
 
 def _quartiles(seconds: list[float]) -> str:

@@ -26,6 +26,8 @@ from nxdpp.parallel_layers.faults.rank_watch import RankWatch
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _watch: RankWatch | None = None
+# The first error of a step of this rank, and the call that it ended.
+_failure: tuple[BaseException, str] | None = None
 
 
 def start(store: Store, hang_timeout: float = 0.0) -> None:
@@ -34,9 +36,10 @@ def start(store: Store, hang_timeout: float = 0.0) -> None:
     ``initialize_model_parallel`` calls it, with the ``store`` of this start. ``hang_timeout`` is the limit in seconds
     for a job that does not move; 0 for no limit.
     """
-    global _watch
+    global _watch, _failure
     if _watch is not None:
         _watch.leave()
+    _failure = None
     board.reset()
     _watch = RankWatch(store, hang_timeout)
     sys.excepthook = _hook(_watch, sys.excepthook)
@@ -60,9 +63,10 @@ def report(error: BaseException) -> None:
     """Make all other ranks stop because of ``error``; not collective, and without a watch it does nothing.
 
     If this rank is the first to fail, the function returns. Let ``error`` propagate: it is then printed and ends the
-    process. A program that catches ``error`` continues alone. If another rank failed first, this process prints one
-    line and exits with status 1.
+    process. A program that catches ``error`` is alone: its next step raises, see ``refuse_after_failure``. Its process
+    ends with status 1. If another rank failed first, this process prints one line and exits with status 1.
     """
+    _remember(error)
     watch = _active()
     if watch is not None:
         watch.report(error)
@@ -70,12 +74,41 @@ def report(error: BaseException) -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report an exception of the block, and let it propagate."""
+    """Report an exception of the block, and let it propagate.
+
+    Another ``BaseException``, such as ``KeyboardInterrupt``, is reported if the program goes on.
+    """
     try:
         yield
     except Exception as error:
         report(error)
         raise
+    except BaseException as error:
+        _remember(error)
+        raise
+
+
+def refuse_after_failure() -> None:
+    """Raise ``RuntimeError`` if a step or another collective call of this rank has failed; at the begin of each call.
+
+    Other ranks may still wait in the failed call. Their messages must not be taken for those of another one.
+    """
+    if _failure is None or _active() is None:
+        return
+    error, call = _failure
+    reported_error = RuntimeError(
+        f"{call} has failed on this rank, and its error was caught: {type(error).__name__}: {error}. The ranks are no "
+        f"longer in step, and the others end. Let the error end the program, and start it again from a checkpoint."
+    )
+    report(error)
+    raise reported_error from error
+
+
+def _remember(error: BaseException) -> None:
+    global _failure
+    if _failure is None and _active() is not None:
+        position = board.position()
+        _failure = error, position.call or "a collective call"
 
 
 def _hook(watch: RankWatch, previous: _Hook) -> _Hook:
@@ -105,11 +138,14 @@ def _at_exit() -> None:
     passing = sys.exception()
     error = passing or getattr(sys, "last_value", None)
     if error is None or (isinstance(error, SystemExit) and not error.code):
-        if board.interrupted:
-            watch.report_exit(board.interrupted)
-        else:
-            watch.leave()
-        return
+        if _failure is None or not watch.owns_failure:
+            if board.interrupted:
+                watch.report_exit(board.interrupted)
+            else:
+                watch.leave()
+            return
+        # The program caught the error that ends the other ranks.
+        passing = error = _failure[0]
 
     def print_error() -> None:
         if passing is not None:

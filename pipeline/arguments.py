@@ -86,6 +86,15 @@ def check_reference(name: Any) -> None:
         raise ValueError(f"check_against_module={name!r} must be 'first', for the first training step, or None.")
 
 
+def check_floating_inputs(name: Any) -> None:
+    """Raise ``ValueError`` unless ``name`` is ``"first"``, ``"always"`` or ``"never"``."""
+    if name not in ("first", "always", "never"):
+        raise ValueError(
+            f"check_inputs={name!r} must be 'first', 'always' or 'never': when the ranks of a pipeline compare the "
+            f"values of floating inputs."
+        )
+
+
 def check_loss_returns(return_mb_loss: bool, broadcast_and_average_loss: bool) -> None:
     """Raise ``ValueError`` for both kinds of returned loss at once."""
     if return_mb_loss and broadcast_and_average_loss:

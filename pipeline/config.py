@@ -63,6 +63,8 @@ class PipelineConfig:
         check_against_module: ``"first"`` compares the losses and gradients of the first training step with those of the
             unwrapped module. Every rank then holds and runs the whole model once. A difference is a ``RuntimeError``.
         grad_scaler: ``nxdpp.GradScaler`` that scales the loss of each microbatch, for autocast to float16.
+        check_inputs: when the ranks of a pipeline compare the values of floating inputs: ``"first"``, in the first step
+            of each signature, ``"always"``, or ``"never"``. Values of other inputs are compared in every step.
     """
 
     num_microbatches: int = 1
@@ -87,6 +89,7 @@ class PipelineConfig:
     deallocate_pipeline_outputs: bool = False
     check_against_module: str | None = None
     grad_scaler: GradScaler | None = None
+    check_inputs: str = "first"
 
     def __post_init__(self) -> None:
         """Make Python numbers of whole numbers of NumPy, which ranks could not compare as text."""
@@ -115,6 +118,7 @@ class PipelineConfig:
         check_normalization(module, self.loss_normalization, self.count_items_fn)
         arguments.check_reference(self.check_against_module)
         check_grad_scaler(self.grad_scaler)
+        arguments.check_floating_inputs(self.check_inputs)
         if self.input_names is not None:
             arguments.check_names(module, self.input_names, "input_names")
             arguments.check_required(module, self.input_names, "input_names")

@@ -69,6 +69,8 @@ class NxDPPModel(LocalView):
             the model's loss is a mean. By default a transformers model gets ``num_items_in_batch``.
         grad_scaler: ``nxdpp.GradScaler``, which scales the loss for autocast to float16. Its ``step`` and ``update``
             follow ``run_train``.
+        check_inputs: when the ranks of a pipeline compare floating inputs: ``"first"``, in the first step of each
+            signature, ``"always"`` or ``"never"``. They compare the values of other inputs in every step.
 
     Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
@@ -106,6 +108,7 @@ class NxDPPModel(LocalView):
         loss_normalization: str = "microbatch",
         count_items_fn: CountItems | None = None,
         grad_scaler: GradScaler | None = None,
+        check_inputs: str = "first",
     ) -> None:
         super().__init__()
         config = PipelineConfig.of(locals())
@@ -161,8 +164,8 @@ class NxDPPModel(LocalView):
         Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``), and
         ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
         """
-        arguments.check_not_positional(positional)
         with board.call("run_train", "step", "pipeline"):
+            arguments.check_not_positional(positional)
             losses = self._pipeline.train_step(inputs)
             if not self.use_zero1_optimizer:
                 self._pipeline.average_gradients()
@@ -177,8 +180,8 @@ class NxDPPModel(LocalView):
         Takes inputs as ``run_train`` does, and returns the loss as it does if the output names one. Otherwise the rank
         of the last stage returns the model's output, with the microbatches concatenated along dimension 0.
         """
-        arguments.check_not_positional(positional)
         with board.call("run_eval", "step", "pipeline"):
+            arguments.check_not_positional(positional)
             evaluation = self._pipeline.eval_step(inputs)
             return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses)
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nxdpp.parallel_layers import move_model_to_device, parallel_state
+from nxdpp.parallel_layers import failure_watch, move_model_to_device, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline import arguments
+from nxdpp.pipeline.agreement.same_values import RankValues
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers, refuse_other_wrappers
@@ -111,6 +112,7 @@ class Pipeline:
             **(agreed or {}),
             "writes a timeline": timeline_path is not None,
             "check_against_module": config.check_against_module,
+            "check_inputs": config.check_inputs,
             "loss_normalization": config.loss_normalization,
             "count_items_fn": config.count_items_fn is not None,
             "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
@@ -123,6 +125,7 @@ class Pipeline:
             self.schedule,
             self.rank,
             not config.deallocate_pipeline_outputs,
+            config.check_inputs,
             timeline_path,
             self._loss_gradient,
         )
@@ -142,6 +145,7 @@ class Pipeline:
         self.tied_names = self.part.aliases
         self._hooks = SpineHooks(module, self.local_module, self.partition.layers)
         self._is_checked = False
+        self._values_are_verified = False
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
@@ -195,7 +199,8 @@ class Pipeline:
         """Run forward and backward of all microbatches; collective over the pipeline.
 
         Gradients of the loss, a mean over microbatches or labels (``loss_normalization``), are added to ``.grad``. The
-        average over data-parallel replicas is that of the whole batch; it is not taken here.
+        average over data-parallel replicas is that of the whole batch; it is not taken here. The first step compares
+        the parameters of the replicas, and is collective over all ranks.
 
         Args:
             inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
@@ -215,12 +220,12 @@ class Pipeline:
                 and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
-        if not torch.is_grad_enabled():
-            raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-        with board.call("train_step", "step", "pipeline"):
+        with board.call("train_step", "step", "pipeline"), self._steps.step():
             return self._train_step(inputs)
 
     def _train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
         batch = self._microbatches(inputs)
         scaler = self.config.grad_scaler
         arguments.check_autocast(self.device, is_scaled=scaler is not None and scaler.is_enabled())
@@ -231,17 +236,27 @@ class Pipeline:
         program = self._programs.program(cut, "loss")
         self._hooks.note()
         check = self._first_check()
+
+        def once_verified() -> None:
+            self._replicas.verify(self.part.origin, self.part.seed)
+            if check is not None:
+                check.run(step.microbatches, step.scales)
+
         self.part.tied.set_aside()
         results = self._steps.run(
             program,
             step.microbatches,
+            batch.given,
             self.device,
             train=True,
             origin=self.part.origin,
-            once_verified=None if check is None else lambda: check.run(step.microbatches, step.scales),
+            once_verified=once_verified,
             scales=step.scales,
+            values=self._unverified_values(),
         )
-        self.part.tied.add_up(self._steps.transport(self.device))
+        self._note_verified()
+        with failure_watch.reported():
+            self.part.tied.add_up(self._steps.transport(self.device))
         losses = [result[0] for result in results if result]
         if check is not None:
             plans = cut.plans([cut.loss(self.config.output_loss_value_spec)])
@@ -255,7 +270,7 @@ class Pipeline:
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
         parallel_state.refuse_in_debug("an evaluation")
-        with board.call("eval_step", "step", "pipeline"), torch.no_grad():
+        with board.call("eval_step", "step", "pipeline"), self._steps.step(), torch.no_grad():
             return self._eval_step(inputs)
 
     def _eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
@@ -266,7 +281,16 @@ class Pipeline:
         if ends_with == "loss":
             cut, step = self._step_loss(cut, batch)
         program = self._programs.program(cut, ends_with)
-        results = self._steps.run(program, step.microbatches, self.device, train=False, origin=self.part.origin)
+        results = self._steps.run(
+            program,
+            step.microbatches,
+            batch.given,
+            self.device,
+            train=False,
+            origin=self.part.origin,
+            values=self._unverified_values(),
+        )
+        self._note_verified()
         if ends_with == "loss":
             return Evaluation(step.scaled([result[0] for result in results if result]))
         if not self.holds_last_stage:
@@ -280,14 +304,17 @@ class Pipeline:
         ``losses`` are the result of a step on this rank.
         """
         last = self.schedule.placement.rank_of(self.partition.stages - 1)
-        return mean_loss(losses, last, self.device)
+        with failure_watch.reported():
+            return mean_loss(losses, last, self.device)
 
     def average_gradients(self) -> None:
         """Average ``.grad`` over the data-parallel replicas; collective over them.
 
         Raises ``RuntimeError`` for replicas with other parameters than the first.
         """
-        self._replicas.average(self.part.origin)
+        with failure_watch.reported():
+            self._replicas.verify(self.part.origin, self.part.seed)
+            self._replicas.average()
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.
@@ -334,6 +361,7 @@ class Pipeline:
             warn_of_traced_hooks(self.original_module, self.partition.layers)
         self._programs.forget()
         self._steps.forget_engines()
+        self._values_are_verified = False
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
@@ -345,6 +373,14 @@ class Pipeline:
         if not self._is_checked:
             refuse_local_wrappers(self.local_module)
             self._is_checked = True
+
+    def _unverified_values(self) -> RankValues | None:
+        return None if self._values_are_verified else self.part.values()
+
+    def _note_verified(self) -> None:
+        if not self._values_are_verified:
+            self._values_are_verified = True
+            self.part.forget_initial_weights()
 
     def _first_check(self) -> ReferenceStep | None:
         if not self._check_first:
@@ -368,7 +404,9 @@ class Pipeline:
             self.original_module, inputs, config.num_microbatches, config.split_inputs_fn, device
         )
         microbatches, is_counted = self._normalization.prepared(parts, inputs)
-        return _Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted)
+        # A function may split equal batches in different ways.
+        given = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
+        return _Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted, given)
 
     def _step_loss(self, cut: CutGraph, batch: "_Batch") -> tuple[CutGraph, StepLoss]:
         """Return the graph of a step that ends with the loss, and the part of each microbatch in it."""
@@ -380,8 +418,12 @@ class Pipeline:
 
 
 class _Batch(NamedTuple):
-    """Inputs of each microbatch, and of those that may differ in shapes; ``True`` if the user counted the items."""
+    """Inputs of each microbatch, and of those that may differ in shapes; ``True`` if the user counted the items.
+
+    ``given`` are the inputs that all ranks of the pipeline have to give alike.
+    """
 
     microbatches: list[dict[str, Any]]
     distinct: list[dict[str, Any]]
     is_counted: bool
+    given: Sequence[Mapping[str, Any]]

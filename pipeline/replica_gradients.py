@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline.agreement.fingerprint import parameter_lines
-from nxdpp.pipeline.agreement.replicas import check_replicas
+from nxdpp.pipeline.agreement.replicas import check_replica_values
 
 
 class ReplicaGradients:
@@ -19,19 +19,28 @@ class ReplicaGradients:
         self._module = module
         self._verified = False
 
-    def average(self, origin: str | None) -> None:
-        """Average ``.grad`` over the replicas; collective over them.
+    def verify(self, origin: str | None, seed: int) -> None:
+        """Verify once that the replicas have the same parameters and values; collective over them.
 
-        ``origin`` is a line about the origin of the values, the same on each replica. Raises ``RuntimeError`` for
-        replicas with other parameters than the first.
+        Args:
+            origin: a line about the origin of the values, the same on each replica.
+            seed: ``torch.initial_seed()`` when this rank wrapped the model, for the message.
+
+        Raises:
+            RuntimeError: for other names, shapes or dtypes than the first replica has, or other values in a sample.
         """
+        if self._verified:
+            return
+        parameters = list(self._module.named_parameters())
         group = parallel_state.get_data_parallel_group()
-        if not self._verified:
-            lines = parameter_lines(self._module.named_parameters())
-            check_replicas([*([] if origin is None else [origin]), *lines], group)
-            self._verified = True
-        average_gradients(self._module.parameters(), group)
+        with failure_watch.reported():
+            check_replica_values(parameters, origin, group, seed, parameter_lines(parameters))
+        self._verified = True
+
+    def average(self) -> None:
+        """Average ``.grad`` over the replicas; collective over them."""
+        average_gradients(self._module.parameters(), parallel_state.get_data_parallel_group())
 
     def verify_again(self) -> None:
-        """Verify the parameters before the next average."""
+        """Verify the parameters again before the next step."""
         self._verified = False

@@ -47,11 +47,13 @@ class RankWatch:
     Args:
         store: the world's store, under a prefix of this start.
         hang_timeout: seconds without progress after which the job ends; 0 for no limit.
+
+    Attributes:
+        owns_failure: ``True`` if this rank is the first to fail, so that its error is the one to print.
     """
 
     def __init__(self, store: Store, hang_timeout: float) -> None:
-        # True if this rank is the first to fail, so that its error is the one to print.
-        self._owns_failure = False
+        self.owns_failure = False
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._process = os.getpid()
         self._left = threading.Event()
@@ -83,8 +85,8 @@ class RankWatch:
 
         Returns whether this rank owns the failure. It does not once the store's host has left.
         """
-        if self._owns_failure or self._left.is_set():
-            return self._owns_failure
+        if self.owns_failure or self._left.is_set():
+            return self.owns_failure
         if self._ends.locked():
             # The thread ends this process for a failure of another rank, which may have caused this error.
             _wait_for_exit()
@@ -99,10 +101,10 @@ class RankWatch:
                 self._store_is_gone = True
                 ending = self._cause_of_lost_store() if is_consequence else own
             if ending.kind != "host left":
-                self._owns_failure = ending == own
-                if not self._owns_failure:
+                self.owns_failure = ending == own
+                if not self.owns_failure:
                     self._stop_for(ending, addition)
-                return self._owns_failure
+                return self.owns_failure
             self._note_host_left(ending)
         cause = self._departed() if is_consequence else None
         if cause is not None:
@@ -135,7 +137,7 @@ class RankWatch:
 
     def leave(self) -> None:
         """End the watch on this rank, which ends normally."""
-        if self._owns_failure or self._left.is_set():
+        if self.owns_failure or self._left.is_set():
             return
         if not self._ends.acquire(blocking=False):
             _wait_for_exit()
@@ -158,7 +160,7 @@ class RankWatch:
         while not self._left.is_set():
             # The processes of this host are known soon.
             ended = self._peers.wait(self._poll_seconds if self._peers.are_known else self._poll_seconds / 5)
-            if self._left.is_set() or self._owns_failure:
+            if self._left.is_set() or self.owns_failure:
                 return
             if self._host_departure is not None:
                 self._look_alone()
@@ -194,7 +196,7 @@ class RankWatch:
         elif ending.kind == "fault" or ending.rank != self._rank:
             self._stop_for(ending)
         else:
-            self._owns_failure = True
+            self.owns_failure = True
 
     def _note_host_left(self, ending: Ending) -> None:
         with self._notes_departure:
@@ -299,7 +301,7 @@ class RankWatch:
     def _lose_contact(self) -> None:
         """End this process because the store is gone, unless the process already ends."""
         self._store_is_gone = True
-        if not self._owns_failure and not self._ends.locked():
+        if not self.owns_failure and not self._ends.locked():
             self._stop_for(self._cause_of_lost_store())
 
     def _stop_without_store(self, sentence: str, stopped: list[int]) -> None:

@@ -1,14 +1,15 @@
-"""Verification, before each step, that all ranks of a pipeline are about to run the same step.
+"""Verification, before each step, that all ranks of a pipeline are about to run the same step on the same inputs.
 
-Each rank compares the previous rank's hash with its own, and then sends its own to the next rank. The hash, 8 bytes,
-is of the graph and of the inputs' signature. A rank that goes on knows that all ranks before it agree. No tensor is
-then in flight to a rank that expects another::
+Each rank compares the previous rank's message with its own, and then sends its own to the next rank. The message has
+the step's number, a hash of the graph and of the inputs' signature, and hashes of the inputs' values. A rank that goes
+on knows that all ranks before it agree. No tensor is then in flight to a rank that expects another::
 
-    rank 0 ──hash──▶ rank 1 ──hash──▶ rank 2               step of a known signature
-    rank 0 ──hash, text──▶ rank 1 ──hash, text──▶ rank 2   step of a signature that is new to the sender
+    rank 0 ──numbers──▶ rank 1 ──numbers──▶ rank 2               step of a known signature
+    rank 0 ──numbers, text──▶ rank 1 ──numbers, text──▶ rank 2   step of a signature that is new to the sender
 
-The text includes the origin of the initial weights. A rank that drew no random numbers passes on the origin of the
-ranks before it. Texts are kept, so that a message can show a difference when one of two ranks knows its signature.
+The text includes the origin of the initial weights, and in a first step the values (``same_values``). A rank that drew
+no random numbers passes on the origin of the ranks before it. Texts are kept, so that a message can show a difference
+when one of two ranks knows its signature.
 """
 
 import pickle
@@ -18,12 +19,22 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.pipeline.agreement.fingerprint import Fingerprint, digest, rank_name, show_difference
+from nxdpp.pipeline.agreement.input_hash import SLOTS, InputHashes
+from nxdpp.pipeline.agreement.same_values import RankValues, Values
 from nxdpp.pipeline.agreement.step_signature import StepSignature, signature_differences
 from nxdpp.pipeline.last_used import LastUsed
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1
+# Number, digest, 1 for a new signature, and bytes of the text that follows; then the hashes of the inputs.
+_HEAD = 4
 _REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
+_HABITS = """\
+All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
+  a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank() in place of the rank.
+  DataLoader(shuffle=True) without a seed: give it generator=torch.Generator().manual_seed(seed).
+  DistributedSampler(dataset), which splits by ranks: give it num_replicas=parallel_state.get_data_parallel_size() \
+and rank=parallel_state.get_data_parallel_rank()."""
 
 
 class StepIdentity(NamedTuple):
@@ -57,52 +68,87 @@ class StepVerifier:
         self._size = dist.get_world_size(group)
         self._heard: LastUsed[int, StepIdentity] = LastUsed()
         self._sends: list[Any] = []
-        # The digest, and the number of bytes of the text that follows.
-        self._received = torch.empty(2, dtype=torch.int64)
-        self._sent = torch.empty(2, dtype=torch.int64)
+        self._received = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64)
+        self._sent = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64)
         self._text = torch.empty(0)
+        self._values = Values()
 
-    def check(self, step: StepIdentity, step_digest: int, is_new: bool) -> None:
+    def check(
+        self,
+        step: StepIdentity,
+        step_digest: int,
+        is_new: bool,
+        inputs: InputHashes = InputHashes(),  # noqa: B008  # immutable
+        number: int = 0,
+        refused: str | None = None,
+        values: RankValues | None = None,
+    ) -> None:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
-        All ranks of the pipeline must call this. ``is_new``: the signature is new to this rank. It must then be new to
-        the other ranks too.
+        All ranks of the pipeline must call this.
+
+        Args:
+            step: the step of this rank.
+            step_digest: its digest.
+            is_new: the signature is new to this rank. It must then be new to the other ranks too.
+            inputs: hashes of the inputs of this rank.
+            number: how many steps this rank has begun.
+            refused: the last step that this rank alone may have refused; it explains another number.
+            values: of this rank's parameters, to compare them with those of the ranks before it; for a new signature.
         """
         self._origin = step.origin or self._origin
-        if self._rank > 0:
-            self._receive(step, step_digest, is_new)
-        if self._rank + 1 < self._size:
-            self._send(step, step_digest, is_new)
-
-    def _send(self, step: StepIdentity, step_digest: int, is_new: bool) -> None:
+        header = self._sent.numpy()
         while self._sends:
             self._sends.pop().wait()
-        text = pickle.dumps((tuple(step.graph), step.signature, self._origin)) if is_new else b""
-        header = self._sent.numpy()
-        header[0], header[1] = step_digest, len(text)
+        header[:_HEAD] = number, step_digest, is_new, 0
+        header[_HEAD:] = inputs.words()
+        self._values = Values()
+        if self._rank > 0:
+            self._receive(step, inputs, refused)
+        if values is not None:
+            self._values = values.after(self._values, self._name)
+        if self._rank + 1 < self._size:
+            self._send(step, is_new, refused)
+
+    def _send(self, step: StepIdentity, is_new: bool, refused: str | None) -> None:
+        known = (tuple(step.graph), step.signature, self._origin, self._values) if is_new else None
+        text = pickle.dumps((known, refused)) if known or refused else b""
+        self._sent[3] = len(text)
         self._sends.append(self._group.send([self._sent], self._rank + 1, _TAG))
         if text:
             self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             self._sends.append(self._group.send([self._text], self._rank + 1, _TAG))
 
-    def _receive(self, step: StepIdentity, step_digest: int, is_new: bool) -> None:
+    def _receive(self, step: StepIdentity, inputs: InputHashes, refused: str | None) -> None:
         previous = self._rank - 1
         self._group.recv([self._received], previous, _TAG).wait()
-        theirs, length = self._received.tolist()
-        if length:
-            text = torch.empty(length, dtype=torch.uint8)
-            self._group.recv([text], previous, _TAG).wait()
-            graph, signature, origin = pickle.loads(text.numpy().tobytes())
-            self._heard[theirs] = StepIdentity(Fingerprint(*graph), signature, origin)
-            self._compare_origin(origin)
-        if theirs != step_digest:
-            raise RuntimeError(self._difference(self._heard.get(theirs), step))
-        if bool(length) != is_new:
-            changed, unchanged = (self._rank, previous) if is_new else (previous, self._rank)
+        theirs, ours = self._received.tolist(), self._sent.tolist()
+        length, theirs[3] = theirs[3], 0
+        refused_there = self._receive_text(theirs[1], length) if length else None
+        if theirs == ours:
+            return
+        if theirs[0] != ours[0]:
+            raise RuntimeError(self._other_number(theirs[0], ours[0], refused_there, refused))
+        if theirs[1] != ours[1]:
+            raise RuntimeError(self._difference(self._heard.get(theirs[1]), step))
+        if theirs[2] != ours[2]:
+            changed, unchanged = (self._rank, previous) if ours[2] else (previous, self._rank)
             raise RuntimeError(
                 f"{self._name(changed)} has been refreshed, moved or loaded, and {self._name(unchanged)} has not: "
                 f"their stages would wait for each other. Call refresh() on every rank."
             )
+        raise RuntimeError(self._other_inputs(*inputs.different(theirs[_HEAD:])))
+
+    def _receive_text(self, step_digest: int, length: int) -> str | None:
+        """Receive the previous rank's text; return the step that it refused, if any."""
+        text = torch.empty(length, dtype=torch.uint8)
+        self._group.recv([text], self._rank - 1, _TAG).wait()
+        known, refused = pickle.loads(text.numpy().tobytes())
+        if known is not None:
+            graph, signature, origin, self._values = known
+            self._heard[step_digest] = StepIdentity(Fingerprint(*graph), signature, origin)
+            self._compare_origin(origin)
+        return refused if isinstance(refused, str) else None
 
     def _compare_origin(self, origin: str | None) -> None:
         if self._origin is None:
@@ -125,6 +171,20 @@ class StepVerifier:
             return f"{here} was given other inputs than {there}, or makes another call:\n{lines}{_REMEDY}"
         lines = show_difference(there, theirs.graph, here, ours.graph)
         return f"{here} has another graph than {there}:\n{lines}{_REMEDY}"
+
+    def _other_inputs(self, now: list[str], before: list[str]) -> str:
+        here, there = self._name(self._rank), self._name(self._rank - 1)
+        what = ", ".join(now) if now else f"{', '.join(before)} in the step before"
+        return f"{here} was given other values of {what} than {there}. {_HABITS}"
+
+    def _other_number(self, theirs: int, ours: int, refused_there: str | None, refused_here: str | None) -> str:
+        here, there = self._name(self._rank), self._name(self._rank - 1)
+        refused = [f"  {name}: {text}\n" for name, text in ((there, refused_there), (here, refused_here)) if text]
+        return (
+            f"{here} begins its step {ours}, and {there} its step {theirs}.\n{''.join(refused)}"
+            f"A step is a call of run_train or run_eval. Make each call on every rank of a pipeline. If a program "
+            f"catches the error of a step, it must leave the step out on all ranks."
+        )
 
     def _name(self, rank: int) -> str:
         return rank_name(self._group, rank, "pipeline rank")

@@ -12,6 +12,7 @@ from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.record import record_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.pipeline.agreement.same_values import InitialWeights, RankValues
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
 from nxdpp.pipeline.local.tree import (
@@ -70,6 +71,7 @@ class LocalPart:
         self.aliases = shared_names(root)
         tied = tied_names(root, owners)
         whole = dict(listings.named_parameters(root))
+        self._initial = InitialWeights(whole.items(), local)
         free_others(root, local, elsewhere)
         if elsewhere:
             refuse_own_save(root)
@@ -105,6 +107,19 @@ class LocalPart:
                 f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "
                 f"nxdpp.load_pretrained(model, directory); and make the optimizer after it."
             )
+
+    def values(self) -> RankValues:
+        """The present values, to compare them with those of other ranks."""
+        return RankValues(self._rank, self._initial, dict(listings.named_parameters(self.module)), self.tied.copies())
+
+    def forget_initial_weights(self) -> None:
+        """Drop the samples of the initial weights: the ranks have compared them."""
+        self._initial.forget()
+
+    @property
+    def seed(self) -> int:
+        """``torch.initial_seed()`` at construction."""
+        return self._initial.seed
 
     def materialise(self) -> bool:
         """Give initial weights to all that is on the meta device; return whether there was any. Not collective.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.parallel_layers import failure_watch
+from nxdpp.pipeline.agreement.same_values import Copy, sample
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.missing_gradients import are_zeros, zeros_like
 from nxdpp.pipeline.p2p.transport import Direction, Transport, Work
@@ -119,6 +120,15 @@ class TiedWeights:
             own = own + contribution()
         self._sends += [transport.send(own, rank, Direction.ACTIVATION, weight.number) for rank in others]
         return own
+
+    def copies(self) -> dict[int, Copy]:
+        """This rank's copy of each weight, by its number."""
+        return {
+            weight.number: Copy(
+                self._rank, weight.name, str(parameter.dtype), tuple(parameter.shape), sample(parameter)
+            )
+            for weight, parameter in zip(self._weights, self._parameters, strict=True)
+        }
 
     def make_equal(self, transport: Transport, group: dist.ProcessGroup) -> None:
         """Give every owner of each weight the values of its first owner; collective over the pipeline.

@@ -1,7 +1,7 @@
 """Steps of one rank: verified to be the same on all ranks, and run by the engine for their signature."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.parallel_layers.faults.board import board
+from nxdpp.pipeline.agreement.input_hash import InputHasher
+from nxdpp.pipeline.agreement.same_values import RankValues
 from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.last_used import LastUsed
@@ -30,6 +33,7 @@ class StepRunner:
         schedule: the schedule of the pipeline.
         rank: this rank of the pipeline.
         keep_outputs: hold sent activations until their backward.
+        check_inputs: when floating inputs are compared: ``"first"``, ``"always"`` or ``"never"``.
         timeline_path: file for the timeline of each step; ``None`` writes none.
         loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
     """
@@ -39,6 +43,7 @@ class StepRunner:
         schedule: ChosenSchedule,
         rank: int,
         keep_outputs: bool,
+        check_inputs: str,
         timeline_path: Path | None = None,
         loss_gradient: LossGradient = torch.ones_like,
     ) -> None:
@@ -50,6 +55,9 @@ class StepRunner:
         self._transport: Transport | None = None
         self._timeline = None if timeline_path is None else StepTimeline(timeline_path, schedule.name)
         self._verifier: StepVerifier | None = None
+        self._hasher = InputHasher(check_inputs)
+        self._is_verified = False
+        self._refused: str | None = None
         # By signature: each engine with the digest of its steps.
         self._engines: WeakKeyDictionary[RankProgram, LastUsed[Any, tuple[Engine, int]]] = WeakKeyDictionary()
 
@@ -65,6 +73,26 @@ class StepRunner:
             self._transport = Transport(groups, parallel_state.get_pipeline_control_group(), device)
         return self._transport
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Note an error of the block, the whole of a step on this rank.
+
+        An error before the ranks have verified the step leaves this rank able to go on: it has sent nothing. The other
+        ranks learn of it in the next step. A later error leaves engines in the middle of a step: they are dropped.
+
+        Raises ``RuntimeError`` after a step that failed.
+        """
+        failure_watch.refuse_after_failure()
+        self._is_verified = False
+        try:
+            yield
+        except BaseException as error:
+            if self._is_verified:
+                self.forget_engines()
+            else:
+                self._refused = f"{board.position().call} raised {type(error).__name__}: {error}"
+            raise
+
     def forget_engines(self) -> None:
         """Drop all engines and the transport after a change of the stages: modules, ``requires_grad`` or device.
 
@@ -77,21 +105,25 @@ class StepRunner:
         self,
         program: RankProgram,
         microbatches: list[dict[str, Any]],
+        given: Sequence[Mapping[str, Any]],
         device: torch.device,
         train: bool,
         origin: str | None,
         once_verified: Callable[[], None] | None = None,
         scales: Sequence[float] | None = None,
+        values: RankValues | None = None,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
         Args:
             program: the stages of this rank.
             microbatches: the model's inputs of each microbatch, for example ``input_ids`` of (B, T).
+            given: the inputs that are compared with those of other ranks: of the whole batch or of each microbatch.
             device: device of the stages.
             train: ``True`` if backwards follow.
             origin: the random numbers that this rank's initial weights are from; ``None`` when none were drawn.
             once_verified: called when all ranks are known to run the same step, before it; may be collective.
+            values: of this rank's parameters, in the first step after a change of them; ``None`` in others.
             scales: factor of each microbatch's loss in the loss that is differentiated, by default that of a mean.
 
         Returns:
@@ -110,12 +142,15 @@ class StepRunner:
         if self._verifier is None:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         with failure_watch.reported():
-            self._verifier.check(step, digest, known is None)
+            inputs = self._hasher.of_step(given, known is None)
+            begun = board.begun["pipeline"]
+            self._verifier.check(step, digest, known is None, inputs, begun, self._refused, values)
+        self._is_verified, self._refused = True, None
         if once_verified is not None:
             once_verified()
         # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
-        with nullcontext() if self._timeline is None else self._timeline.step(device, train):
+        with failure_watch.reported(), nullcontext() if self._timeline is None else self._timeline.step(device, train):
             results = engine.run(microbatches, scales)
         self._timer = engine.timer
         # Keep the engine of a new signature.

@@ -1,0 +1,197 @@
+"""Verification that the ranks of one pipeline hold parts of the same model: seeds, dtypes, copies of tied weights.
+
+A rank tells the next one about the values of all ranks before it, in the text of a first step::
+
+    rank 0 ── ties {0: sample}, initial {embed.weight: sample} ──▶ rank 1 ── the same and its own ──▶ rank 2
+
+A rank has the whole model until it is cut. So it knows a sample of each initial weight of the ranks before it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nxdpp.pipeline.agreement.fingerprint import digest
+
+# Enough to notice another seed. A large model on disk is not read for it.
+_INITIAL_ELEMENTS = 16
+# Enough to notice another seed or another checkpoint at no cost. It does not verify that all elements are equal.
+ELEMENTS = 1024
+
+_SEED = "Give torch.manual_seed the same seed on every rank of a pipeline, before the model is built and wrapped."
+Conversions = frozenset[tuple[str, str]]
+
+
+class Copy(NamedTuple):
+    """A rank's copy of a tied weight: its name, dtype and shape, and a hash of a sample of its values."""
+
+    rank: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sample: bytes
+
+
+@dataclass
+class Values:
+    """What ranks tell each other about the values of their parameters.
+
+    Attributes:
+        ties: the first owner's copy of each tied weight, by its number.
+        initial: for initial weights that a rank still has: the rank, and a hash of a sample.
+        seeds: ``torch.initial_seed()`` of each rank when it wrapped the model.
+        conversions: the rank, and the dtypes from and to which all of its weights were converted; ``None`` where a rank
+            has no floating weights or has converted some.
+    """
+
+    ties: dict[int, Copy] = field(default_factory=dict)
+    initial: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    seeds: dict[int, int] = field(default_factory=dict)
+    conversions: tuple[int, Conversions] | None = None
+
+
+class InitialWeights:
+    """Samples of the initial weights of a whole model, on one rank.
+
+    Args:
+        parameters: of the whole model, by name. Those on the meta device have no values.
+        local: names of those that this rank keeps.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], local: Collection[str]) -> None:
+        whole = dict(parameters)
+        self.seed = torch.initial_seed()
+        self._samples = {name: sample(p, _INITIAL_ELEMENTS) for name, p in whole.items() if not p.is_meta}
+        self._dtypes = {name: parameter.dtype for name, parameter in whole.items() if name in local}
+        # A load, an initialization or another tensor in its place makes other values.
+        self._kept = {name: (ref(whole[name]), whole[name]._version) for name in self._dtypes if name in self._samples}
+
+    def forget(self) -> None:
+        """Drop the samples: training has begun."""
+        self._samples, self._kept = {}, {}
+
+    def kept(self, now: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
+        """Samples of the weights that this rank has as they were; ``now`` are its present parameters."""
+        return {
+            name: self._samples[name]
+            for name, (known, version) in self._kept.items()
+            if known() is not None and now.get(name) is known() and now[name]._version == version
+        }
+
+    def different(self, theirs: Mapping[str, tuple[int, bytes]]) -> list[str]:
+        """Names of the weights of other ranks that had other initial values on this rank."""
+        return [name for name, (_, known) in theirs.items() if self._samples.get(name, known) != known]
+
+    def conversions(self, now: Mapping[str, nn.Parameter]) -> Conversions | None:
+        """The dtypes from and to which all floating weights of this rank were converted; see ``Values``."""
+        pairs = [
+            (str(before), str(now[name].dtype))
+            for name, before in self._dtypes.items()
+            if name in now and before.is_floating_point
+        ]
+        changed = [before != after for before, after in pairs]
+        if not pairs or any(changed) != all(changed):
+            return None
+        return frozenset(pairs) if changed[0] else frozenset()
+
+
+class RankValues:
+    """The values of one rank's part, as they are.
+
+    Args:
+        rank: pipeline rank of this process.
+        initial: samples of the initial weights.
+        parameters: of this rank, by name.
+        ties: this rank's copies of tied weights, by number.
+    """
+
+    def __init__(
+        self, rank: int, initial: InitialWeights, parameters: Mapping[str, nn.Parameter], ties: Mapping[int, Copy]
+    ) -> None:
+        self._rank = rank
+        self._initial = initial
+        self._parameters = parameters
+        self._ties = ties
+
+    def after(self, heard: Values, name: Callable[[int], str]) -> Values:
+        """Return what the next rank is told, after the comparison with what this rank has ``heard``.
+
+        ``name`` gives the name of a rank. Raises ``RuntimeError`` for a part of another model.
+        """
+        kept = self._initial.kept(self._parameters)
+        conversions = self._initial.conversions(self._parameters)
+        self._check_conversions(heard.conversions, conversions, name)
+        if kept:
+            self._check_initial(heard, name)
+        self._check_ties(heard, name)
+        return Values(
+            {**self._ties, **heard.ties},
+            heard.initial | {each: (self._rank, known) for each, known in kept.items()},
+            heard.seeds | {self._rank: self._initial.seed},
+            heard.conversions if conversions is None else (self._rank, conversions),
+        )
+
+    def _check_initial(self, heard: Values, name: Callable[[int], str]) -> None:
+        different = self._initial.different(heard.initial)
+        if different:
+            rank, _ = heard.initial[different[0]]
+            raise RuntimeError(
+                f"{name(rank)} and {name(self._rank)} have built the model with different initial weights: "
+                f"{len(different)} of {len(heard.initial)} differ, the first is {different[0]}.\n"
+                f"{self._seeds(heard, rank, name)}{_SEED} Or load the weights after wrapping, with "
+                f"nxdpp.load_pretrained(model, directory)."
+            )
+
+    def _check_ties(self, heard: Values, name: Callable[[int], str]) -> None:
+        for number, own in self._ties.items():
+            first = heard.ties.get(number, own)
+            if (first.dtype, first.shape) != (own.dtype, own.shape):
+                raise RuntimeError(
+                    f"a tied weight is {first.dtype} of {list(first.shape)} on {name(first.rank)} ({first.name}) and "
+                    f"{own.dtype} of {list(own.shape)} on {name(own.rank)} ({own.name}). Apply the same change on "
+                    f"every rank."
+                )
+            if first.sample != own.sample:
+                raise RuntimeError(
+                    f"a tied weight has other values on {name(own.rank)} ({own.name}) than on {name(first.rank)} "
+                    f"({first.name}).\n{self._seeds(heard, first.rank, name)}Call move_model_to_device() on every "
+                    f"rank: all copies get the values of the first. {_SEED}"
+                )
+
+    def _check_conversions(
+        self, heard: tuple[int, Conversions] | None, own: Conversions | None, name: Callable[[int], str]
+    ) -> None:
+        if heard is not None and own is not None and heard[1] != own:
+            rank, theirs = heard
+            raise RuntimeError(
+                f"all weights of {name(self._rank)} {_shown(own)} since it wrapped the model, and those of "
+                f"{name(rank)} {_shown(theirs)}. Convert the model on every rank: model.to(dtype) or model.double()."
+            )
+
+    def _seeds(self, heard: Values, rank: int, name: Callable[[int], str]) -> str:
+        theirs = f"  {name(rank)}: torch.initial_seed() {heard.seeds[rank]} when it wrapped the model\n"
+        return f"{theirs}  {name(self._rank)}: torch.initial_seed() {self._initial.seed}\n"
+
+
+def _shown(conversions: Conversions) -> str:
+    changes = " and ".join(f"from {before} to {after}" for before, after in sorted(conversions))
+    return f"were converted {changes}" if changes else "were not converted"
+
+
+def sample(tensor: torch.Tensor, elements: int = ELEMENTS) -> bytes:
+    """A hash of about ``elements`` values of a tensor, 8 bytes; none for a subclass that wraps other tensors."""
+    tensor = tensor.detach()
+    if is_traceable_wrapper_subclass(tensor):
+        return b""
+    step = max(1, tensor.numel() // elements)
+    if tensor.is_contiguous():
+        few = tensor.view(-1)[::step].contiguous()
+    else:
+        places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+        few = tensor[torch.unravel_index(places, tensor.shape)]
+    return digest(few.view(torch.uint8).cpu().numpy().tobytes())

@@ -1,0 +1,51 @@
+"""A training script that catches the errors of its steps; run by test_caught_failures.
+
+Usage: caught_program.py PIPELINE_RANKS WHERE RANK, where RANK fails in step 2, in a layer or for its inputs.
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.pipeline.whole.breaking import say_that_it_fails
+from tests.support.models import make, padded_batch
+
+STEPS = 5
+FAILING = 2
+
+
+class Breaking:
+    """A forward hook that fails in the second microbatch of step ``FAILING``."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        self.calls += 1
+        if self.calls == 4 * (FAILING - 1) + 2:
+            say_that_it_fails()
+            raise ArithmeticError("the layer broke")
+
+
+def main(ranks: int, where: str, failing_rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    wrapped = NxDPPModel(make("llama"), num_microbatches=4)
+    rank = torch.distributed.get_rank()
+    if rank == failing_rank and where == "layer":
+        layers = [m for name, m in wrapped.local_named_modules() if name.rpartition(".")[2].isdigit()]
+        layers[0].register_forward_hook(Breaking())
+    for step in range(1, STEPS + 1):
+        breaks = rank == failing_rank and where == "inputs" and step == FAILING
+        if breaks:
+            say_that_it_fails()
+        try:
+            wrapped.run_train(**padded_batch(6 if breaks else 8))
+            print(f"rank {rank} has run step {step}", flush=True)
+        except Exception as error:
+            print(f"rank {rank} caught in step {step}: {error!r}", flush=True)
+    print(f"rank {rank} is done", flush=True)
+
+
+main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,63 @@
+"""A program that catches the error of a step does not go on: no rank takes another step for the failed one."""
+
+import re
+
+import pytest
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.pipeline.whole.test_failures import run_failing
+from tests.support.models import make, padded_batch
+from tests.support.run_ranks import run_ranks
+
+REFUSED = "run_train step 2 raised ValueError: a batch of 6 (input_ids, attention_mask, labels) does not divide"
+
+
+@pytest.mark.parametrize(
+    ("where", "failing", "last", "words"),
+    [
+        ("layer", 3, 3, "ArithmeticError: the layer broke"),
+        ("inputs", 3, 3, f"pipeline rank 3 (rank 3): {REFUSED}"),
+        ("inputs", 0, 1, f"pipeline rank 0 (rank 0): {REFUSED}"),
+    ],
+)
+def test_no_rank_goes_on_after_a_caught_failure(where: str, failing: int, last: int, words: str) -> None:
+    ended = run_failing("caught_program.py", ["4", where, str(failing)], ranks=4)
+    # Steps before the failing one have run on all ranks, and no rank ran a later one.
+    assert {int(step) for step in re.findall(r"has run step (\d)", ended.output)} <= {1, 2}
+    assert ended.output.count("has run step 1") == 4
+    # The last words are those of the first failure.
+    assert words in ended.output[ended.output.rindex("Traceback") :], ended.output
+    caught = re.findall(rf"rank {last} caught in step (\d): (.*)", ended.output)
+    assert [int(step) for step, _ in caught] == [2, 3, 4, 5]
+    assert all("has failed on this rank, and its error was caught" in text for step, text in caught if int(step) > 3)
+    assert f"rank {last} is done" in ended.output
+
+
+def refuse_together(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=4)
+    wrapped.run_train(**padded_batch(8))
+    for step in (wrapped.run_train, wrapped.run_eval):
+        with pytest.raises(ValueError, match="a batch of 6"):
+            step(**padded_batch(6))
+    wrapped.run_train(**padded_batch(8))
+
+
+def test_a_batch_that_all_ranks_refuse_may_be_left_out() -> None:
+    run_ranks(2, refuse_together)
+
+
+def fail_alone(rank: int) -> None:
+    """One rank without others may go on after an error in a step: its engines begin anew."""
+    parallel_state.initialize_model_parallel()
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=4)
+    batch = padded_batch(8)
+    expected = wrapped.run_train(**batch)
+    batch["input_ids"][7, 0] = 10_000
+    with pytest.raises(IndexError):
+        wrapped.run_train(**batch)
+    assert wrapped.run_train(**padded_batch(8)) == expected
+
+
+def test_one_process_may_go_on() -> None:
+    run_ranks(1, fail_alone)
