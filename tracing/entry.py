@@ -11,6 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.calls import recorded_autograd_functions
+from nxdpp.tracing.checkpoint_calls import told_checkpoints
 from nxdpp.tracing.constructors import (
     refused_random_numbers,
     refused_random_tensors,
@@ -70,6 +71,7 @@ class Entry(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(recorded_modes(self._tracer.graph))
             stack.enter_context(recorded_autograd_functions())
+            stack.enter_context(told_checkpoints())
             stack.enter_context(refused_functional_calls())
             stack.enter_context(refused_random_numbers(module))
             if isinstance(self._tracer, SpineTracer):

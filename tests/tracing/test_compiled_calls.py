@@ -14,6 +14,7 @@ from nxdpp import PipelineConfig, apply_checkpoint
 from nxdpp.tracing.errors import TracingError
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
+from tests.support.models import make, padded_batch, reference
 from tests.support.traced_models import PlainLayer, PlainModel, options_for
 
 X = torch.linspace(-1, 2, 16).view(4, 4)
@@ -102,6 +103,31 @@ def test_a_reentrant_checkpoint_of_layers_is_refused_with_a_remedy() -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
+
+
+class RecomputesLater(PlainModel):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        result: Tensor = self.head(hidden).mean()
+        return result
+
+
+def test_a_checkpoint_of_layers_is_exact_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert_exact(RecomputesLater(), {"x": X}, PlainLayer)
+    (message,) = (record for record in caplog.messages if "checkpoint" in record)
+    assert "test_compiled_calls.py" in message
+    assert "nxdpp.apply_checkpoint(model) once after wrapping" in message
+
+
+def test_checkpointed_layers_of_transformers_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = make("llama").train(), padded_batch(2)
+    model.gradient_checkpointing_enable()
+    whole = reference(model)
+    pipeline = InProcessPipeline(model, 2)
+    assert torch.equal(pipeline.train(batch, 1)[0], whole(**batch).loss)
+    assert not [message for message in caplog.messages if "apply_checkpoint" in message]
 
 
 class UsesAnArray(PlainModel):
