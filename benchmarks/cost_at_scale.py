@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
 from nxdpp.parallel_layers import process_groups, start_store, store_exchange, transfer_groups  # noqa: E402
+from nxdpp.parallel_layers.faults.watch_store import WatchStore, pause_seconds, poll_seconds  # noqa: E402
 
 # The world's own connection, that of the failure watch, and that of exchanges.
 STORE_CONNECTIONS = 3
@@ -89,12 +90,13 @@ def sockets_of_a_rank(groups: Sequence[Group]) -> int:
 
 
 class _CountingStore(dist.Store):  # type: ignore[name-defined,misc]  # public, though not in its __all__
-    """A connection to ``store`` that counts its requests, without those that only poll."""
+    """A connection to ``store`` that counts its requests, and those that only poll apart."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
         self._store = store
         self.requests = 0
+        self.polls = 0
 
     def set(self, key: str, value: Any) -> Any:
         self.requests += 1
@@ -106,9 +108,11 @@ class _CountingStore(dist.Store):  # type: ignore[name-defined,misc]  # public, 
 
     def add(self, key: str, amount: int) -> Any:
         self.requests += amount > 0
+        self.polls += amount == 0
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> Any:
+        self.polls += 1
         return self._store.check(keys)
 
     def wait(self, keys: list[str], *limit: Any) -> Any:
@@ -161,6 +165,13 @@ def start_gloo(store: Any, rank: int, ranks: int) -> None:
     dist.ProcessGroupGloo(store, rank, ranks)
 
 
+def polls_of_the_watch() -> int:
+    """Requests of one poll of the failure watch in a job that moves."""
+    store = _CountingStore(dist.HashStore())
+    assert WatchStore(store).state() is None
+    return store.requests + store.polls
+
+
 def requests_a_second(seconds: float = 1.0, connections: int = 4) -> float:
     """Small requests that one TCPStore of this machine answers in a second."""
     host: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -192,6 +203,8 @@ def rows(backend: str, ranks: int, pipeline: int, shards: int, gigabytes: float,
         "requests of a start: ours": f"{start * ranks:,}",
         "requests of a start: gloo's addresses": f"{gloo * ranks:,}",
         "seconds of these requests": f"{(start + gloo) * ranks / rate:.1f}",
+        "requests a second of the watch": f"{polls_of_the_watch() * ranks / poll_seconds(ranks):,.0f}",
+        "requests a second during a failure": f"{ranks / pause_seconds(ranks):,.0f}",
         "requests of save_pretrained, seconds": _exchanges(EXCHANGES_OF_A_SAVE * exchanges * ranks, rate),
         "headers opened by load_pretrained": f"{ranks * shards:,}",
         "gigabytes read by load_pretrained": f"{replicas * gigabytes:,.0f}",

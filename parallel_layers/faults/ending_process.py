@@ -26,11 +26,11 @@ def exit_process(last: Callable[[], object] | None = None) -> NoReturn:
     os._exit(1)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether ``condition`` became true within ``seconds``."""
+def wait_until(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
+    """Return whether ``condition``, asked again after each ``pause``, became true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(pause)
     return met
 
 

@@ -22,11 +22,15 @@ from nxdpp.parallel_layers.faults.ending_process import exit_process, print_line
 from nxdpp.parallel_layers.faults.hang_watch import HangWatch
 from nxdpp.parallel_layers.faults.local_peers import LAUNCHER, LocalPeers
 from nxdpp.parallel_layers.faults.roll_call import names
-from nxdpp.parallel_layers.faults.watch_store import Departure, Ending, RollCall, WatchStore, launcher_has_store
-
-_POLL_SECONDS = 0.5
-_SLOWEST_POLL_SECONDS = 2.0
-_RANKS_PER_POLL = 128  # with more ranks each polls less often: the store answers at most 256 times a second
+from nxdpp.parallel_layers.faults.watch_store import (
+    Departure,
+    Ending,
+    RollCall,
+    WatchStore,
+    launcher_has_store,
+    pause_seconds,
+    poll_seconds,
+)
 
 _SUSPECT_SECONDS = 1.0  # wait of a connection error for a report of the failure that caused it
 _ROLL_CALL_SECONDS = 1.5  # wait for answers, beyond a poll
@@ -69,8 +73,8 @@ class RankWatch:
         connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = WatchStore(PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection))
         self._peers = LocalPeers(self._store, self._rank, self._world_size)
-        slowed = _POLL_SECONDS * self._world_size / _RANKS_PER_POLL
-        self._poll_seconds = min(max(_POLL_SECONDS, slowed), _SLOWEST_POLL_SECONDS)
+        self._poll_seconds = poll_seconds(self._world_size)
+        self._pause_seconds = pause_seconds(self._world_size)
         self._hangs = HangWatch(self._store, self._peers, self._rank, self._world_size, hang_timeout)
         self._thread = threading.Thread(target=self._watch, name="nxdpp failure watch", daemon=True)
         self._thread.start()
@@ -258,7 +262,7 @@ class RankWatch:
             fault = self._departed()
             if fault is not None:
                 return fault
-            time.sleep(0.05)
+            time.sleep(self._pause_seconds)
         verdict = self._hangs.gone(self._poll_seconds + _ROLL_CALL_SECONDS)
         if verdict is None:
             return None
@@ -290,7 +294,7 @@ class RankWatch:
             with contextlib.suppress(RuntimeError):
                 self._store.answer()
                 if is_error:
-                    wait_until(self._store.is_printed, _PRINT_SECONDS)
+                    wait_until(self._store.is_printed, _PRINT_SECONDS, self._pause_seconds)
                 self._finish()
         if ending.rank != self._rank and ending.rank not in self._peers.stopped():
             self._peers.wait_for_end(ending.rank, _END_SECONDS)

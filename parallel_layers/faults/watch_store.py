@@ -16,6 +16,12 @@ from typing import Any, Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not in its __all__
 
+_POLL_SECONDS = 0.5
+_SLOWEST_POLL_SECONDS = 2.0
+_RANKS_PER_POLL = 128  # with more ranks each polls less often: 256 polls a second for up to 512 ranks
+_PAUSE_SECONDS = 0.05
+_PAUSES_A_SECOND = 2500  # of all ranks together, a tenth of what one store answers
+
 _STATE = "state"
 _ANSWERS = "answers"  # number of ranks that know the ending or have left the watch
 _PRINTED = "printed"  # present once the failed rank has printed its error
@@ -205,6 +211,16 @@ class WatchStore:
     def _replace(self, before: str, state: Ending | RollCall) -> bool:
         after = _encoded(state)
         return bool(self._store.compare_set(_STATE, before, after).decode() == after)
+
+
+def poll_seconds(world_size: int) -> float:
+    """Seconds between two polls of a rank in a job that runs."""
+    return min(max(_POLL_SECONDS, _POLL_SECONDS * world_size / _RANKS_PER_POLL), _SLOWEST_POLL_SECONDS)
+
+
+def pause_seconds(world_size: int) -> float:
+    """Seconds between two requests of a rank where all ranks wait for the same entry."""
+    return max(_PAUSE_SECONDS, world_size / _PAUSES_A_SECOND)
 
 
 def launcher_has_store() -> bool:

@@ -1,6 +1,9 @@
 """Two agents of torchrun with a c10d rendezvous, on two network namespaces joined by a veth pair."""
 
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import Popen
@@ -12,6 +15,8 @@ from tests.support.two_hosts import Host, agent, reason_against, two_hosts
 
 TESTS = Path(__file__).parents[1]
 START_SECONDS = 200.0
+# Measured: below 0.5 s.
+BOUND_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -46,6 +51,15 @@ class _Agents:
             assert process.wait(START_SECONDS) == 0, "\n".join(self.outputs)
         return "".join(self.outputs)
 
+    def processes_of_ranks(self, ranks: int) -> dict[int, int]:
+        """Return the process of each rank, once all have started."""
+        deadline = time.monotonic() + START_SECONDS
+        while len(found := re.findall(r"rank (\d) is process (\d+)", "".join(self.outputs))) < ranks:
+            assert time.monotonic() < deadline, self.outputs
+            assert all(process.poll() is None for process in self.processes), self.outputs
+            time.sleep(0.1)
+        return {int(rank): int(process) for rank, process in found}
+
 
 def test_losses_are_those_of_one_process_also_over_a_slow_link(hosts: list[Host], tmp_path: Path) -> None:
     output = _Agents(hosts, 1, tmp_path, ["hosts/trained_program.py"]).end_well()
@@ -59,3 +73,38 @@ def test_both_hosts_restart_after_a_fault_on_one(hosts: list[Host], tmp_path: Pa
     output = _Agents(hosts, 1, tmp_path, program, ["--max-restarts", "3"]).end_well()
     assert re.findall(r"start (\d): rank (\d) has (\w+)", output) == [("0", "0", "SIGKILL"), ("1", "1", "exception")]
     assert sorted(re.findall(r"start (\d): rank (\d) ends well", output)) == [("2", "0"), ("2", "1")]
+
+
+@pytest.mark.parametrize(("host", "with_ranks"), [(0, True), (1, False), (1, True)])
+def test_an_agent_that_is_killed_ends_the_ranks_of_both_hosts(
+    hosts: list[Host], tmp_path: Path, host: int, with_ranks: bool
+) -> None:
+    """The agent of host 0 has the store."""
+    agents = _Agents(hosts, 2, tmp_path, ["hosts/looping_program.py"])
+    ranks = agents.processes_of_ranks(4)
+    there = hosts[host].processes()
+    theirs = {rank for rank, process in ranks.items() if process in there}
+    assert len(theirs) == 2
+    began = time.monotonic()
+    for process in there if with_ranks else [agents.processes[host].pid]:
+        os.kill(process, signal.SIGKILL)
+    agents.processes[host].wait()
+    while running := [rank for rank, process in ranks.items() if _runs(process)]:
+        assert time.monotonic() - began < BOUND_SECONDS, (running, agents.outputs)
+        time.sleep(0.05)
+    assert agents.processes[1 - host].wait(BOUND_SECONDS) != 0
+    for rank in set(ranks) - (theirs if with_ranks else set()):
+        output = agents.outputs[host if rank in theirs else 1 - host]
+        reasons = re.findall(rf"^rank {rank} stops because (.*)", output, re.M)
+        assert len(reasons) == 1, output
+        named = re.findall(r"launcher \(torchrun\) of rank (\d)|^rank (\d) died|launcher's store", reasons[0])
+        assert named, output
+        assert {int(number) for names in named for number in names if number} <= theirs, output
+
+
+def _runs(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -1,8 +1,16 @@
 """The first ending is final, and a roll call ends by a judgement."""
 
+import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
-from nxdpp.parallel_layers.faults.watch_store import Departure, Ending, RollCall, WatchStore
+from nxdpp.parallel_layers.faults.watch_store import (
+    Departure,
+    Ending,
+    RollCall,
+    WatchStore,
+    pause_seconds,
+    poll_seconds,
+)
 
 
 def test_the_first_ending_is_final() -> None:
@@ -53,3 +61,10 @@ def test_departures_and_processes_are_listed_once() -> None:
     assert store.number_of_processes() == 2
     assert [entry["rank"] for entry in store.processes("here", 0)] == [0]
     assert store.processes("here", 1) == []
+
+
+@pytest.mark.parametrize(("ranks", "poll", "pause"), [(4, 0.5, 0.05), (512, 2.0, 0.2048), (2048, 2.0, 0.8192)])
+def test_ranks_together_ask_the_store_at_a_rate_that_it_can_answer(ranks: int, poll: float, pause: float) -> None:
+    assert poll_seconds(ranks) == poll
+    assert pause_seconds(ranks) == pytest.approx(pause)
+    assert ranks / pause_seconds(ranks) <= 2500
