@@ -11,6 +11,7 @@ A layer that uses the part of another one raises. The cache is no output of the 
 """
 
 import copy
+import threading
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
@@ -65,8 +66,12 @@ class Caches:
 
 
 def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, recorded as one node for each call with a traced value; a cache has the shapes of its tensors."""
+    """``function``, recorded as one node for each call with a traced value; a cache has the shapes of its tensors.
+
+    Other threads call ``function`` itself.
+    """
     record = recorded(function)
+    tracing_thread = threading.get_ident()
 
     def shapes(leaf: Any) -> Any:
         if not _is_cache(leaf):
@@ -74,6 +79,8 @@ def recorded_with_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
         return _record(_Template(leaf, None), leaf)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing_thread:
+            return function(*args, **kwargs)
         if any(_is_cache(value) for value in (*args, *kwargs.values())):
             args = tuple(map(shapes, args))
             kwargs = {name: shapes(value) for name, value in kwargs.items()}

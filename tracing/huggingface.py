@@ -76,6 +76,8 @@ class HuggingFaceTracer(SpineTracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a module. The code around a transformers model gets no cache from it."""
+        if not self.is_tracing_thread():
+            return forward(*args, **kwargs)
         returns_tuples = self._inner.get(m) if isinstance(m, PreTrainedModel) else None
         if returns_tuples is None:
             if m in (self.submodule_paths or {}) and self.is_leaf_module(m, self.path_of_module(m)):

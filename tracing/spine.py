@@ -123,6 +123,10 @@ class SpineTracer(fx.Tracer):
             if self.refusal is not None:
                 raise self.refusal
 
+    def is_tracing_thread(self) -> bool:
+        """Return whether this thread traces. fx changes modules for all threads, and others use theirs meanwhile."""
+        return threading.get_ident() == self._thread
+
     @property
     def guesses(self) -> bool:
         """``True`` for a trace of the order of modules, whose graph is never run."""
@@ -142,7 +146,7 @@ class SpineTracer(fx.Tracer):
         A made module that holds traced values (the weights of classes) is traced through, and so is a made
         ``nn.Sequential`` of the model's modules (``self.layers[:2]``).
         """
-        if threading.get_ident() != self._thread:
+        if not self.is_tracing_thread():
             return forward(*args, **kwargs)
         if m not in (self.submodule_paths or {}):
             if next(listings.parameters(m), None) is None:
@@ -171,7 +175,7 @@ class SpineTracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """A parameter or buffer as a traced value. Other threads get the tensor."""
-        if threading.get_ident() != self._thread:
+        if not self.is_tracing_thread():
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
