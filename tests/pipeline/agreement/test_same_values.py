@@ -10,6 +10,7 @@ from torch import nn
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.agreement.fingerprint import fingerprint
 from nxdpp.pipeline.agreement.same_values import InitialWeights, sample
+from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from tests.support.run_ranks import run_ranks
 
@@ -138,7 +139,7 @@ CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
 def compare(rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     messages, verifiers = [], []
-    step = StepIdentity(fingerprint(["a step"]), None)
+    step = StepIdentity(fingerprint(["a step"]), StepSignature((), (False, torch.bfloat16), True))
     for build in CASES:
         wrapped = build(rank)
         # The last message of a verifier may be in flight.

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.agreement.fingerprint import fingerprint
 from nxdpp.pipeline.agreement.input_hash import InputHasher
+from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from tests.support.models import VOCABULARY, make
 from tests.support.run_ranks import run_ranks
@@ -66,7 +67,7 @@ def load(rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
     verifier, hasher = StepVerifier(parallel_state.get_pipeline_control_group()), InputHasher("first")
-    step = StepIdentity(fingerprint(["a step"]), None)
+    step = StepIdentity(fingerprint(["a step"]), StepSignature((), (False, torch.bfloat16), True))
     messages = []
     for habit, remedy in HABITS.items():
         (ids,) = next(iter(habit(rows(0))))
