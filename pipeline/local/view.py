@@ -19,6 +19,9 @@ _HOOKS = (
 )
 
 
+_OF_THE_RECIPE = ("transformer_layer_cls", "pipeline_parallel_rank")
+
+
 class LocalView(nn.Module):
     """Lists the parameters, buffers, modules and state of its ``local_module``; cannot be called or copied.
 
@@ -32,6 +35,14 @@ class LocalView(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            if name in _OF_THE_RECIPE:
+                raise AttributeError(
+                    f"{error}; the recipe of NxD's guide for activation checkpointing reads it. Here local_module has "
+                    f"the modules under their original names, and no flat list of layers: call "
+                    f"nxdpp.apply_checkpoint(model, layers_to_checkpoint).",
+                    name=name,
+                    obj=self,
+                ) from None
             module = self.__dict__.get("original_module")
             if module is None or name.startswith("_") or name not in dir(module):
                 raise
