@@ -37,6 +37,10 @@ class Device:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device of a tensor in host memory."""
+        return tensor.to(self.device)
+
     def random_state(self) -> bytes:
         """Return the state of the device's own random generator; the CPU's generator is torch's global one."""
         return b""

@@ -37,8 +37,11 @@ class _Reduction:
             gradient.copy_(part.view_as(gradient))
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
+def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, control: ProcessGroup) -> None:
     """Replace each parameter's ``.grad`` by its mean over ``group``; collective over ``group``.
+
+    ``control`` is a group over the same ranks that takes CPU tensors: hosts tell each other over it which gradients
+    they have, without a wait for their devices.
 
     All ranks must give the same parameters in the same order. Parameters without ``requires_grad`` are skipped. A
     gradient that is ``None`` on some ranks counts as zeros there. One that is ``None`` on all ranks stays ``None``. A
@@ -51,7 +54,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     size = dist.get_world_size(group)
     if size == 1 or not trained:
         return
-    gradients = _gradients_of_any_rank(trained, group)
+    gradients = _gradients_of_any_rank(trained, control)
     in_flight: deque[_Reduction] = deque()
     with torch.no_grad():
         for bucket in _buckets(gradients):
@@ -62,11 +65,11 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
             in_flight.popleft().finish()
 
 
-def _gradients_of_any_rank(trained: list[nn.Parameter], group: ProcessGroup) -> list[torch.Tensor]:
+def _gradients_of_any_rank(trained: list[nn.Parameter], control: ProcessGroup) -> list[torch.Tensor]:
     """Gradients that any rank has, the same list on all ranks; missing ones become zeros on this rank."""
     present = [parameter.grad is not None for parameter in trained]
-    flags = torch.tensor(present, dtype=torch.int32, device=trained[0].device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    flags = torch.tensor(present, dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
     gradients = []
     for parameter, anywhere in zip(trained, flags.tolist(), strict=True):
         if not anywhere:

@@ -239,6 +239,14 @@ def get_pipeline_control_group() -> ProcessGroup:
     return _with_groups().control_group
 
 
+def get_data_parallel_control_group() -> ProcessGroup:
+    """Group over this rank's data group for tensors in CPU memory, where there are several replicas: a gloo group.
+
+    On gloo it is the data group itself.
+    """
+    return _with_groups().replica_control_group
+
+
 def get_pipeline_transfer_groups() -> TransferGroups:
     """Groups for the P2P transfers between the stages of this rank's pipeline.
 

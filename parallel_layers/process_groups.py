@@ -26,6 +26,7 @@ class ProcessGroups:
         mesh: device mesh of shape (pipeline, data, tensor).
         device: this rank's device.
         control_group: gloo group over this rank's pipeline group.
+        replica_control_group: gloo group over this rank's data group.
         transfer_groups: groups for the P2P transfers of this rank's pipeline.
         world: the default process group at the time of construction.
         started_world: ``True`` if nxdpp started ``torch.distributed``.
@@ -35,6 +36,7 @@ class ProcessGroups:
     mesh: DeviceMesh
     device: torch.device
     control_group: ProcessGroup
+    replica_control_group: ProcessGroup
     transfer_groups: TransferGroups
     world: ProcessGroup
     started_world: bool
@@ -58,7 +60,12 @@ class ProcessGroups:
         if self.started_world:
             dist.destroy_process_group()
             return
-        groups = [*self.mesh.get_all_groups(), self.control_group, *self.transfer_groups.all]
+        groups = [
+            *self.mesh.get_all_groups(),
+            self.control_group,
+            self.replica_control_group,
+            *self.transfer_groups.all,
+        ]
         for group in dict.fromkeys(groups):
             if group is not self.world:
                 dist.destroy_process_group(group)
@@ -73,13 +80,19 @@ def build_groups(
     pipelines = ranks_along(ranks, "pipeline")
     pipeline_group = mesh.get_group("pipeline")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    control_group = own_group(pipelines, "gloo") if backend == "nccl" else pipeline_group
+    control_group, replica_control_group = pipeline_group, mesh.get_group("data")
+    if backend == "nccl":
+        control_group = own_group(pipelines, "gloo")
+        if len(ranks[0]) > 1:
+            replica_control_group = own_group(ranks_along(ranks, "data"), "gloo")
     transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, pipeline_group, device)
     world = dist.group.WORLD
     assert world is not None
     _wait_for_all_ranks(world_size, store)
     exchange = StoreExchange(store, dist.get_rank(), world_size)
-    return ProcessGroups(mesh, device, control_group, transfer_groups, world, started_world, exchange)
+    return ProcessGroups(
+        mesh, device, control_group, replica_control_group, transfer_groups, world, started_world, exchange
+    )
 
 
 def _wait_for_all_ranks(world_size: int, store: Store) -> None:

@@ -49,7 +49,7 @@ def _takes_number(module: nn.Module) -> bool:
 
 
 def counts_of(term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the number of labels of each microbatch whose inputs tell it. Waits for the device once."""
+    """Return the number of labels of each microbatch whose inputs tell it. Waits for labels on a device, once."""
     found = {number: term.count(microbatch) for number, microbatch in enumerate(microbatches)}
     known = {number: items for number, items in found.items() if items is not None}
     tensors = [items.reshape(()).double() for items in known.values() if isinstance(items, torch.Tensor)]
@@ -84,13 +84,13 @@ def number_of(value: Any, name: str, positive: bool = True) -> float:
     return number
 
 
-def of_all_replicas(values: list[float], device: torch.device) -> list[list[float]]:
-    """Return the ``values`` of each data-parallel replica; collective over the replicas."""
+def of_all_replicas(values: list[float]) -> list[list[float]]:
+    """Return the ``values`` of each data-parallel replica; collective over the replicas, between their hosts."""
     replicas = parallel_state.get_data_parallel_size()
     if replicas == 1:
         return [values]
-    own = torch.tensor(values, dtype=torch.float64, device=device)
+    own = torch.tensor(values, dtype=torch.float64)
     everyones = [torch.empty_like(own) for _ in range(replicas)]
     with failure_watch.reported():
-        dist.all_gather(everyones, own, group=parallel_state.get_data_parallel_group())
+        dist.all_gather(everyones, own, group=parallel_state.get_data_parallel_control_group())
     return [each.tolist() for each in everyones]

@@ -129,7 +129,11 @@ class LossNormalization:
             self._known(cut).one_that_divides()
 
     def of_step(
-        self, cut: CutGraph, microbatches: list[dict[str, Any]], is_given: bool, device: torch.device
+        self,
+        cut: CutGraph,
+        microbatches: list[dict[str, Any]],
+        is_given: bool,
+        counted_from: Sequence[Mapping[str, Any]] | None = None,
     ) -> StepLoss:
         """Return the step's loss; collective over data-parallel replicas unless each microbatch has its mean.
 
@@ -137,24 +141,26 @@ class LossNormalization:
             cut: the graph of the microbatches, which has a loss.
             microbatches: as ``prepared`` returns them.
             is_given: the user gave the number of items.
-            device: device of this rank's stages.
+            counted_from: the microbatches before they were moved to the device, by default ``microbatches``. Labels in
+                host memory are counted without a wait for the device.
 
         Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
         labels that cannot be counted, and for a batch without items.
         """
+        on_host = microbatches if counted_from is None else counted_from
         count = len(microbatches)
         replicas = parallel_state.get_data_parallel_size()
         if is_given:
-            self._check_given(cut, microbatches, device)
+            self._check_given(cut, on_host)
             return StepLoss(microbatches, [float(replicas)] * count)
         if self._rule == "microbatch":
-            _refuse_empty(self._known(cut).means, microbatches)
+            _refuse_empty(self._known(cut).means, on_host)
             return StepLoss(microbatches)
         if self._count_items is not None:
-            items = counted(self._count_items, microbatches)
+            items = counted(self._count_items, on_host)
         else:
-            items = self._labels(self._known(cut).one_that_divides(), microbatches)
-        total = sum(found for (found,) in of_all_replicas([math.fsum(items)], device))
+            items = self._labels(self._known(cut).one_that_divides(), on_host)
+        total = sum(found for (found,) in of_all_replicas([math.fsum(items)]))
         if total == 0:
             raise ValueError(
                 f"none of the {count * replicas} microbatches of the batch has an item: the loss would be 0 / 0. Leave "
@@ -179,7 +185,7 @@ class LossNormalization:
             )
         return list(known.values())
 
-    def _check_given(self, cut: CutGraph, microbatches: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    def _check_given(self, cut: CutGraph, microbatches: Sequence[Mapping[str, Any]]) -> None:
         terms = self._known(cut)
         if not terms.takes_number:
             raise ValueError(
@@ -191,7 +197,7 @@ class LossNormalization:
         number = float(microbatches[0][NUM_ITEMS])
         own = [counts_of(term, microbatches) for term in terms.dividing]
         known = math.fsum(own[0].values()) if own and len(own[0]) == len(microbatches) else math.nan
-        everyones = of_all_replicas([number, known], device)
+        everyones = of_all_replicas([number, known])
         given = [replicas_number for replicas_number, _ in everyones]
         if len(set(given)) > 1 or (number == known != math.fsum(items for _, items in everyones)):
             raise ValueError(

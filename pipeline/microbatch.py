@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.tracing.input_dicts import InputDict
 from nxdpp.tracing.nested import flatten, leaves_of
 
@@ -13,14 +14,17 @@ _ACCEPTED = (torch.Tensor, int, float, str, type(None), InputDict)
 
 
 def check_kinds(inputs: Mapping[str, Any], device: torch.device) -> None:
-    """Raise ``TypeError`` for an input of another kind, ``ValueError`` for a tensor that is not on ``device``."""
+    """Raise ``TypeError`` for an input of another kind, ``ValueError`` for a tensor on another device than ``device``.
+
+    Tensors in host memory are moved there, see ``on_device``.
+    """
     for name, value in inputs.items():
         if not isinstance(value, _ACCEPTED):
             raise TypeError(
                 f"input {name} is a {type(value).__name__}; a pipeline takes tensors, None, numbers, strings, "
                 f"booleans, and dicts of these by names. Pass its tensors as inputs of their own, or in a dict."
             )
-        if isinstance(value, torch.Tensor) and value.device != device:
+        if isinstance(value, torch.Tensor) and value.device != device and (device.type == "meta" or not value.is_cpu):
             raise ValueError(
                 f"input {name} is on {value.device}, but this rank's stage is on {device}. Move the input with "
                 f".to({str(device)!r}), or the stage with move_model_to_device()."
@@ -59,6 +63,16 @@ def split_inputs(inputs: Mapping[str, Any], microbatches: int) -> list[dict[str,
 
     columns = {name: parts(value) for name, value in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(microbatches)]
+
+
+def on_device(parts: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+    """Return the inputs of each microbatch with all tensors on ``device``; starts copies and waits for none."""
+    tensors = {id(v): v for part in parts for v in part.values() if isinstance(v, torch.Tensor) and v.device != device}
+    if not tensors:
+        return parts
+    # A tensor that several microbatches share is copied once.
+    moved = {key: device_of(device).from_host(tensor) for key, tensor in tensors.items()}
+    return [{name: moved.get(id(value), value) for name, value in part.items()} for part in parts]
 
 
 def join_outputs(outputs: list[Any]) -> Any:

@@ -25,7 +25,7 @@ from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.spine_hooks import SpineHooks, warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss_normalization import LossNormalization, StepLoss
-from nxdpp.pipeline.microbatch import join_outputs
+from nxdpp.pipeline.microbatch import join_outputs, on_device
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
@@ -403,14 +403,15 @@ class Pipeline:
         parts, are_alike = split_batch(
             self.original_module, inputs, config.num_microbatches, config.split_inputs_fn, device
         )
-        microbatches, is_counted = self._normalization.prepared(parts, inputs)
+        before, is_counted = self._normalization.prepared(parts, inputs)
+        microbatches = on_device(before, device)
         # A function may split equal batches in different ways.
         given = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
-        return _Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted, given)
+        return _Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted, given, before)
 
     def _step_loss(self, cut: CutGraph, batch: "_Batch") -> tuple[CutGraph, StepLoss]:
         """Return the graph of a step that ends with the loss, and the part of each microbatch in it."""
-        step = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, self.device)
+        step = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before)
         if step.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
             # The model's control flow depends on the number of items, which is then part of the graph.
             cut = self._programs.cut_graph_of_all(step.microbatches, self.original_module.training)
@@ -420,10 +421,12 @@ class Pipeline:
 class _Batch(NamedTuple):
     """Inputs of each microbatch, and of those that may differ in shapes; ``True`` if the user counted the items.
 
-    ``given`` are the inputs that all ranks of the pipeline have to give alike.
+    ``given`` are the inputs that all ranks of the pipeline have to give alike. ``before`` are those of each microbatch
+    before they were moved to the device.
     """
 
     microbatches: list[dict[str, Any]]
     distinct: list[dict[str, Any]]
     is_counted: bool
     given: Sequence[Mapping[str, Any]]
+    before: list[dict[str, Any]]

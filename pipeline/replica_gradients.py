@@ -39,7 +39,8 @@ class ReplicaGradients:
 
     def average(self) -> None:
         """Average ``.grad`` over the replicas; collective over them."""
-        average_gradients(self._module.parameters(), parallel_state.get_data_parallel_group())
+        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        average_gradients(self._module.parameters(), group, control)
 
     def verify_again(self) -> None:
         """Verify the parameters again before the next step."""

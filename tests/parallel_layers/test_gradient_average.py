@@ -1,5 +1,6 @@
 """The average in buckets of any size equals the average by hand; missing gradients do not block it."""
 
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,11 @@ def _parameters(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros_like(_gradient(0, index))) for index in range(count)]
 
 
+def _average_over_replicas(parameters: Iterable[nn.Parameter]) -> None:
+    control = parallel_state.get_data_parallel_control_group()
+    average_gradients(parameters, parallel_state.get_data_parallel_group(), control)
+
+
 def _average(rank: int, missing: dict[int, list[int]], bucket_bytes: int) -> tuple[list[torch.Tensor | None], int]:
     """The averaged gradients and the number of all-reduces; those in ``missing[rank]`` were None before."""
     parallel_state.initialize_model_parallel()
@@ -35,7 +41,7 @@ def _average(rank: int, missing: dict[int, list[int]], bucket_bytes: int) -> tup
             parameter.grad = _gradient(rank, index)
     limit = mock.patch.object(gradient_average, "_BUCKET_BYTES", bucket_bytes)
     with limit, mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        average_gradients(parameters, parallel_state.get_data_parallel_group())
+        _average_over_replicas(parameters)
     return [parameter.grad for parameter in parameters], all_reduce.call_count
 
 
@@ -80,8 +86,8 @@ def test_a_missing_gradient_counts_as_zeros_and_stays_none_only_if_missing_every
 def _average_none(rank: int) -> list[torch.Tensor | None]:
     parallel_state.initialize_model_parallel()
     parameters = _parameters(3)
-    average_gradients(parameters, parallel_state.get_data_parallel_group())
-    average_gradients([], parallel_state.get_data_parallel_group())
+    _average_over_replicas(parameters)
+    _average_over_replicas([])
     return [parameter.grad for parameter in parameters]
 
 
@@ -94,7 +100,7 @@ def _frozen_and_transposed(rank: int) -> tuple[torch.Tensor | None, torch.Tensor
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     transposed = nn.Parameter(torch.zeros(2, 3))
     transposed.grad = torch.full((3, 2), float(rank)).t()
-    average_gradients([frozen, transposed], parallel_state.get_data_parallel_group())
+    _average_over_replicas([frozen, transposed])
     return frozen.grad, transposed.grad
 
 
@@ -110,9 +116,8 @@ def _large(rank: int) -> list[float]:
     alone, first, second = (nn.Parameter(torch.zeros(2, dtype=torch.float16)) for _ in range(3))
     for parameter in (alone, first, second):
         parameter.grad = torch.full((2,), 60000.0, dtype=torch.float16)
-    group = parallel_state.get_data_parallel_group()
-    average_gradients([alone], group)
-    average_gradients([first, second], group)
+    _average_over_replicas([alone])
+    _average_over_replicas([first, second])
     return [p.grad[0].item() for p in (alone, first, second) if p.grad is not None]
 
 
@@ -124,7 +129,7 @@ def _within_data_groups(rank: int) -> float:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([float(rank)])
-    average_gradients([parameter], parallel_state.get_data_parallel_group())
+    _average_over_replicas([parameter])
     return parameter.grad.item()
 
 
@@ -137,7 +142,7 @@ def _alone(rank: int) -> tuple[torch.Tensor | None, int]:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.arange(3.0) + rank
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        average_gradients([parameter], parallel_state.get_data_parallel_group())
+        _average_over_replicas([parameter])
     return parameter.grad, all_reduce.call_count
 
 
@@ -153,7 +158,7 @@ def _sparse(rank: int) -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match=r"shape \(4, 2\).*sparse=False"):
-        average_gradients(embedding.parameters(), parallel_state.get_data_parallel_group())
+        _average_over_replicas(embedding.parameters())
 
 
 def test_sparse_gradients_are_refused() -> None:

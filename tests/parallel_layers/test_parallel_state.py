@@ -24,6 +24,7 @@ GETTERS = (
     "get_tensor_model_parallel_group",
     "get_pipeline_model_parallel_group",
     "get_pipeline_control_group",
+    "get_data_parallel_control_group",
     "get_pipeline_transfer_groups",
     "get_device_mesh",
     "get_exchange",
@@ -45,6 +46,7 @@ def _describe(rank: int, tensor: int, pipeline: int) -> dict[str, Any]:
         sums[name] = value.item()
     pipeline_group = groups["pipeline"]
     assert parallel_state.get_pipeline_control_group() is pipeline_group
+    assert parallel_state.get_data_parallel_control_group() is groups["data"]
     transfers = parallel_state.get_pipeline_transfer_groups()
     assert transfers.rules == GLOO
     assert transfers.all == [pipeline_group]

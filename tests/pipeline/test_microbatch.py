@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from nxdpp.pipeline.microbatch import check_batch, check_kinds, join_outputs, split_inputs
+from nxdpp.devices.device import Device
+from nxdpp.devices.kinds import KINDS
+from nxdpp.pipeline.microbatch import check_batch, check_kinds, join_outputs, on_device, split_inputs
 
 CPU = torch.device("cpu")
 
@@ -92,6 +94,27 @@ def test_tensors_of_different_batch_sizes() -> None:
 
 def test_an_empty_batch_beside_a_full_one() -> None:
     assert "{'input_ids': 4, 'labels': 0}" in _refusal({"input_ids": torch.zeros(4), "labels": torch.zeros(0)}, 2)
+
+
+def test_tensors_in_host_memory_are_moved_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+
+    class Other(Device):
+        def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+            copied.append(tensor)
+            return torch.empty_like(tensor, device="meta")
+
+    monkeypatch.setitem(KINDS, "meta", Other)
+    shared, own, there = torch.zeros(1), [torch.zeros(2), torch.ones(2)], torch.zeros(2, device="meta")
+    parts: list[dict[str, Any]] = [{"shared": shared, "own": part, "there": there, "flag": True} for part in own]
+    check_kinds(parts[0], torch.device("cuda"))
+    moved = on_device(parts, there.device)
+    assert [id(tensor) for tensor in copied] == [id(shared), id(own[0]), id(own[1])]
+    assert all(part[name].is_meta for part in moved for name in ("shared", "own", "there"))
+    assert moved[0]["shared"] is moved[1]["shared"]
+    assert moved[0]["there"] is there
+    assert moved[0]["flag"] is True
+    assert on_device(moved, there.device) is moved
 
 
 def test_a_tensor_on_another_device() -> None:
