@@ -80,6 +80,15 @@ def build_transfer_groups(
     return groups
 
 
+def communicators(ranks: int, replicas: int) -> int:
+    """Return the most NCCL communicators of a rank: for each neighbour and way, the pipeline, and the replicas.
+
+    Two more, of messages that skip ranks, count where there are ranks that are no neighbours.
+    """
+    neighbours = min(ranks - 1, 2)
+    return 2 * neighbours + (ranks > 1) + (replicas > 1) + 2 * (ranks > 3)
+
+
 def own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:
     """Create a group for each list, and return this rank's one, if it has one."""
     group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)

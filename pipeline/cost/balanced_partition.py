@@ -11,11 +11,14 @@ from nxdpp.parallel_layers.all_ranks import from_first_rank
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.pipeline.cost.layer_costs import layer_costs, shared_bytes
 from nxdpp.pipeline.cost.measure import measure_nodes
+from nxdpp.pipeline.cost.transport_bytes import transport_bytes
 from nxdpp.pipeline.partition.assignment import assign_layers
 from nxdpp.pipeline.partition.balance import MemoryLimit, balanced_cuts
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.in_flight import in_flight
 from nxdpp.tracing.trace import TracedGraph
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,31 @@ class CostPolicy:
                 f"{self.source} needs the same number of stages on each rank; the schedule has {stages} stages on "
                 f"{placement.ranks} ranks. Use partition='even' or pipeline_cuts."
             )
+        device, replicas = parallel_state.local_device(), parallel_state.get_data_parallel_size()
         if self.how == "balanced":
-            return self.cuts(traced, count_costs(traced, self.module, self.batch, parallel_state.local_device()))
+            return self.cuts(traced, count_costs(traced, self.module, self.batch, device), device, replicas)
         parallel_state.refuse_in_debug('partition="profiled"')
         return from_first_rank(
-            lambda: self.cuts(traced, measured_costs(traced, self.module, self.batch, parallel_state.local_device()))
+            lambda: self.cuts(traced, measured_costs(traced, self.module, self.batch, device), device, replicas)
         )
 
-    def cuts(self, traced: TracedGraph, node_costs: Mapping[fx.Node, NodeCost]) -> list[str]:
-        """Return the cuts for the cost of each node of ``traced``; not collective."""
+    def cuts(
+        self,
+        traced: TracedGraph,
+        node_costs: Mapping[fx.Node, NodeCost],
+        device: torch.device = _CPU,
+        replicas: int = 1,
+    ) -> list[str]:
+        """Return the cuts for the cost of each node of ``traced``; not collective.
+
+        On a CUDA ``device`` communicators and messages take a part of the memory.
+        """
         placement, memory = self.schedule.placement, None
         if self.memory_limit is not None:
             peaks = in_flight(self.schedule.training)
-            memory = MemoryLimit(self.memory_limit, peaks, shared_bytes(traced, self.module, node_costs))
+            transport = transport_bytes(traced, node_costs, device, placement.ranks, replicas)
+            shared = shared_bytes(traced, self.module, node_costs)
+            memory = MemoryLimit(self.memory_limit, peaks, shared, transport)
         rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
         costs = layer_costs(traced, self.module, node_costs)
         return balanced_cuts(costs, placement.ranks, placement.chunks, memory, rank_of)

@@ -45,11 +45,13 @@ class MemoryLimit:
         bytes: memory of one rank.
         in_flight: number of microbatches in flight on each stage.
         shared_bytes: activations of no layer, such as a mask, that each stage keeps of a microbatch.
+        transport_bytes: of ``bytes``, those that communicators and messages take on each rank.
     """
 
     bytes: int
     in_flight: Sequence[int]
     shared_bytes: int = 0
+    transport_bytes: int = 0
 
 
 def balanced_cuts(
@@ -109,7 +111,7 @@ class _Problem:
         self.stages = len(rank_of)
         self.rank_of = rank_of
         self.memory = memory
-        self.limit = math.inf if memory is None else memory.bytes
+        self.limit = math.inf if memory is None else memory.bytes - memory.transport_bytes
         self._work = list(accumulate((cost.work for cost in layer_costs), initial=0))
         self._state = list(accumulate((cost.state_bytes for cost in layer_costs), initial=0))
         self._activations = list(accumulate((cost.activation_bytes for cost in layer_costs), initial=0))
@@ -231,10 +233,12 @@ def _does_not_fit(problem: _Problem, chunks: int, ends: list[int]) -> str:
     sizes = problem.loads(ends, problem.bytes)
     rank = sizes.index(max(sizes))
     into = f"over {problem.ranks} stages" if chunks == 1 else f"into {chunks} chunks on each of {problem.ranks} ranks"
+    transport = problem.memory.transport_bytes
+    communicators = f", {transport / _GIB:.3g} GiB for communicators and messages," if transport else ""
     in_flight = ", ".join(str(problem.memory.in_flight[s]) for s, owner in enumerate(problem.rank_of) if owner == rank)
     return (
         f"no cut {into} fits into the limit of {problem.memory.bytes / _GIB:.3g} GiB a rank: the smallest one needs "
-        f"{sizes[rank] / _GIB:.3g} GiB on rank {rank} for weights, gradients, optimizer state and the activations of "
-        f"{in_flight} microbatches in flight. Use more pipeline stages, smaller microbatches (a larger "
-        f"num_microbatches), shorter sequences, activation checkpointing, or a higher limit."
+        f"{(sizes[rank] + transport) / _GIB:.3g} GiB on rank {rank}{communicators} for weights, gradients, optimizer "
+        f"state and the activations of {in_flight} microbatches in flight. Use more pipeline stages, smaller "
+        f"microbatches (a larger num_microbatches), shorter sequences, activation checkpointing, or a higher limit."
     )

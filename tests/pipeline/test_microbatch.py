@@ -107,7 +107,7 @@ def test_tensors_in_host_memory_are_moved_once_each(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(KINDS, "meta", Other)
     shared, own, there = torch.zeros(1), [torch.zeros(2), torch.ones(2)], torch.zeros(2, device="meta")
     parts: list[dict[str, Any]] = [{"shared": shared, "own": part, "there": there, "flag": True} for part in own]
-    check_kinds(parts[0], torch.device("cuda"))
+    check_kinds({"shared": shared}, torch.device("cuda"))
     moved = on_device(parts, there.device)
     assert [id(tensor) for tensor in copied] == [id(shared), id(own[0]), id(own[1])]
     assert all(part[name].is_meta for part in moved for name in ("shared", "own", "there"))

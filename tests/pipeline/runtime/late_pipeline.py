@@ -23,10 +23,11 @@ from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
-from tests.pipeline.runtime.scheduled_models import Block, Skips, make, rows
+from tests.pipeline.runtime.scheduled_models import Skips, make, rows
 from tests.support import late_device
 from tests.support.in_process import InProcessPipeline
 from tests.support.late_device import DEVICE, LateCommunicator, LateTensor, LateWork, be_rank, no_waits
+from tests.support.plain_models import Block
 
 MICROBATCHES = 4
 STEPS = 2

@@ -1,0 +1,1 @@
+"""The acceptance of a machine: exactness and times of every schedule on its devices."""

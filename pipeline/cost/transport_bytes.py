@@ -1,0 +1,37 @@
+"""Memory of the transport on a rank's device: communicators, and the messages that it holds.
+
+On the CPU both are small: gloo's connections have buffers of kilobytes, and host memory frees a message at once.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from nxdpp.parallel_layers.transfer_groups import communicators
+from nxdpp.pipeline.cost.count import NodeCost
+from nxdpp.tracing.trace import TracedGraph
+
+# A communicator of NCCL with its default buffers; a figure of others, since none ran here.
+COMMUNICATOR_BYTES = 100 * 2**20
+# The most receives that a family posts ahead, and two sends in flight each way: their memory is freed late.
+MESSAGES_HELD = 7 + 2 * 2
+
+
+def transport_bytes(
+    traced: TracedGraph, node_costs: Mapping[fx.Node, NodeCost], device: torch.device, ranks: int, replicas: int
+) -> int:
+    """Return the bytes that the transport takes on each rank.
+
+    Args:
+        traced: the graph of a microbatch.
+        node_costs: cost of each of its nodes.
+        device: device of the stages.
+        ranks: number of ranks of the pipeline.
+        replicas: number of data-parallel replicas.
+    """
+    if device.type != "cuda":
+        return 0
+    layers = [node for node in node_costs if node.op == "call_module" and node.target in traced.layers]
+    message = max((node_costs[node].output_bytes for node in layers), default=0)
+    return communicators(ranks, replicas) * COMMUNICATOR_BYTES + MESSAGES_HELD * message

@@ -1,0 +1,43 @@
+"""The acceptance of a machine, over gloo on the CPU."""
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.acceptance import cases
+from benchmarks.acceptance.cases import Case, Job, Result, Size
+from tests.support.run_ranks import run_ranks
+
+JOB = Job(2, "gloo", "cpu")
+
+
+def _run(rank: int) -> list[Result]:
+    cases.SIZES["cpu"] = Size(8, 16, 4, 1)
+    cases.FAMILIES = {"zb-v": cases.FAMILIES["zb-v"]}
+    return cases.run_rank(JOB, rank)
+
+
+def test_a_case_is_exact_and_has_a_row() -> None:
+    results = run_ranks(2, _run)
+    rows = [gpu.row(of_case) for of_case in zip(*results, strict=True)]
+    assert [row[0] for row in rows] == ["zb-v", "1f1b, run_eval"]
+    assert [(row[1], row[2], row[-1]) for row in rows] == [("equal", "equal", "passed"), ("equal", "", "passed")]
+
+
+def test_another_number_fails() -> None:
+    result = Result(*Case("1f1b"), 0.0, 1e-6, 1.0, 1.0, 0.5, 0.0)
+    assert gpu.row([result])[2:] == ["1.0e-06", "1000.0", "1000.0", "1.00", "50", "FAILED"]
+
+
+def test_the_job_follows_the_devices() -> None:
+    assert gpu.job_of("cpu", 0, None) == Job(4, "gloo", "cpu")
+    assert gpu.job_of("cuda", 8, None) == Job(8, "nccl", "cuda")
+    assert gpu.job_of("cuda", 16, None) == Job(8, "nccl", "cuda")
+    assert gpu.job_of("cuda", 1, None) == Job(4, "gloo", "cuda:0")
+    assert gpu.job_of("cuda", 2, 4) == Job(4, "gloo", "cuda:0")
+    assert gpu.job_of("cuda", 8, 2) == Job(2, "nccl", "cuda")
+
+
+def test_no_cuda_is_told_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cuda"])
+    assert "--device cpu runs the same on the CPU" in capsys.readouterr().err
