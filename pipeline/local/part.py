@@ -100,8 +100,11 @@ class LocalPart:
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` for parameters or buffers without values."""
-        without = self.names_on_meta()
-        if without:
+        # Once a step: without names this takes a third of the time.
+        registries = (registry for module in listings.modules(self.module) for registry in _registries(module))
+        tensors = (tensor for registry in registries for tensor in registry.values())
+        if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
+            without = self.names_on_meta()
             raise RuntimeError(
                 f"{len(without)} parameters or buffers of rank {self._rank} are on the meta device and have no values "
                 f"({without[0]} is the first). Call move_model_to_device() or materialise(), which initialise them, or "

@@ -119,6 +119,7 @@ class Peer:
         self.transport = transport
         self.rank = rank
         self.receives = {direction: ReceiveQueue(in_order) for direction in Direction}
+        self.in_order = in_order
         self._pairs = pairs
         self.microbatches = microbatches
 
@@ -135,8 +136,9 @@ class RemoteChannel:
         peer: the other rank.
         pair: number of the pair of stages, below the peer's ``pairs``.
         in_flight: limit of the microbatches in flight in one direction: sent, and not known to have been received. A
-            further send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has no limit
-            either, because ranks could wait for each other: a receive without a layout is posted late.
+            further send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has a limit
+            in the global order alone. Elsewhere a receive without a layout is posted late: ranks could wait for each
+            other.
     """
 
     def __init__(self, boundary: Boundary, peer: Peer, pair: int, in_flight: int | None) -> None:
@@ -206,7 +208,8 @@ class RemoteChannel:
             )
             for entry, tensor in zip(self._entries(direction), tensors, strict=True)
         ]
-        limit = None if self._is_first_step else self._in_flight
+        is_limited = peer.in_order or not self._is_first_step
+        limit = self._in_flight if is_limited else None
         if limit is not None and len(self._sent) > limit:
             self.release(*next(iter(self._sent)))
 

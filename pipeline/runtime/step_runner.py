@@ -23,7 +23,10 @@ from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
 from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.lowering.lowering import StagePair
+from nxdpp.schedules.lowering.rank_program import RankProgram as LoweredProgram
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
+from nxdpp.schedules.lowering.transport_rules import TransportRules
 
 
 class StepRunner:
@@ -48,6 +51,8 @@ class StepRunner:
         loss_gradient: LossGradient = torch.ones_like,
     ) -> None:
         self._timer: StepTimer | None = None
+        # By the pairs of stages that exchange tensors, and whether backwards follow.
+        self._lowered: dict[tuple[frozenset[StagePair], bool], tuple[LoweredProgram, int | None]] = {}
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
@@ -159,10 +164,8 @@ class StepRunner:
         return results
 
     def _engine(self, program: RankProgram, device: torch.device, train: bool) -> Engine:
-        compute = self._schedule.training if train else self._schedule.evaluation
         rules = parallel_state.get_pipeline_transfer_groups().rules
-        # Sent activations that are held for the backward anyway need no limit.
-        is_limited = not (train and self._keep_outputs)
+        (actions, finished_sends), in_flight = self._lowered_for(program.edges, train, rules)
         config = EngineConfig(
             self._schedule.placement,
             self._rank,
@@ -170,13 +173,24 @@ class StepRunner:
             device,
             train,
             self._keep_outputs,
-            in_flight_limit(compute, program.edges, rules) if is_limited else None,
+            in_flight,
             in_order=rules.posted_ahead is None,
             loss_gradient=self._loss_gradient,
         )
-        actions, finished_sends = rank_program(compute, self._rank, program.edges, rules, train)
         recorder = None if self._timeline is None else self._timeline.recorder
         return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
+
+    def _lowered_for(
+        self, edges: frozenset[StagePair], train: bool, rules: TransportRules
+    ) -> tuple[LoweredProgram, int | None]:
+        """Return the actions of this rank and the limit of sends in flight: seconds of work with many ranks, once."""
+        if (edges, train) not in self._lowered:
+            compute = self._schedule.training if train else self._schedule.evaluation
+            lowered = rank_program(compute, self._rank, edges, rules, train)
+            # Sent activations that are held for the backward anyway need no limit.
+            is_limited = not (train and self._keep_outputs)
+            self._lowered[edges, train] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
+        return self._lowered[edges, train]
 
 
 def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:

@@ -59,7 +59,7 @@ class RankCalls:
         exchanges: of the whole schedule.
         in_order: ``True`` if receives are posted in the global order.
         first_step: ``True`` for a step with metadata exchange.
-        in_flight: limit of sends in flight in a later step; ``None`` for none.
+        in_flight: limit of sends in flight, in a first step in the global order alone; ``None`` for none.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RankCalls:
         self._exchanges = exchanges
         self._in_order = in_order
         self._first_step = first_step
-        self._limit = None if first_step else in_flight
+        self._limit = None if first_step and not in_order else in_flight
         self._stages = sorted({action.stage for action in actions})
         # Boundaries whose layouts this rank knows. A source stage knows its own after its first forward.
         self._known: set[tuple[int, int, bool]] = set()

@@ -5,6 +5,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.acceptance import cases
 from benchmarks.acceptance.cases import Case, Job, Result, Size
+from nxdpp.schedules.families.registry import FAMILIES
 from tests.support.run_ranks import run_ranks
 
 JOB = Job(2, "gloo", "cpu")
@@ -12,7 +13,7 @@ JOB = Job(2, "gloo", "cpu")
 
 def _run(rank: int) -> list[Result]:
     cases.SIZES["cpu"] = Size(8, 16, 4, 1)
-    cases.FAMILIES = {"zb-v": cases.FAMILIES["zb-v"]}
+    pytest.MonkeyPatch().setattr(cases, "FAMILIES", {"zb-v": FAMILIES["zb-v"]})
     return cases.run_rank(JOB, rank)
 
 

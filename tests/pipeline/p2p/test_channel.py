@@ -111,6 +111,15 @@ def test_a_send_above_the_limit_waits_for_the_oldest_after_the_first_step(
         assert len(transport.waited) == 3
 
 
+def test_in_the_global_order_a_first_step_has_the_limit_too(transport: NotedTransport) -> None:
+    peer = Peer(cast(Transport, transport), 1, PAIRS, MICROBATCHES, in_order=True)
+    channel = RemoteChannel(Boundary(0, 1, ["hidden"], []), peer, 0, 2)
+    channel.boundary.set_layouts(LAYOUTS)
+    for microbatch in range(3):
+        channel.give(Direction.ACTIVATION, microbatch, [HIDDEN.detach()])
+    assert transport.waited == [peer.tag(0, 0, 0)]
+
+
 @pytest.mark.parametrize("in_host_memory", [True, False])
 def test_a_missing_gradient_of_a_later_step_is_a_mark_where_it_is_seen_and_otherwise_refused(
     peer: Peer, transport: NotedTransport, in_host_memory: bool

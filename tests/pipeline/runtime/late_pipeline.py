@@ -19,6 +19,7 @@ from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
+from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
@@ -148,12 +149,16 @@ def _train(name: str, rules: TransportRules) -> tuple[list[list[torch.Tensor]], 
     found: list[list[list[torch.Tensor]]] = [[] for _ in range(RANKS)]
     errors: list[BaseException] = []
 
-    # Models are traced before: a trace changes torch for all threads.
+    # The model is traced before: a trace changes torch for all threads.
+    model = copy.deepcopy(whole)
+    pipeline = InProcessPipeline(model, schedule.placement.stages, transformer_layer_cls=Block)
+    program = pipeline.programs.program(pipeline.programs.cut_graph({"x": rows(2)}, True), "loss")
+    owners = pipeline.partition.owners
     ranks = []
     for rank in range(RANKS):
         control = Control(boxes, rank)
         groups = Groups(communicators, rank) if rules == NCCL else HostGroups(Control(messages, rank))
-        ranks.append(_Rank(whole, schedule, rank, rules, groups, control))
+        ranks.append(_Rank(model, owners, program, schedule, rank, rules, groups, control))
 
     def run(rank: int) -> None:
         try:
@@ -175,26 +180,33 @@ def _train(name: str, rules: TransportRules) -> tuple[list[list[torch.Tensor]], 
     if errors:
         raise errors[0]
     in_pipeline = [[tensor for of_rank in found for tensor in of_rank[step]] for step in range(STEPS)]
-    return in_pipeline, [_step_of_one_process(whole, schedule, ranks[0].owners, step) for step in range(STEPS)]
+    return in_pipeline, [_step_of_one_process(whole, schedule, owners, step) for step in range(STEPS)]
 
 
 class _Rank:
     """One rank: its stages, and their parameters, on its late device."""
 
     def __init__(
-        self, whole: nn.Module, schedule: ChosenSchedule, rank: int, rules: TransportRules, groups: Any, control: Any
+        self,
+        model: nn.Module,
+        owners: Owners,
+        program: RankProgram,
+        schedule: ChosenSchedule,
+        rank: int,
+        rules: TransportRules,
+        groups: Any,
+        control: Any,
     ) -> None:
         be_rank(rank)
         self._rank = rank
         self._rules = rules
-        self._model = copy.deepcopy(whole)
-        pipeline = InProcessPipeline(self._model, schedule.placement.stages, transformer_layer_cls=Block)
-        program = pipeline.programs.program(pipeline.programs.cut_graph({"x": rows(2)}, True), "loss")
         stages = {stage: program.stages[stage] for stage in schedule.placement.stages_of(rank)}
-        self.owners = pipeline.partition.owners
-        # Makes new parameters.
-        self._model.to(DEVICE)
-        self._own = [p for name, p in self._model.named_parameters() if self.owners[name] & stages.keys()]
+        self._own = []
+        for name, parameter in list(model.named_parameters()):
+            if owners[name] & stages.keys():
+                self._own.append(nn.Parameter(parameter.detach().to(DEVICE)))
+                module, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(module), attribute, self._own[-1])
         actions, releases = rank_program(schedule.training, rank, program.edges, rules, True)
         limit = in_flight_limit(schedule.training, program.edges, rules)
         config = EngineConfig(
@@ -214,7 +226,8 @@ class _Rank:
         with no_waits(self._rank) if self._rules == NCCL else nullcontext():
             losses = self._engine.run(inputs)
             results = [loss for (loss,) in losses] + [_gradient(p) for p in self._own]
-            self._model.zero_grad()
+            for parameter in self._own:
+                parameter.grad = None
         return results
 
 
