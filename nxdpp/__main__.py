@@ -5,6 +5,8 @@
     python -m nxdpp plan CONFIG --pipeline-parallel-size 4 --num-microbatches 16
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
     python -m nxdpp timeline trace.json
+
+Its help also tells how to read the lines of a job that hangs.
 """
 
 import argparse
@@ -15,6 +17,23 @@ from collections.abc import Sequence
 from nxdpp.pipeline.planning import command as plan_command
 from nxdpp.schedules.view import command as schedule_command
 from nxdpp.schedules.view import timeline_command
+
+_HANGS = """\
+a job that hangs:
+  After hang_timeout seconds without a move, one rank prints a line for each rank (docs/faults.md):
+
+    rank 2: run_train step 17, stage 2, forward of microbatch 5, for 301 s, in `Mlp.forward`, mlp.py:17
+        It has been in this action for that time. The code is the innermost outside of torch and nxdpp.
+        Such a rank is the cause; its stack follows.
+    rank 1: run_train step 17, stage 1, backward of microbatch 2, waits for 301 s
+        It waits for a message of another rank, and is not the cause.
+    rank 3: outside of nxdpp, after run_train step 16, for 301 s, in `main`, train.py:80
+        It is in the program's own code, which has no limit. The job goes on.
+    rank 0: stopped by a signal
+        SIGSTOP or a debugger. The job ends.
+
+  initialize_model_parallel(hang_timeout=...) sets the limit, 300 by default; 0 is for no limit.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m nxdpp", description="Pipeline-parallel training of PyTorch models."
+        prog="python -m nxdpp",
+        description="Pipeline-parallel training of PyTorch models.",
+        epilog=_HANGS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in (plan_command, schedule_command, timeline_command):

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.parallel_layers.faults.board import board
+
 _BUCKET_BYTES = 25 * 2**20
 
 # One bucket is sent while the next one is packed; more would only take memory.
@@ -60,9 +62,11 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, c
         for bucket in _buckets(gradients):
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 in_flight.popleft().finish()
+            board.moved()
             in_flight.append(_start(bucket, group, size))
         while in_flight:
             in_flight.popleft().finish()
+            board.moved()
 
 
 def _gradients_of_any_rank(trained: list[nn.Parameter], control: ProcessGroup) -> list[torch.Tensor]:

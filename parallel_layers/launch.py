@@ -1,14 +1,19 @@
 """Start of ``torch.distributed`` from the variables of the launcher, or as a world of one process."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, though not in its __all__
     HashStore,
     Store,
+    TCPStore,
 )
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from nxdpp.parallel_layers.device_choice import choose, device_of_world, start_device, verify_own_devices
+from nxdpp.parallel_layers.faults.watch_store import launcher_has_store
 from nxdpp.parallel_layers.launcher import Launcher, launcher
 from nxdpp.parallel_layers.start_store import store_of_start
 
@@ -55,5 +60,18 @@ def _rendezvous(started_by: Launcher) -> tuple[Store, int, int]:
     if started_by.is_alone:
         # A store in memory needs no port, so no other process can occupy it.
         return HashStore(), 0, 1
-    store, rank, size = next(rendezvous("env://", started_by.rank, started_by.world_size))
+    rank, size = started_by.rank, started_by.world_size
+    if launcher_has_store():
+        store, rank, size = next(rendezvous("env://", rank, size))
+        return store, rank, size
+    # Torch's own call waits for all ranks here, without a word about those that are missing.
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0,
+        timeout=default_pg_timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     return store, rank, size

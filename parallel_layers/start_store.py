@@ -49,7 +49,9 @@ def _ask(store: Store, rank: int) -> str:
     store.set(f"{_QUESTION}_{rank}", question)
     answer = f"{_ANSWER}_{question}"
     if rank == 1:
-        _wait_until(lambda: store.check([answer]), lambda: "rank 1 waits for rank 0 to start")
+        _wait_until(
+            lambda: store.check([answer]), lambda: "rank 1 waits for rank 0, or for ranks that rank 0 names, to start"
+        )
     else:
         # Blocks without further requests: with thousands of ranks the store has enough to do.
         store.wait([answer], _LIMIT)

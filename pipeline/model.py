@@ -164,7 +164,7 @@ class NxDPPModel(LocalView):
         Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``), and
         ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
         """
-        with board.call("run_train", "step", "pipeline"):
+        with board.call("run_train", "step", "pipeline", has_limit=True):
             arguments.check_not_positional(positional)
             losses = self._pipeline.train_step(inputs)
             if not self.use_zero1_optimizer:
@@ -180,7 +180,7 @@ class NxDPPModel(LocalView):
         Takes inputs as ``run_train`` does, and returns the loss as it does if the output names one. Otherwise the rank
         of the last stage returns the model's output, with the microbatches concatenated along dimension 0.
         """
-        with board.call("run_eval", "step", "pipeline"):
+        with board.call("run_eval", "step", "pipeline", has_limit=True):
             arguments.check_not_positional(positional)
             evaluation = self._pipeline.eval_step(inputs)
             return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses)

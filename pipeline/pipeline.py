@@ -220,7 +220,7 @@ class Pipeline:
                 and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
-        with board.call("train_step", "step", "pipeline"), self._steps.step():
+        with board.call("train_step", "step", "pipeline", has_limit=True), self._steps.step():
             return self._train_step(inputs)
 
     def _train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -270,7 +270,7 @@ class Pipeline:
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
         parallel_state.refuse_in_debug("an evaluation")
-        with board.call("eval_step", "step", "pipeline"), self._steps.step(), torch.no_grad():
+        with board.call("eval_step", "step", "pipeline", has_limit=True), self._steps.step(), torch.no_grad():
             return self._eval_step(inputs)
 
     def _eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:

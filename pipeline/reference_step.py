@@ -22,6 +22,7 @@ from torch import nn
 from nxdpp.devices.kinds import device_of
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.parallel_layers import failure_watch
+from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, pick_loss
@@ -162,6 +163,7 @@ class ReferenceStep:
                     part = loss / len(microbatches) if scales is None else loss * scales[number]
                     part.backward(self._loss_gradient(part))
             self._losses.append(loss.detach())
+            board.moved()
         gradients = {n: parameter.grad for n, parameter in listings.named_parameters(module, remove_duplicate=False)}
         self._gradients = {name: gradients[name] for name, _ in listings.named_parameters(self._local)}
 

@@ -9,3 +9,4 @@ def test_help_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in ("plan", "schedule", "timeline"))
+    assert "hang_timeout" in printed

@@ -32,6 +32,7 @@ class Position(NamedTuple):
         action: what it does in the call, such as ``"stage 2, forward of microbatch 5"``; may be empty.
         last: the last call that has ended; ``""`` before the first end.
         begun: number of calls that the rank has begun, all scopes.
+        has_limit: ``True`` in a call that is a hang when it does not move.
     """
 
     call: str
@@ -40,6 +41,7 @@ class Position(NamedTuple):
     action: str
     last: str
     begun: int
+    has_limit: bool = False
 
     def __str__(self) -> str:
         if self.call:
@@ -76,13 +78,14 @@ class Board:
         self._last = ""
         self._named: dict[str, int] = {}
 
-    def call(self, name: str, unit: str = "", scope: Scope = "world") -> "Call":
+    def call(self, name: str, unit: str = "", scope: Scope = "world", has_limit: bool = False) -> "Call":
         """Return a context manager for the time in the collective call ``name``.
 
         With a ``unit`` calls of that name are numbered in their text: ``"run_train step 17"``. ``scope`` names the
-        ranks that must make the call together. A call within another one is a part of the outer one.
+        ranks that must make the call together. With ``has_limit`` a call that does not move for ``hang_timeout`` is a
+        hang. A call within another one is a part of the outer one.
         """
-        return Call(self, name, unit, scope)
+        return Call(self, name, unit, scope, has_limit)
 
     def moved(self) -> None:
         """Note progress within a call, such as one tensor of many that was read."""
@@ -105,7 +108,7 @@ class Board:
             except Exception:
                 # The main thread is just between two steps.
                 text = ""
-        return Position(call.text, call.scope, call.number, text, self._last, begun)
+        return Position(call.text, call.scope, call.number, text, self._last, begun, call.has_limit)
 
     def _enter(self, call: "Call") -> None:
         self.moves += 1
@@ -131,13 +134,14 @@ class Board:
 class Call:
     """One collective call, as a context manager."""
 
-    __slots__ = ("_board", "name", "number", "scope", "text", "unit")
+    __slots__ = ("_board", "has_limit", "name", "number", "scope", "text", "unit")
 
-    def __init__(self, board: Board, name: str, unit: str, scope: Scope) -> None:
+    def __init__(self, board: Board, name: str, unit: str, scope: Scope, has_limit: bool) -> None:
         self._board = board
         self.name = name
         self.unit = unit
         self.scope = scope
+        self.has_limit = has_limit
         self.number = 0
         self.text = name
 

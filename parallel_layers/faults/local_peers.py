@@ -101,17 +101,18 @@ class LocalPeers:
             poll.register(self._descriptors[rank], select.POLLIN)
             poll.poll(seconds * 1000)
 
-    def kill_stopped(self, ranks: Sequence[int]) -> None:
+    def kill_stopped(self, ranks: Sequence[int], waits: bool) -> None:
         """Kill those of ``ranks`` that are stopped by a signal: they cannot end themselves.
 
-        The last rank of this host does it, after the others: the store may be in a process that is stopped.
+        With ``waits`` the last rank of this host does it, after the ends of the others.
         """
         stopped = set(self.stopped()) & set(ranks)
         others = self._processes.keys() - stopped
-        if not stopped or any(rank > self._rank for rank in others):
+        if waits and stopped and any(rank > self._rank for rank in others):
             return
-        for rank in others:
-            self.wait_for_end(rank, _OTHERS_SECONDS)
+        if waits and stopped:
+            for rank in others:
+                self.wait_for_end(rank, _OTHERS_SECONDS)
         for rank in stopped & self._descriptors.keys():
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._descriptors[rank], signal.SIGKILL)

@@ -33,6 +33,7 @@ _COMMUNICATION = tuple(
 _COMPILERS = (
     os.path.join(_TORCH, "_dynamo", ""),
     os.path.join(_TORCH, "_inductor", ""),
+    os.path.join(_TORCH, "utils", "cpp_extension.py"),
     os.path.join(os.path.dirname(_TORCH), "triton", ""),
 )
 # The file name that fx gives to the code of a graph.

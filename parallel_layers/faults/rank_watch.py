@@ -38,6 +38,7 @@ _ANSWER_SECONDS = 3.0  # wait of the failed rank for the other ranks
 _LEAVING_SECONDS = 10.0  # wait of a leaving host for the other ranks
 _PRINT_SECONDS = 5.0  # wait for the failed rank's error; longer than the failed rank waits itself
 _DONE_SECONDS = 3.0  # wait of the store's host for the others: torch prints traces when the store is gone
+_TRACES_SECONDS = 0.2
 _END_SECONDS = 2.0  # wait for the end of the failed rank's process
 _AFTERWARDS_SECONDS = 0.3  # torchrun polls every 0.1 s and must see the failed rank exit first
 _DIED = "died without an error: killed (a signal, no memory), crashed, or ended by os._exit"
@@ -135,6 +136,7 @@ class RankWatch:
         if not self._store_is_gone:
             with contextlib.suppress(RuntimeError):
                 self._store.set_printed()
+                self._finish()
             self._outlast_others()
         # The normal exit of the interpreter may wait for messages that no rank sends any more.
         exit_process()
@@ -287,9 +289,15 @@ class RankWatch:
         """End this process because of ``ending``: after the error of the failed rank, or with the fault's sentence."""
         if not self._ends.acquire(blocking=False):
             _wait_for_exit()
+        if self._store_is_gone and self._host_departure is None:
+            # Torch prints traces when a request of another thread of this rank loses the store.
+            time.sleep(_TRACES_SECONDS)
         is_error = ending.kind == "error"
         reason = f"rank {ending.rank} failed{addition}; its error follows" if is_error else ending.sentence + addition
         print_line(f"rank {self._rank} stops because {reason}")
+        if 0 not in ending.silent or launcher_has_store():
+            # Before the launcher ends this process. A process that has the store comes last.
+            self._peers.kill_stopped(ending.silent, waits=False)
         if not self._store_is_gone:
             with contextlib.suppress(RuntimeError):
                 self._store.answer()
@@ -300,7 +308,7 @@ class RankWatch:
             self._peers.wait_for_end(ending.rank, _END_SECONDS)
             time.sleep(_AFTERWARDS_SECONDS)
         self._outlast_others(len(ending.silent))
-        exit_process(lambda: self._peers.kill_stopped(ending.silent))
+        exit_process(lambda: self._peers.kill_stopped(ending.silent, waits=True))
 
     def _lose_contact(self) -> None:
         """End this process because the store is gone, unless the process already ends."""

@@ -4,13 +4,13 @@
 a rank                  in                                                          judged as
 ======================  ==========================================================  =======================
 waits                   communication with other ranks                              not the cause
-works                   a call of nxdpp, not in communication                       the cause
-is outside              the program's own code between calls                        no hang, a notice
+works                   a step, not in communication                                the cause
+is outside              the program's own code, or a call that saves, loads, moves  no hang, a notice
 does not answer         stopped by a signal, or gone with its host                  the cause
 does not answer, runs   code that holds Python's lock                               no hang, a notice
 ======================  ==========================================================  =======================
 
-A rank outside of nxdpp may read data, evaluate or write a checkpoint of its own, however long that takes. So the job
+A rank outside of a step may read data, evaluate or write a checkpoint of its own, however long that takes. So the job
 ends only when each rank waits, works or cannot answer, and has not moved for the limit.
 """
 
@@ -80,7 +80,7 @@ def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
     place = current_place(board.thread)
     waits = place is not None and place.waits
     return Answer(
-        "waits" if waits else "works" if position.call else "outside",
+        "waits" if waits else "works" if position.has_limit else "outside",
         str(position),
         bool(position.call),
         progress.unmoved_seconds,
@@ -110,7 +110,9 @@ def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, li
         sentence = f"rank {rank} has not moved for {seconds:.0f} s and {how}{waiters}"
     elif outside or busy:
         rank = (outside + busy)[0]
-        what = f"is {_line(answers[rank])}" if rank in answers else "runs code that holds Python's lock"
+        what = "runs code that holds Python's lock"
+        if rank in answers:
+            what = f"is {'in ' if answers[rank].is_in_call else ''}{_line(answers[rank])}"
         return Verdict(False, rank, f"rank {rank} {what}{waiters}")
     elif working:
         rank = working[0]

@@ -116,7 +116,9 @@ def test_a_killed_rank_ends_all_ranks(rank: int) -> None:
     for other in range(RANKS):
         if other != rank:
             assert re.search(rf"^rank {other} stops because rank {rank} died", ended.output, re.M), ended.output
-    assert "stops because" in ended.last_line, ended.output
+    if rank:
+        # Without the store other ranks may print torch's traces later.
+        assert "stops because" in ended.last_line, ended.output
 
 
 def test_ranks_that_end_normally_seconds_apart_exit_with_0(tmp_path: Path) -> None:

@@ -49,6 +49,14 @@ def test_a_call_within_another_is_a_part_of_it_and_a_move() -> None:
     assert board.position().begun == 1
 
 
+def test_only_calls_that_tell_their_progress_have_a_limit() -> None:
+    board = Board()
+    with board.call("save_pretrained"):
+        assert not board.position().has_limit
+    with board.call("run_train", "step", "pipeline", has_limit=True):
+        assert board.position().has_limit
+
+
 def test_calls_of_two_threads_leave_no_stale_call() -> None:
     board = Board()
     first, second = board.call("run_train"), board.call("save_pretrained")

@@ -54,7 +54,9 @@ def test_ranks_that_survive_name_the_one_that_is_gone(fault: str, rank: int, fir
     lines = _last_lines(ended.output)
     assert sorted(lines) == [number for number in range(RANKS) if number != rank], ended.output
     assert all(line.startswith(text) for line in lines.values()), ended.output
-    assert "stops because" in ended.output.strip().splitlines()[-1], ended.output
+    if rank or not first_has_store:
+        # Without the store other ranks may print torch's traces later.
+        assert "stops because" in ended.output.strip().splitlines()[-1], ended.output
 
 
 def test_a_rank_with_a_step_more_names_those_that_have_ended() -> None:

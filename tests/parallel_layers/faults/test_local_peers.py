@@ -34,7 +34,7 @@ def test_a_process_that_ends_wakes_the_wait() -> None:
         while peers.stopped() != [1] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (peers.stopped(), peers.running()) == ([1], [])
-        peers.kill_stopped([1])
+        peers.kill_stopped([1], waits=False)
         assert peers.wait(10.0) == [1]
         assert peers.ended == [1]
         peers.wait_for_end(1, 10.0)

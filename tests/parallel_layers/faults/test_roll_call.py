@@ -1,5 +1,6 @@
 """A job hangs if each rank waits, works or cannot answer; a rank outside of nxdpp is no cause of an end."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -50,6 +51,13 @@ def test_a_rank_outside_of_nxdpp_is_no_hang_though_it_does_not_move() -> None:
         "rank 1 is outside of nxdpp, after run_train step 17, for 900 s, in `Mlp.forward`, mlp.py:17; "
         "rank 0 waits for it"
     )
+
+
+def test_a_rank_that_saves_is_no_hang() -> None:
+    saves = replace(_answer("outside"), position="save_pretrained", is_in_call=True)
+    verdict = judge({0: saves, 1: _answer("waits")}, [], 1, LIMIT)
+    assert not verdict.hangs
+    assert verdict.sentence.startswith("rank 0 is in save_pretrained, for 301 s, in ")
 
 
 def test_a_stopped_rank_is_the_cause_also_beside_one_outside() -> None:

@@ -1,0 +1,146 @@
+"""Faults of one of 4 ranks: who is named, and how soon all ranks have ended. ``python -m benchmarks.faults``.
+
+Each fault happens in a small training job, started with RANK and WORLD_SIZE by hand and by torchrun. The table has the
+time from the fault to the end of the last process, torchrun's own included. For faults that can only be seen as lack of
+progress it is the time beyond ``hang_timeout``. About 4 minutes on 2 cores.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support import faulty_program
+from tests.support.run_program import run_program
+
+RANKS = 4
+HANG_TIMEOUT = 5.0
+_LIMIT_SECONDS = 120.0
+_TERM_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault of one rank.
+
+    ``name`` is a fault of ``tests/support/faulty_program.py``; ``hangs`` is true if only a lack of progress shows it.
+    """
+
+    name: str
+    rank: int
+    hangs: bool = False
+
+
+CASES = (
+    Case("exception", 2),
+    Case("exception between steps", 2),
+    Case("SIGKILL", 2),
+    Case("SIGKILL", 0),
+    Case("SIGTERM", 2),
+    Case("SIGSEGV", 2),
+    Case("os._exit", 2),
+    Case("sys.exit(0)", 2),
+    Case("sys.exit(3)", 0),
+    Case("sys.exit in a layer", 2),
+    Case("one step fewer", 2),
+    Case("one step more", 2),
+    Case("SIGSTOP", 2, hangs=True),
+    Case("SIGSTOP", 0, hangs=True),
+    Case("loop", 2, hangs=True),
+    Case("sleep", 2, hangs=True),
+    Case("ImportError before the start", 2),
+)
+_NOT_SEEN_PLAIN = "ImportError before the start"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a job: seconds since the fault, and the ranks that name the faulty one in their last line."""
+
+    seconds: float
+    naming: list[int]
+    output: str
+
+
+def run_plain(case: Case) -> Outcome:
+    """Run ``case`` with RANK and WORLD_SIZE by hand; rank 0 has the store."""
+    ended = run_program(_program(), _arguments(case), RANKS, _LIMIT_SECONDS, first_rank_has_store=True)
+    return _outcome(case, ended.output, ended.time)
+
+
+def run_torchrun(case: Case) -> Outcome:
+    """Run ``case`` by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", _program(), *_arguments(case)]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    path = os.pathsep.join(path for path in sys.path if path)
+    environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="nxdpp-faults-") as folder:
+        output = Path(folder) / "output.txt"
+        with output.open("w") as file:
+            launcher = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+            try:
+                launcher.wait(_LIMIT_SECONDS)
+            finally:
+                # Ends its workers too.
+                launcher.terminate()
+                try:
+                    launcher.wait(_TERM_SECONDS)
+                finally:
+                    launcher.kill()
+        return _outcome(case, output.read_text(), time.time())
+
+
+def _outcome(case: Case, output: str, ended: float) -> Outcome:
+    began = [float(found) for found in re.findall(r"^fault at (\S+)", output, re.M)]
+    seconds = ended - max(began) - (HANG_TIMEOUT if case.hangs else 0.0)
+    lines = {int(rank): line for rank, line in re.findall(r"^(?:.*\]:)?rank (\d) stops because (.*)", output, re.M)}
+    named = rf"\brank {case.rank}\b"
+    return Outcome(seconds, sorted(rank for rank, line in lines.items() if re.search(named, line)), output)
+
+
+def _program() -> str:
+    return str(faulty_program.__file__)
+
+
+def _arguments(case: Case) -> list[str]:
+    return [case.name, str(case.rank), str(HANG_TIMEOUT)]
+
+
+def _cell(outcome: Outcome) -> str:
+    return f"{outcome.seconds:.1f} s, {len(outcome.naming)}"
+
+
+def main() -> None:
+    """Run all faults, or those whose name contains ``--only``, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of the names of the faults to run")
+    parser.add_argument("--show", action="store_true", help="print what the ranks wrote, too")
+    options = parser.parse_args()
+    print("| fault | rank | plain: time, ranks that name it | torchrun: time, ranks that name it |\n|---|---|---|---|")
+    for case in CASES:
+        if options.only not in case.name:
+            continue
+        cells = []
+        for run in (run_plain, run_torchrun):
+            if run is run_plain and case.name == _NOT_SEEN_PLAIN:
+                cells.append("not seen")
+                continue
+            try:
+                outcome = run(case)
+            except (AssertionError, subprocess.TimeoutExpired):
+                cells.append(f"not ended in {_LIMIT_SECONDS:.0f} s")
+                continue
+            cells.append(_cell(outcome))
+            if options.show:
+                print(outcome.output)
+        print(f"| {case.name} | {case.rank} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The table of faults: a line of a fault has the ranks that name the faulty one."""
+
+from benchmarks.faults import CASES, Case, _outcome, run_plain
+
+
+def test_a_plain_run_names_the_faulty_rank() -> None:
+    outcome = run_plain(Case("SIGKILL", 2))
+    assert outcome.naming == [0, 1, 3], outcome.output
+    assert 0.0 < outcome.seconds < 15.0
+
+
+def test_the_time_of_a_hang_counts_from_the_limit() -> None:
+    output = "fault at 100.0\nrank 0 stops because rank 2 hangs\n[default1]:rank 1 stops because rank 20 hangs\n"
+    outcome = _outcome(Case("loop", 2, hangs=True), output, 105.5)
+    assert (outcome.seconds, outcome.naming) == (0.5, [0])
+
+
+def test_each_fault_is_one_of_the_program() -> None:
+    from tests.support import faulty_program
+
+    known = {*faulty_program.IN_LAYER, *faulty_program.BETWEEN_STEPS, *faulty_program.STEPS_OFF}
+    assert {case.name for case in CASES} - known == {"ImportError before the start"}
