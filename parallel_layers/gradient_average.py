@@ -5,7 +5,7 @@ Gradients are packed into flat buckets with one all-reduce each, after the last 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,13 @@ class _Reduction:
             gradient.copy_(part.view_as(gradient))
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, control: ProcessGroup) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter],
+    group: ProcessGroup,
+    control: ProcessGroup,
+    notes: Sequence[int] = (),
+    check: Callable[[list[int]], None] | None = None,
+) -> None:
     """Replace each parameter's ``.grad`` by its mean over ``group``; collective over ``group``.
 
     ``control`` is a group over the same ranks that takes CPU tensors: hosts tell each other over it which gradients
@@ -50,13 +56,16 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, c
     bucket holds gradients of one dtype and device, up to 25 MiB, or a single larger gradient. Sums are in the
     gradients' dtype.
 
+    ``notes``, numbers of 32 bits, go along in the first message. ``check`` gets the largest of all ranks, and may raise
+    before a gradient is sent.
+
     Raises ``ValueError`` for sparse gradients.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     size = dist.get_world_size(group)
     if size == 1 or not trained:
         return
-    gradients = _gradients_of_any_rank(trained, control)
+    gradients = _gradients_of_any_rank(trained, control, notes, check)
     in_flight: deque[_Reduction] = deque()
     with torch.no_grad():
         for bucket in _buckets(gradients):
@@ -69,13 +78,21 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, c
             board.moved()
 
 
-def _gradients_of_any_rank(trained: list[nn.Parameter], control: ProcessGroup) -> list[torch.Tensor]:
+def _gradients_of_any_rank(
+    trained: list[nn.Parameter],
+    control: ProcessGroup,
+    notes: Sequence[int],
+    check: Callable[[list[int]], None] | None,
+) -> list[torch.Tensor]:
     """Gradients that any rank has, the same list on all ranks; missing ones become zeros on this rank."""
     present = [parameter.grad is not None for parameter in trained]
-    flags = torch.tensor(present, dtype=torch.int32)
+    flags = torch.tensor([*notes, *present], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
+    largest = flags.tolist()
+    if check is not None:
+        check(largest[: len(notes)])
     gradients = []
-    for parameter, anywhere in zip(trained, flags.tolist(), strict=True):
+    for parameter, anywhere in zip(trained, largest[len(notes) :], strict=True):
         if not anywhere:
             continue
         if parameter.grad is None:

@@ -314,7 +314,8 @@ class Pipeline:
         """
         with failure_watch.reported():
             self._replicas.verify(self.part.origin, self.part.seed)
-            self._replicas.average()
+            number = board.calls_of("run_train") + board.calls_of("train_step")
+            self._replicas.average(self.part.origin, self.part.seed, number)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.
@@ -330,10 +331,12 @@ class Pipeline:
         Copies of a tied weight get the values of its first owner. Raises as ``NxDPPModel.move_model_to_device`` does.
         """
         target = self._upkeep.check_device(device)
-        self.materialise()
-        move_model_to_device(self.local_module, target)
-        self.follow()
-        self._upkeep.make_equal(self._steps.transport, self.device)
+        failure_watch.refuse_after_failure()
+        with board.call("move_model_to_device"):
+            self.materialise()
+            move_model_to_device(self.local_module, target)
+            self.follow()
+            self._upkeep.make_equal(self._steps.transport, self.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load this rank's part of a state dict; not collective."""
@@ -342,10 +345,13 @@ class Pipeline:
         return result
 
     def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Replace the first parameter or buffer of each pair by the second; not collective."""
+        """Replace the first parameter or buffer of each pair by the second, at the end of a load; not collective."""
         if replaced:
             self._upkeep.replace(replaced)
-            self.follow()
+        self.part.loads += 1
+        self._replicas.verify_again()
+        # The next step compares the values, and finds a rank that has not loaded.
+        self.follow()
 
     def refresh(self) -> None:
         """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""

@@ -18,6 +18,7 @@ class ReplicaGradients:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._verified = False
+        self._changed = False
 
     def verify(self, origin: str | None, seed: int) -> None:
         """Verify once that the replicas have the same parameters and values; collective over them.
@@ -29,19 +30,43 @@ class ReplicaGradients:
         Raises:
             RuntimeError: for other names, shapes or dtypes than the first replica has, or other values in a sample.
         """
-        if self._verified:
-            return
+        if not self._verified:
+            self._compare(origin, seed)
+            self._verified = True
+
+    def average(self, origin: str | None, seed: int, number: int) -> None:
+        """Average ``.grad`` over the replicas; collective over them.
+
+        Args:
+            origin, seed: as for ``verify``, after ``verify_again`` on any replica.
+            number: of this rank's training step.
+
+        Raises:
+            RuntimeError: on all of them, where replicas are in different steps, and as ``verify`` does.
+        """
+
+        def check(largest: list[int]) -> None:
+            last, first, changed = largest[0], -largest[1], largest[2]
+            if last != first:
+                raise RuntimeError(
+                    f"a data-parallel replica is in training step {first}, and another in training step {last}: this "
+                    f"rank is in step {number}. Their gradients belong to different batches. Make each call of "
+                    f"run_train on every rank. If a program catches the error of a step, it must leave the step out on "
+                    f"all ranks."
+                )
+            if changed:
+                self._compare(origin, seed)
+                self._changed = False
+
+        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        average_gradients(self._module.parameters(), group, control, [number, -number, self._changed], check)
+
+    def verify_again(self) -> None:
+        """Verify the parameters again before the next average, on all replicas."""
+        self._changed = True
+
+    def _compare(self, origin: str | None, seed: int) -> None:
         parameters = list(self._module.named_parameters())
         group = parallel_state.get_data_parallel_group()
         with failure_watch.reported():
             check_replica_values(parameters, origin, group, seed, parameter_lines(parameters))
-        self._verified = True
-
-    def average(self) -> None:
-        """Average ``.grad`` over the replicas; collective over them."""
-        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-        average_gradients(self._module.parameters(), group, control)
-
-    def verify_again(self) -> None:
-        """Verify the parameters again before the next step."""
-        self._verified = False

@@ -13,8 +13,9 @@ from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wra
 from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
 from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
+from nxdpp.parallel_layers.faults.board import board
 
 
 def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
@@ -47,6 +48,12 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     """
     check_wrapped(model, "save_pretrained")
     parallel_state.refuse_in_debug("save_pretrained")
+    failure_watch.refuse_after_failure()
+    with board.call("save_pretrained"):
+        _save(model, directory)
+
+
+def _save(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
     module, rank = model.original_module, dist.get_rank()
     consequence = f"{directory} was not written"
     held = from_all_ranks(together(lambda: _layouts(model), consequence))

@@ -87,6 +87,10 @@ class Board:
         """
         return Call(self, name, unit, scope, has_limit)
 
+    def calls_of(self, name: str) -> int:
+        """Number of calls of this name that have begun."""
+        return self._named.get(name, 0)
+
     def moved(self) -> None:
         """Note progress within a call, such as one tensor of many that was read."""
         self.moves += 1

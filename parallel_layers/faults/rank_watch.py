@@ -21,6 +21,7 @@ from nxdpp.parallel_layers.faults.connection_errors import is_connection_error
 from nxdpp.parallel_layers.faults.ending_process import exit_process, print_line, wait_until
 from nxdpp.parallel_layers.faults.hang_watch import HangWatch
 from nxdpp.parallel_layers.faults.local_peers import LAUNCHER, LocalPeers
+from nxdpp.parallel_layers.faults.other_calls import OtherCalls
 from nxdpp.parallel_layers.faults.roll_call import names
 from nxdpp.parallel_layers.faults.watch_store import (
     Departure,
@@ -72,7 +73,9 @@ class RankWatch:
         self._world_store = store
         # A main thread that blocks in a call of the store holds that connection, not this one.
         connection = self._world_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._store = WatchStore(PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection))
+        own_store = PrefixStore(f"nxdpp_failure_watch_{next(_watches)}", connection)
+        self._store = WatchStore(own_store)
+        self._other_calls = OtherCalls(PrefixStore("calls", own_store), board, self._rank)
         self._peers = LocalPeers(self._store, self._rank, self._world_size)
         self._poll_seconds = poll_seconds(self._world_size)
         self._pause_seconds = pause_seconds(self._world_size)
@@ -192,7 +195,7 @@ class RankWatch:
         if died:
             fault = self._death_of(died[0])
         elif self._is_stuck():
-            fault = self._departed() or self._hangs.find()
+            fault = self._departed() or self._other_call() or self._hangs.find()
         if fault is not None:
             self._act_on(self._store.end(fault))
 
@@ -245,6 +248,11 @@ class RankWatch:
             f"and rank {self._rank} is in {position.call}"
         )
         return Ending("fault", ranks[0], sentence)
+
+    def _other_call(self) -> Ending | None:
+        """The fault of ranks that wait for each other in different calls."""
+        sentence = self._other_calls.find()
+        return None if sentence is None else Ending("fault", self._rank, sentence)
 
     def _death_of(self, rank: int) -> Ending:
         if rank == LAUNCHER:

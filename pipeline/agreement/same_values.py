@@ -47,12 +47,14 @@ class Values:
         seeds: ``torch.initial_seed()`` of each rank when it wrapped the model.
         conversions: the rank, and the dtypes from and to which all of its weights were converted; ``None`` where a rank
             has no floating weights or has converted some.
+        loads: the first rank, and how often it has loaded weights by ``load_pretrained``.
     """
 
     ties: dict[int, Copy] = field(default_factory=dict)
     initial: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
     conversions: tuple[int, Conversions] | None = None
+    loads: tuple[int, int] | None = None
 
 
 class InitialWeights:
@@ -108,21 +110,29 @@ class RankValues:
         initial: samples of the initial weights.
         parameters: of this rank, by name.
         ties: this rank's copies of tied weights, by number.
+        loads: how often the rank has loaded weights by ``load_pretrained``.
     """
 
     def __init__(
-        self, rank: int, initial: InitialWeights, parameters: Mapping[str, nn.Parameter], ties: Mapping[int, Copy]
+        self,
+        rank: int,
+        initial: InitialWeights,
+        parameters: Mapping[str, nn.Parameter],
+        ties: Mapping[int, Copy],
+        loads: int,
     ) -> None:
         self._rank = rank
         self._initial = initial
         self._parameters = parameters
         self._ties = ties
+        self._loads = loads
 
     def after(self, heard: Values, name: Callable[[int], str]) -> Values:
         """Return what the next rank is told, after the comparison with what this rank has ``heard``.
 
         ``name`` gives the name of a rank. Raises ``RuntimeError`` for a part of another model.
         """
+        self._check_loads(heard.loads, name)
         kept = self._initial.kept(self._parameters)
         conversions = self._initial.conversions(self._parameters)
         self._check_conversions(heard.conversions, conversions, name)
@@ -134,7 +144,15 @@ class RankValues:
             heard.initial | {each: (self._rank, known) for each, known in kept.items()},
             heard.seeds | {self._rank: self._initial.seed},
             heard.conversions if conversions is None else (self._rank, conversions),
+            heard.loads or (self._rank, self._loads),
         )
+
+    def _check_loads(self, heard: tuple[int, int] | None, name: Callable[[int], str]) -> None:
+        if heard is not None and heard[1] != self._loads:
+            raise RuntimeError(
+                f"{name(heard[0])} has called load_pretrained {heard[1]} times, and {name(self._rank)} {self._loads} "
+                f"times: only a part of the model has the loaded weights. Call load_pretrained on every rank."
+            )
 
     def _check_initial(self, heard: Values, name: Callable[[int], str]) -> None:
         different = self._initial.different(heard.initial)

@@ -26,8 +26,8 @@ from nxdpp.pipeline.last_used import LastUsed
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1
-# Number, digest, 1 for a new signature, and bytes of the text that follows; then the hashes of the inputs.
-_HEAD = 4
+# Number, digest, 1 for a new signature, bytes of the text that follows, calls; then the hashes of the inputs.
+_HEAD = 5
 _REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
 _HABITS = """\
 All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
@@ -82,10 +82,11 @@ class StepVerifier:
         number: int = 0,
         refused: str | None = None,
         values: RankValues | None = None,
-    ) -> None:
+        calls: int = 0,
+    ) -> int:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
-        All ranks of the pipeline must call this.
+        All ranks of the pipeline must call this. Returns the ``calls`` of the first rank.
 
         Args:
             step: the step of this rank.
@@ -94,13 +95,14 @@ class StepVerifier:
             inputs: hashes of the inputs of this rank.
             number: how many steps this rank has begun.
             refused: the last step that this rank alone may have refused; it explains another number.
+            calls: number of calls of all ranks that this rank has begun. It may differ.
             values: of this rank's parameters, to compare them with those of the ranks before it; for a new signature.
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()
         while self._sends:
             self._sends.pop().wait()
-        header[:_HEAD] = number, step_digest, is_new, 0
+        header[:_HEAD] = number, step_digest, is_new, 0, calls
         header[_HEAD:] = inputs.words()
         self._values = Values()
         if self._rank > 0:
@@ -109,6 +111,7 @@ class StepVerifier:
             self._values = values.after(self._values, self._name)
         if self._rank + 1 < self._size:
             self._send(step, is_new, refused)
+        return int(header[4])
 
     def _send(self, step: StepIdentity, is_new: bool, refused: str | None) -> None:
         known = (tuple(step.graph), step.signature, self._origin, self._values) if is_new else None
@@ -124,6 +127,8 @@ class StepVerifier:
         self._group.recv([self._received], previous, _TAG).wait()
         theirs, ours = self._received.tolist(), self._sent.tolist()
         length, theirs[3] = theirs[3], 0
+        # A call that one rank alone has made, and that had no effect on others, shifts no later comparison of calls.
+        self._sent[4] = ours[4] = theirs[4]
         refused_there = self._receive_text(theirs[1], length) if length else None
         if theirs == ours:
             return

@@ -47,6 +47,7 @@ class LocalPart:
         aliases: the names, in the whole model, of each parameter and each buffer that has several.
         origin: the seed or generator state of the initial weights, as text; ``None`` where none were drawn. It must
             be equal on all ranks that have one.
+        loads: how often ``load_pretrained`` has loaded weights.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LocalPart:
         self.root = root
         self._rank = rank
         self.origin: str | None = None
+        self.loads = 0
         self._seed = seed
         self._param_init_fn = param_init_fn
         self._record = record_of(root)
@@ -113,7 +115,8 @@ class LocalPart:
 
     def values(self) -> RankValues:
         """The present values, to compare them with those of other ranks."""
-        return RankValues(self._rank, self._initial, dict(listings.named_parameters(self.module)), self.tied.copies())
+        parameters = dict(listings.named_parameters(self.module))
+        return RankValues(self._rank, self._initial, parameters, self.tied.copies(), self.loads)
 
     def forget_initial_weights(self) -> None:
         """Drop the samples of the initial weights: the ranks have compared them."""

@@ -148,8 +148,10 @@ class StepRunner:
             self._verifier = StepVerifier(parallel_state.get_pipeline_control_group())
         with failure_watch.reported():
             inputs = self._hasher.of_step(given, known is None)
-            begun = board.begun["pipeline"]
-            self._verifier.check(step, digest, known is None, inputs, begun, self._refused, values)
+            begun = board.begun
+            begun["world"] = self._verifier.check(
+                step, digest, known is None, inputs, begun["pipeline"], self._refused, values, begun["world"]
+            )
         self._is_verified, self._refused = True, None
         if once_verified is not None:
             once_verified()

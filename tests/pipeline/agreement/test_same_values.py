@@ -104,6 +104,14 @@ def one_module_of_another_dtype(rank: int) -> NxDPPModel:
     return wrapped
 
 
+def load_on_one_rank(rank: int) -> NxDPPModel:
+    wrapped = wrap(5)
+    if rank == 1:
+        # The end of load_pretrained, for weights in memory.
+        wrapped.replace_local_tensors([])
+    return wrapped
+
+
 CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
     other_seed: (
         "pipeline rank 0 (rank 0) and pipeline rank 1 (rank 1) have built the model with different initial weights: "
@@ -132,6 +140,10 @@ CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
     ),
     double_local_module_on_one_rank: ("all weights of pipeline rank 1 (rank 1) were not converted",),
     double_on_all_ranks: (),
+    load_on_one_rank: (
+        "pipeline rank 0 (rank 0) has called load_pretrained 0 times, and pipeline rank 1 (rank 1) 1 times: only a "
+        "part of the model has the loaded weights. Call load_pretrained on every rank.",
+    ),
     one_module_of_another_dtype: (),
 }
 

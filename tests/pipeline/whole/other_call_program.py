@@ -1,0 +1,41 @@
+"""A training script in which ranks make different collective calls; run by test_other_calls.
+
+Usage: other_call_program.py CASE FOLDER, on 4 ranks: two replicas of two stages.
+"""
+
+import sys
+import time
+
+import torch.distributed as dist
+
+from nxdpp import NxDPPModel, parallel_state, save_pretrained
+from tests.support.models import make, padded_batch
+
+STEPS = 2
+
+
+def main(case: str, folder: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    for _ in range(STEPS):
+        wrapped.run_train(**padded_batch(4))
+    if dist.get_rank() == 0:
+        print(f"fails at {time.time()}", flush=True)
+    saves = {"save": dist.get_rank() == 0, "save_of_a_replica": parallel_state.get_data_parallel_rank() == 0}
+    if saves.get(case):
+        save_pretrained(wrapped, folder)
+    elif case == "evaluate" and dist.get_rank() == 1:
+        wrapped.run_eval(**padded_batch(4))
+    elif case == "skip" and parallel_state.get_data_parallel_rank() == 1:
+        # A replica leaves two steps out. It also asks for another verification.
+        wrapped.refresh()
+        for _ in range(2):
+            try:
+                wrapped.run_train(**padded_batch(3))
+            except ValueError as error:
+                print(f"caught {error}", flush=True)
+    wrapped.run_train(**padded_batch(4))
+    wrapped.run_train(**padded_batch(4))
+
+
+main(sys.argv[1], sys.argv[2])
