@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.pipeline.agreement.fingerprint import digest
 
@@ -107,6 +108,9 @@ class InputHasher:
 
     def _is_hashed(self, value: Any, is_first: bool) -> bool:
         if isinstance(value, torch.Tensor):
+            # Others have no memory of their own that is laid out alike on all ranks.
+            if value.layout != torch.strided or value.is_nested or is_traceable_wrapper_subclass(value):
+                return False
             is_exact = not (value.is_floating_point() or value.is_complex())
             return is_exact or self._check_inputs == "always" or (self._check_inputs == "first" and is_first)
         # Texts, booleans and None are part of the graph.

@@ -80,6 +80,12 @@ def test_numbers_are_compared_and_texts_are_not() -> None:
     assert words(mode="a") == words(mode="b") == words(flag=True) == words()
 
 
+def test_sparse_and_nested_tensors_are_not_compared() -> None:
+    rows = torch.eye(2)
+    for other in (rows.to_sparse(), torch.nested.nested_tensor([rows], layout=torch.jagged)):
+        assert InputHasher("always").of_step([{"x": other}], is_first=True) == InputHashes([], [], [], [])
+
+
 def test_each_microbatch_of_a_function_is_compared() -> None:
     rows = torch.arange(4)
     one = InputHasher("first").of_step([{"ids": rows[:2]}, {"ids": rows[2:]}], is_first=False)
