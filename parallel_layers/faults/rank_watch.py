@@ -297,8 +297,9 @@ class RankWatch:
         """End this process because of ``ending``: after the error of the failed rank, or with the fault's sentence."""
         if not self._ends.acquire(blocking=False):
             _wait_for_exit()
-        if self._store_is_gone and self._host_departure is None:
-            # Torch prints traces when a request of another thread of this rank loses the store.
+        if self._store_is_gone and self._host_departure is None and not launcher_has_store():
+            # Torch prints traces when a request of another thread of this rank loses the store. An agent that loses
+            # its store ends this process at once.
             time.sleep(_TRACES_SECONDS)
         is_error = ending.kind == "error"
         reason = f"rank {ending.rank} failed{addition}; its error follows" if is_error else ending.sentence + addition
