@@ -34,6 +34,12 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
     assert {type(number) for number in numbers} == {int}
 
 
+@pytest.mark.parametrize("name", ["last", True, None])
+def test_invalid_times_of_checks_of_inputs(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"check_inputs=.* must be 'first', 'always' or 'never'"):
+        PipelineConfig(num_microbatches=1, check_inputs=name).check(PlainModel())
+
+
 def test_options_of_the_returned_loss_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="return_mb_loss=True and broadcast_and_average_loss=True exclude each other"):
         arguments.check_loss_returns(True, True)
