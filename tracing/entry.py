@@ -91,7 +91,7 @@ class Entry(nn.Module):
         ):
             output = output.to_tuple()
         values, self.output_spec = flatten(output)
-        refuse_attributes_of_output(type(module).__name__, values)
+        refuse_attributes_of_output(module, values)
         return values
 
     def named_modules(

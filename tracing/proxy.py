@@ -1,6 +1,7 @@
 """A proxy that records in-place changes, and knows what follows from the specs and sizes of the inputs."""
 
 import dis
+import logging
 import operator
 import re
 import sys
@@ -25,6 +26,8 @@ from nxdpp.tracing.number_proxy import NumberProxy
 from nxdpp.tracing.sizes import UnknownSizeError, number_of_items
 from nxdpp.tracing.tensor_hooks import HookMethod
 from nxdpp.tracing.type_answers import class_of, reads_parameter
+
+_logger = logging.getLogger(__name__)
 
 # C code behind torch.autograd and torch.func takes an object of class Tensor for one, and crashes on a proxy.
 _TRACING_CODE = re.compile(
@@ -196,15 +199,25 @@ def proxy_of(node: fx.Node, tracer: Any) -> RecordingProxy:
     return (RecordingSize if is_shape(node) else RecordingProxy)(node, tracer)
 
 
-def refuse_attributes_of_output(model: str, values: Iterable[Any]) -> None:
-    """Raise ``RuntimeError`` for an attribute that the spine has set on a value of the output of ``model``."""
+def refuse_attributes_of_output(model: nn.Module, values: Iterable[Any]) -> None:
+    """Raise ``RuntimeError`` for an attribute that the spine has set on a value of the output of ``model``.
+
+    Outputs of transformers' models hold such values beside the loss (SmolVLM's features of images). There it is a
+    warning.
+    """
+    name, values = type(model).__name__, list(values)
     for value in values:
-        names = sorted(vars(value).keys() - _OF_PROXIES) if issubclass(type(value), RecordingProxy) else []
-        if names:
-            raise RuntimeError(
-                f"{model}.forward sets {value.node.name}.{names[0]} on a value that a module returned, and returns it; "
-                f"a graph would lose the attribute. Return a new object with all of its fields."
-            )
+        attributes = sorted(vars(value).keys() - _OF_PROXIES) if issubclass(type(value), RecordingProxy) else []
+        if not attributes:
+            continue
+        message = (
+            f"{name}.forward sets {value.node.name}.{attributes[0]} on a value that a module returned, and returns it; "
+            f"a graph would lose the attribute."
+        )
+        may_be_loss = len(values) == 1 or "loss" in attributes
+        if may_be_loss or not is_framework(type(model).__module__):
+            raise RuntimeError(f"{message} Return a new object with all of its fields.")
+        _logger.warning("%s The loss does not change. In an evaluation without labels the value lacks it.", message)
 
 
 def refuse_attributes(module: nn.Module, arguments: Any) -> None:
