@@ -50,7 +50,7 @@ class Position(NamedTuple):
 
 
 class Board:
-    """What this rank is in.
+    """The call and action of this rank.
 
     Attributes:
         action: index of the action of the step that runs; ``NO_ACTION`` outside of its actions.

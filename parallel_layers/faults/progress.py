@@ -1,4 +1,4 @@
-"""Progress of this rank: how long it has not moved, and the Python code that it is in.
+"""Progress of this rank: the time since its last move, and the Python code that it is in.
 
 A rank moves when a call or an action begins or ends, when a node of its stage's graph ends, and when a long call says
 so (``board.moved``). Time in a compiler is progress too: its stacks tell nothing.
@@ -60,7 +60,7 @@ class Place:
 
 
 class Progress:
-    """How long a rank has not moved.
+    """Time since the last move of a rank.
 
     Args:
         board: of this process.

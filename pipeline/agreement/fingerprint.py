@@ -176,7 +176,7 @@ class Part(NamedTuple):
 
 
 def differing_parts(theirs: str | None, ours: str | None) -> tuple[Part, Part]:
-    """What two lines differ in, such as fields of a configuration."""
+    """The parts that differ between two lines, such as fields of a configuration."""
     if theirs is None or ours is None or max(len(theirs), len(ours)) <= _LINE:
         short = [line if line is None or len(line) <= _LINE else f"{line[:_LINE]}..." for line in (theirs, ours)]
         return Part("", short[0] or "(no such line)"), Part("", short[1] or "(no such line)")

@@ -39,7 +39,7 @@ class Copy(NamedTuple):
 
 @dataclass
 class Values:
-    """What ranks tell each other about the values of their parameters.
+    """Facts about the values of parameters that ranks tell each other.
 
     Attributes:
         ties: the first owner's copy of each tied weight, by its number.

@@ -23,7 +23,7 @@ _PORT = 29517
 
 @cache
 def reason_against() -> str:
-    """Why this machine cannot make network namespaces; empty if it can."""
+    """Return the reason for which this machine makes no network namespaces; empty if it makes them."""
     if not shutil.which("ip"):
         return "there is no ip command (iproute2)"
     try:
