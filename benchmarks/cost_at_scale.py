@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,11 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 import torch.distributed as dist  # noqa: E402
-from torch.distributed import device_mesh  # noqa: E402
+from torch.distributed import (  # type: ignore[attr-defined]  # noqa: E402  # public, though not in its __all__
+    HashStore,
+    TCPStore,
+    device_mesh,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from benchmarks.report import markdown_table  # noqa: E402
@@ -137,7 +142,7 @@ class _CountingStore(dist.Store):  # type: ignore[name-defined,misc]  # public, 
 
 def requests_of_a_rank(act: Callable[[Any, int, int], Any], ranks: int) -> list[int]:
     """Requests of each of ``ranks`` ranks in ``act(store, rank, ranks)``, without polls."""
-    memory = dist.HashStore()
+    memory = HashStore()
     stores = [_CountingStore(memory) for _ in range(ranks)]
     with ExitStack() as stack:
         # A store has one start and one exchange. Prefixes would hide the counts behind C++.
@@ -162,19 +167,19 @@ def exchange(store: Any, rank: int, ranks: int) -> None:
 
 def start_gloo(store: Any, rank: int, ranks: int) -> None:
     """Start of a gloo group."""
-    dist.ProcessGroupGloo(store, rank, ranks)
+    dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
 
 
 def polls_of_the_watch() -> int:
     """Requests of one poll of the failure watch in a job that moves."""
-    store = _CountingStore(dist.HashStore())
+    store = _CountingStore(HashStore())
     assert WatchStore(store).state() is None
     return store.requests + store.polls
 
 
 def requests_a_second(seconds: float = 1.0, connections: int = 4) -> float:
     """Small requests that one TCPStore of this machine answers in a second."""
-    host: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    host: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     end = time.perf_counter() + seconds
 
     def ask(store: Any) -> int:
@@ -224,7 +229,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=810, help="size of the checkpoint")
     given = parser.parse_args()
     rate = requests_a_second()
-    columns = [rows(backend, *vars(given).values(), rate) for backend in ("nccl", "gloo")]
+    sizes = (given.ranks, given.pipeline, given.shards, given.gigabytes)
+    columns = [rows(backend, *sizes, rate) for backend in ("nccl", "gloo")]
     cells = [[name, *(column[name] for column in columns)] for name in columns[0]]
     print(f"One store answers {rate:,.0f} requests a second here.\n")
     print(markdown_table((f"{given.ranks} ranks", "NCCL", "gloo"), cells, left=(f"{given.ranks} ranks",)))

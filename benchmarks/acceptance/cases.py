@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -165,7 +165,7 @@ class _Run:
 
     def _step(self, ids: torch.Tensor) -> list[torch.Tensor] | None:
         run = self._wrapped.run_train if self._case.trains else self._wrapped.run_eval
-        return run(input_ids=ids, labels=ids)  # type: ignore[no-any-return]
+        return cast("list[torch.Tensor] | None", run(input_ids=ids, labels=ids))
 
     def _step_alone(self, ids: torch.Tensor, replicas: int) -> list[torch.Tensor]:
         losses = []
