@@ -59,6 +59,22 @@ def check_autocast(device: torch.device, is_scaled: bool) -> None:
         )
 
 
+def check_trained_dtypes(module: nn.Module) -> None:
+    """Raise ``RuntimeError`` for a parameter of ``module`` in float16 that is trained.
+
+    Its gradient would be float16 too. Small values are zero there, and an unscaled one cannot be told from a scaled.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            kind = parameter.device.type
+            raise RuntimeError(
+                f"{name} is a parameter in float16 that is trained: its small gradients and updates would become zero. "
+                f"Keep parameters in float32 (model.float()), and run the step under torch.autocast({kind!r}, "
+                f"torch.float16) with NxDPPModel(..., grad_scaler=nxdpp.GradScaler({kind!r})). Or train in bfloat16 "
+                f"(model.bfloat16()), which needs no scale. Frozen parameters may be in float16."
+            )
+
+
 def check_not_positional(values: Sequence[Any]) -> None:
     """Raise ``TypeError`` for positional inputs."""
     if values:

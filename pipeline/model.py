@@ -50,7 +50,7 @@ class NxDPPModel(LocalView):
         param_init_fn: initialises each local module of a model on the meta device; see ``PipelineConfig``.
         trace_file_path: file for a Chrome trace of each step, complete after each step.
         use_zero1_optimizer: leave the average of gradients over data-parallel ranks to the optimizer. Its first step
-            is collective over them, and raises ``RuntimeError`` if it has not averaged.
+            that changes parameters is collective over them, and raises ``RuntimeError`` if it has not averaged.
         auto_partition: split the layers evenly. Excludes ``pipeline_cuts``.
         deallocate_pipeline_outputs: free an activation after it is sent.
         check_against_module: ``"first"`` compares the first training step with the unwrapped module, for small models.

@@ -144,7 +144,7 @@ class Pipeline:
         self._replicas = ReplicaGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._hooks = SpineHooks(module, self.local_module, self.partition.layers)
-        self._is_checked = False
+        self._is_checked = self._dtypes_are_checked = False
         self._values_are_verified = False
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
@@ -217,7 +217,7 @@ class Pipeline:
                 is sent to another stage.
             TracingError: for inputs with which the model cannot be traced.
             RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16 without a ``grad_scaler``,
-                and for a step that fails. A failure ends all ranks.
+                for trained parameters in float16, and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
         with board.call("train_step", "step", "pipeline", has_limit=True), self._steps.step():
@@ -229,6 +229,9 @@ class Pipeline:
         batch = self._microbatches(inputs)
         scaler = self.config.grad_scaler
         arguments.check_autocast(self.device, is_scaled=scaler is not None and scaler.is_enabled())
+        if not self._dtypes_are_checked:
+            arguments.check_trained_dtypes(self.local_module)
+            self._dtypes_are_checked = True
         if scaler is not None:
             scaler.begin_step(self.device)
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
@@ -362,7 +365,7 @@ class Pipeline:
         """Follow tensors and modules that were moved, loaded or replaced."""
         self._upkeep.follow()
         refuse_local_wrappers(self.local_module)
-        self._is_checked = False
+        self._is_checked = self._dtypes_are_checked = False
         if self._hooks.note():
             warn_of_traced_hooks(self.original_module, self.partition.layers)
         self._programs.forget()

@@ -10,36 +10,40 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxdpp.pipeline.agreement.replicas import check_replica_values
+from nxdpp.pipeline.agreement.replicas import check_replicas
+from nxdpp.pipeline.agreement.same_values import sample
 
 
 class FirstStepCheck:
-    """Compares a sample of the parameters over the replicas once, after the first step of an optimizer that has some.
+    """Compares a sample of the parameters over the replicas, after the first step of an optimizer that changes some.
 
-    The hook on optimizers' steps is removed then. That step is collective over ``group``.
+    The first steps of a warm-up may have a learning rate of 0, which shows nothing. The hook on optimizers' steps is
+    removed after a step that changes the sample. The steps until then are collective over ``group``.
 
     Args:
-        parameters: those of this rank, by name.
+        parameters: those of this rank, by name, before the step.
         group: the data-parallel ranks that have the same ones.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         # The hook may outlive the model: an id alone could then be that of another model's parameter.
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
+        self._before = {name: sample(parameter) for name, parameter in parameters.items()}
         self._group = group
         self._hook: RemovableHandle = register_optimizer_step_post_hook(self._check)
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [(self._names[parameter], parameter) for parameter in stepped if parameter in self._names]
+        held = {self._names[parameter]: sample(parameter) for parameter in stepped if parameter in self._names}
         if not held:
             return
-        self._hook.remove()
         try:
-            check_replica_values(held, None, self._group)
+            check_replicas([f"values of {name}: {known.hex()}" for name, known in held.items()], self._group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"use_zero1_optimizer=True leaves the average of gradients over data-parallel replicas to the "
                 f"optimizer. After the first step of {type(optimizer).__name__} the replicas have different "
                 f"parameters: it does not average. Set use_zero1_optimizer=False, or take an optimizer that does."
             ) from error
+        if any(known != self._before[name] for name, known in held.items()):
+            self._hook.remove()

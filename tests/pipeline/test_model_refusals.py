@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
+from nxdpp import GradScaler, NxDPPModel, apply_checkpoint, parallel_state
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
@@ -174,3 +174,33 @@ def broadcast(rank: int, default: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_the_loss_is_broadcast_whatever_the_default_dtype(default: torch.dtype) -> None:
     run_ranks(2, broadcast, default)
+
+
+def test_trained_parameters_in_float16_are_refused_and_the_remedies_train() -> None:
+    parallel_state.initialize_model_parallel()
+    batch = padded_batch(4)
+    for scaler in (None, GradScaler(init_scale=4.0)):
+        wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2, grad_scaler=scaler)
+        wrapped.half()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"embed_tokens.weight is a parameter in float16 that is trained.*"):
+                wrapped.run_train(**batch)
+        assert all(parameter.grad is None for parameter in wrapped.local_parameters())
+        wrapped.run_eval(**batch)
+        # The remedies of the message.
+        wrapped.float()
+        with torch.autocast("cpu", torch.bfloat16 if scaler is None else torch.float16):
+            losses = [wrapped.run_train(**batch)]
+        wrapped.zero_grad()
+        wrapped.bfloat16()
+        losses.append(wrapped.run_train(**batch))
+        assert all(isinstance(loss, torch.Tensor) and loss.isfinite() for loss in losses)
+    frozen = NxDPPModel(make("llama", layers=2).half(), num_microbatches=2)
+    for name, parameter in frozen.local_named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data = parameter.data.float()
+        else:
+            parameter.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        frozen.run_train(**batch)
+    parallel_state.destroy_model_parallel()

@@ -46,6 +46,15 @@ def train(rank: int) -> None:
     wrapped.run_train(**own)
     with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*Set use_zero1_optimizer=False"):
         optimizer.step()
+    # A warm-up that begins with a learning rate of 0.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
+    wrapped.run_train(**own)
+    optimizer.step()
+    warm_up.step()
+    with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*it does not average"):
+        optimizer.step()
     # The remedy.
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=False)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)

@@ -1,12 +1,13 @@
 """A limit of time is a number of seconds, at least 1, or 0."""
 
+import numpy as np
 import pytest
 
 from nxdpp.parallel_layers.faults.hang_timeout import check_hang_timeout
 from nxdpp.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 
 
-@pytest.mark.parametrize("seconds", [0, 1, 2.5, 300.0])
+@pytest.mark.parametrize("seconds", [0, 1, 2.5, 300.0, np.int64(300), np.float32(2.5)])
 def test_limits(seconds: float) -> None:
     check_hang_timeout(seconds)
 
@@ -17,7 +18,7 @@ def test_other_numbers_are_refused(seconds: float) -> None:
         check_hang_timeout(seconds)
 
 
-@pytest.mark.parametrize("seconds", [None, True, "300"])
+@pytest.mark.parametrize("seconds", [None, True, "300", np.True_, 3j])
 def test_what_is_no_number_is_refused(seconds: object) -> None:
     with pytest.raises(TypeError, match="hang_timeout must be a number of seconds"):
         check_hang_timeout(seconds)
