@@ -29,6 +29,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="choice of the cuts (even)")
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the ranks: on cuda a memory limit counts communicators and messages (cuda)",
+    )
+    parser.add_argument("--data-parallel-size", type=_count, default=1, metavar="N", help="data-parallel replicas (1)")
     parser.set_defaults(run=run)
 
 
@@ -37,6 +44,8 @@ def run(options: argparse.Namespace) -> None:
 
     Raises ``ValueError`` for options that do not fit together or do not fit the model.
     """
+    import torch
+
     from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
     from nxdpp.pipeline.planning.stage_summary import summarise_stages
 
@@ -51,7 +60,17 @@ def run(options: argparse.Namespace) -> None:
     limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
     ranks = options.pipeline_parallel_size
     balanced = options.partition == "balanced"
-    stages = summarise_stages(model, inputs, ranks, microbatches, balanced, limit, options.virtual_pipeline_size)
+    stages = summarise_stages(
+        model,
+        inputs,
+        ranks,
+        microbatches,
+        balanced,
+        limit,
+        options.virtual_pipeline_size,
+        torch.device(options.device),
+        options.data_parallel_size,
+    )
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
     _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks)
 
@@ -97,6 +116,10 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
     console.print("FLOPs, and tensors sent in the forward, are of one microbatch; activations are peaks under 1F1B.")
     if chunked:
         console.print("1F1B is interleaved; the stages of a rank may reach their peaks at different times.")
+    if stages[0].transport:
+        console.print(
+            f"communicators and messages: {_bytes(stages[0].transport)} of each rank, on CUDA; a memory limit counts them"
+        )
     console.print(
         "Work of an operation: its FLOPs, or the FLOPs that an accelerator could do while it moves the bytes, if more."
     )

@@ -9,6 +9,7 @@ from torch import fx, nn
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.pipeline.cost.layer_costs import StateBytes, activation_bytes, state_bytes
+from nxdpp.pipeline.cost.transport_bytes import transport_bytes
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, make_partition
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.schedules.chosen import ChosenSchedule
@@ -16,6 +17,8 @@ from nxdpp.schedules.in_flight import in_flight
 from nxdpp.tracing import listings
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.trace import TracingOptions, trace_for
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class StageSummary:
         peak_activations: bytes of all microbatches in flight, under 1F1B or, with several stages a rank, interleaved
             1F1B.
         sent_tensors, sent_bytes: boundary tensors that the forward of one microbatch sends to other stages.
+        transport: bytes of communicators and messages on its rank, a part of the rank's memory limit.
         estimated: True if some costs are estimated.
     """
 
@@ -41,6 +45,7 @@ class StageSummary:
     peak_activations: int
     sent_tensors: int
     sent_bytes: int
+    transport: int
     estimated: bool
 
 
@@ -52,6 +57,8 @@ def summarise_stages(
     balanced: bool = False,
     memory_limit: int | None = None,
     chunks: int = 1,
+    device: torch.device = _CPU,
+    replicas: int = 1,
 ) -> list[StageSummary]:
     """Return a summary of each stage of ``model``.
 
@@ -63,6 +70,8 @@ def summarise_stages(
         balanced: balance the work of the stages. By default layers are split evenly.
         memory_limit: bytes of a rank, for balanced cuts only.
         chunks: number of stages of each rank, the virtual pipeline size. Stage ``s`` is on rank ``s % ranks``.
+        device: device of the stages. Communicators and messages take memory on CUDA alone.
+        replicas: number of data-parallel replicas, which take a communicator.
 
     Raises:
         ValueError: for too many stages, or if no cut fits into the memory.
@@ -75,13 +84,16 @@ def summarise_stages(
     node_costs = count_costs(traced, model, inputs)
     schedule = ChosenSchedule(None, ranks, microbatches, chunks)
     by_cost = CostPolicy(model, inputs, "balanced", schedule, memory_limit)
-    policy: PartitionPolicy = GivenCuts(by_cost.cuts(traced, node_costs)) if balanced else even
+    policy: PartitionPolicy = GivenCuts(by_cost.cuts(traced, node_costs, device, replicas)) if balanced else even
     layers = layer_names(model, options.layer_classes)
     cut = CutGraph(traced, make_partition(traced, model, layers, schedule.placement.stages, policy))
-    return _summaries(cut, node_costs, in_flight(schedule.training))
+    transport = transport_bytes(traced, node_costs, device, ranks, replicas)
+    return _summaries(cut, node_costs, in_flight(schedule.training), transport)
 
 
-def _summaries(cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], peaks: Sequence[int]) -> list[StageSummary]:
+def _summaries(
+    cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], peaks: Sequence[int], transport: int
+) -> list[StageSummary]:
     parameters = dict(listings.named_parameters(cut.partition.module, remove_duplicate=False))
     by_name = {node.name: node for node in cut.traced.graph.nodes}
     found = []
@@ -99,6 +111,7 @@ def _summaries(cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], peaks: Seq
                 peak_activations=peaks[plan.stage] * activation_bytes(nodes, node_costs, cut.traced),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
+                transport=transport,
                 estimated=any(node_costs[node].estimated for node in nodes),
             )
         )

@@ -144,6 +144,30 @@ def test_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "slowest rank / mean: 1." in output
 
 
+def test_a_memory_limit_counts_communicators_and_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """3 communicators of 100 MiB on each of 2 ranks, and a fourth for replicas; the model itself is tiny."""
+    tiny = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+    folder = _write(tmp_path, LLAMA_70B | tiny)
+
+    def plan(limit: float, *arguments: str) -> tuple[int, str]:
+        given = ("--pipeline-parallel-size", "2", "--seq-length", "8", "--partition", "balanced", *arguments)
+        status = _plan(folder, *given, "--memory-limit", str(limit))
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    status, output = plan(0.25)
+    assert status == 2
+    assert "0.293 GiB for communicators and messages" in output
+    status, output = plan(0.3)
+    assert status == 0
+    assert "communicators and messages: 300.01 MiB of each rank, on CUDA" in output
+    assert plan(0.3, "--data-parallel-size", "2")[0] == 2
+    assert plan(0.4, "--data-parallel-size", "2")[0] == 0
+    status, output = plan(0.25, "--device", "cpu")
+    assert status == 0
+    assert "communicators" not in output
+
+
 REFUSED = [
     ({}, ["--pipeline-parallel-size", "81"], "80 transformer layers cannot be split over 81"),
     ({"model_type": "lama"}, [], "model_type is 'lama', which the installed transformers does not know"),
