@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ class CudaDevice(Device):
         """Start to copy by way of pinned memory: a copy from other memory waits for the work before it."""
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self.device, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to copy into pinned memory. The result waits for the work before the copy, not for the whole device."""
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def copied() -> torch.Tensor:
+            event.synchronize()
+            return pinned
+
+        return copied
 
     def random_state(self) -> bytes:
         """Return the state of the device's generator."""

@@ -1,6 +1,7 @@
 """Interface of a device, and the CPU as the device whose work is done when a call returns."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ class Device:
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device of a tensor in host memory."""
         return tensor.to(self.device)
+
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to copy a tensor of the device; the result waits for the copy, and returns it in host memory."""
+        copied = tensor.to("cpu")
+        return lambda: copied
 
     def random_state(self) -> bytes:
         """Return the state of the device's own random generator; the CPU's generator is torch's global one."""

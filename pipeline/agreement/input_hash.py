@@ -7,7 +7,7 @@ a copy for int64, and it is computed on the tensor's device::
     on another device       hash now, copy to the host   compared in the next step: no wait for the device
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.agreement.fingerprint import digest
 
 SLOTS = 12
@@ -122,25 +123,16 @@ class _Pending:
     """Hashes on their way from a device to the host."""
 
     names: list[str]
-    on_host: torch.Tensor
-    event: torch.Event | None
+    copied: Callable[[], torch.Tensor]
 
     @classmethod
     def start(cls, hashes: Mapping[str, torch.Tensor]) -> "_Pending":
         stacked = torch.stack(list(hashes.values()))
-        if stacked.device.type == "cpu":
-            return cls(list(hashes), stacked, None)
-        on_host = torch.empty(stacked.shape, dtype=torch.int64, pin_memory=True)
-        on_host.copy_(stacked, non_blocking=True)
-        event = torch.Event(stacked.device)
-        event.record()
-        return cls(list(hashes), on_host, event)
+        return cls(list(hashes), device_of(stacked.device).to_host(stacked))
 
     def wait(self) -> dict[str, int]:
-        """Return the hashes; waits for the work before the copy, not for the whole device."""
-        if self.event is not None:
-            self.event.synchronize()
-        return dict(zip(self.names, self.on_host.tolist(), strict=True))
+        """Return the hashes; waits for their copy."""
+        return dict(zip(self.names, self.copied().tolist(), strict=True))
 
 
 def hash_of(value: Any) -> int | torch.Tensor:
@@ -198,7 +190,7 @@ def _table(length: int, device: torch.device) -> torch.Tensor:
             numbers = (numbers ^ (numbers >> numpy.uint64(shift))) * numpy.uint64(factor)
         numbers ^= numbers >> numpy.uint64(31)
         # An odd factor keeps a difference of any single word.
-        known = torch.from_numpy((numbers | numpy.uint64(1)).view(numpy.int64)).to(device)
+        known = device_of(device).from_host(torch.from_numpy((numbers | numpy.uint64(1)).view(numpy.int64)))
         _tables[device] = known
     return known
 

@@ -118,7 +118,8 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
         console.print("1F1B is interleaved; the stages of a rank may reach their peaks at different times.")
     if stages[0].transport:
         console.print(
-            f"communicators and messages: {_bytes(stages[0].transport)} of each rank, on CUDA; a memory limit counts them"
+            f"communicators and messages: {_bytes(stages[0].transport)} of each rank, on CUDA; a memory limit counts "
+            f"them"
         )
     console.print(
         "Work of an operation: its FLOPs, or the FLOPs that an accelerator could do while it moves the bytes, if more."

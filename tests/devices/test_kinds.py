@@ -58,6 +58,18 @@ def test_stamps_on_cuda_wait_only_when_they_are_read(calls: list[str]) -> None:
     assert calls == ["record", "record", "wait"]
 
 
+def test_a_copy_to_the_host_waits_only_when_it_is_read(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory, **given: empty(*size, **given) if pin_memory else None
+    )
+    copied = device_of(CUDA).to_host(torch.arange(3))
+    assert calls == ["record"]
+    assert copied().tolist() == [0, 1, 2]
+    assert calls == ["record", "wait"]
+    assert device_of(CPU).to_host(torch.arange(3))().tolist() == [0, 1, 2]
+
+
 def test_the_origin_waits_for_the_device(calls: list[str]) -> None:
     _, at = device_of(CUDA).origin()
     assert calls == ["synchronize cuda:1", "record", "wait"]

@@ -1,7 +1,7 @@
-"""``torch.cuda`` has one place: ``devices/cuda.py``."""
+"""``torch.cuda`` has one place, ``devices/cuda.py``; events, pinned memory and copies without a wait, ``devices/``."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,13 +29,48 @@ def _places(source: str) -> Iterator[int]:
                 yield node.lineno
 
 
+def _asynchronous(source: str) -> Iterator[int]:
+    """Lines with an event, a stream, pinned memory, or a copy that does not wait."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name("torch"), attr="Event" | "Stream"):
+                yield node.lineno
+            case ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="accelerator"), attr=attribute):
+                if "stream" in attribute or attribute == "synchronize":
+                    yield node.lineno
+            case ast.Call(func=ast.Attribute(attr="pin_memory" | "record_stream")):
+                yield node.lineno
+            case ast.keyword(arg="pin_memory" | "non_blocking"):
+                yield node.lineno
+
+
+def _files_with(places: Callable[[str], Iterator[int]]) -> list[str]:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [str(path.relative_to(ROOT)) for path in paths if list(places(path.read_text()))]
+
+
 def test_torch_cuda_is_named_in_one_file() -> None:
-    found = {
-        str(path.relative_to(ROOT)): list(_places(path.read_text()))
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    }
-    assert [path for path, lines in found.items() if lines] == ["devices/cuda.py"], found
+    assert _files_with(_places) == ["devices/cuda.py"]
+
+
+def test_events_and_copies_without_a_wait_are_in_one_folder() -> None:
+    assert _files_with(_asynchronous) == ["devices/cuda.py", "devices/device.py"]
+
+
+def test_each_asynchronous_call_is_found() -> None:
+    source = """
+torch.Event("cuda")
+torch.Stream()
+torch.accelerator.synchronize()
+torch.accelerator.current_stream()
+tensor.pin_memory()
+tensor.record_stream(stream)
+torch.empty(2, pin_memory=True)
+tensor.to(device, non_blocking=True)
+torch.accelerator.current_accelerator()
+Tensor.pin_memory
+"""
+    assert sorted(_asynchronous(source)) == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_each_way_to_name_it_is_found() -> None:

@@ -318,6 +318,20 @@ class LateDevice(Device):
         """Run all calls."""
         _wait(_thread.rank)
 
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Queue a copy to the host."""
+        rank = _thread.rank
+        host = torch.full(tensor.size(), -1, dtype=tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        stream = SIM.compute(rank)
+        upto = len(stream.calls)
+
+        def copied() -> torch.Tensor:
+            SIM.host_waits(rank, stream, upto)
+            return host
+
+        return copied
+
 
 class LateWork:
     """A message of a late communicator."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.parallel_layers import gradient_average
+from nxdpp.pipeline.agreement.input_hash import InputHasher, hash_of
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
@@ -27,7 +28,7 @@ from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
 from tests.pipeline.runtime.scheduled_models import Skips, make, rows
 from tests.support import late_device
 from tests.support.in_process import InProcessPipeline
-from tests.support.late_device import DEVICE, LateCommunicator, LateTensor, LateWork, be_rank, no_waits
+from tests.support.late_device import DEVICE, SIM, LateCommunicator, LateDevice, LateTensor, LateWork, be_rank, no_waits
 from tests.support.plain_models import Block
 
 MICROBATCHES = 4
@@ -110,7 +111,38 @@ def main() -> None:
             found[f"{rules.name} {change}".strip()] = [name for name in names if not _same(*_train(name, rules))]
     found["average"] = _averages_that_differ(LateWork.wait)
     found["average without a wait"] = _averages_that_differ(lambda self: None)
+    found["hashes"] = _hashes_that_differ(LateDevice.to_host)
+    found["hashes without a wait"] = _hashes_that_differ(_host_copy_without_a_wait)
     print(json.dumps(found))
+
+
+def _host_copy_without_a_wait(self: LateDevice, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    host = torch.full(tensor.size(), -1, dtype=tensor.dtype)
+    host.copy_(tensor, non_blocking=True)
+    return lambda: host
+
+
+def _hashes_that_differ(to_host: Callable[[LateDevice, torch.Tensor], Callable[[], torch.Tensor]]) -> list[str]:
+    """Return the inputs on a device that have another hash than in host memory; their step waits for nothing."""
+    be_rank(0)
+    steps = [{"ids": torch.arange(start, start + 6), "mask": torch.arange(7) < start} for start in (1, 2, 3)]
+    expected = [[hash_of(step[name]) for name in ("ids", "mask")] for step in steps]
+    given = [[{name: value.to(DEVICE) for name, value in step.items()}] for step in steps]
+    hasher = InputHasher("first")
+    ran: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateDevice, "to_host", to_host)
+        now = hasher.of_step(given[0], is_first=True)
+        with no_waits(0):
+            assert hasher.of_step(given[1], is_first=False).values == []
+        SIM.compute(0).add(lambda: ran.append(True))
+        late = hasher.of_step(given[2], is_first=False)
+    # The host has waited for the copy of the step before, and not for the work after it.
+    assert not ran
+    found = zip(
+        [*now.names, *late.late_names], [*now.values, *late.late_values], [*expected[0], *expected[1]], strict=True
+    )
+    return [name for name, value, other in found if value != other]
 
 
 def _averages_that_differ(wait: Callable[[LateWork], None]) -> list[str]:

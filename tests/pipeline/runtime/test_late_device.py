@@ -17,6 +17,8 @@ EXPECTED: dict[str, list[str]] = {
     # Here sends wait for the copies to the host.
     "gloo": [],
     "average without a wait": ["alone", "first", "second"],
+    "hashes": [],
+    "hashes without a wait": ["ids", "mask", "ids", "mask"],
     **{change: ["gpipe"] for change in CHANGES},
 }
 
