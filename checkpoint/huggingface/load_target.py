@@ -12,10 +12,9 @@ from nxdpp.checkpoint.files.safetensors_reader import Mapping as MappedFile
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, read_header
 from nxdpp.checkpoint.huggingface.adapted import adapter_names, base_names, is_adapted, learns_prompts
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, tensors_of, tied_names_of
-from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
+from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE, stored_tensors
+from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
 
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 _FITTING = (
     "Wrap a model with the class and configuration of the checkpoint. To change its class, load it once with "
     "transformers' CLASS.from_pretrained and save that model."
@@ -53,7 +52,8 @@ def target_of(model: PipelinedModel, directory: Path) -> tuple[Target, dict[str,
     Raises ``ValueError`` for a directory that cannot be read, and for an adapter of a model that has none.
     """
     module = model.original_module
-    if not (directory / ADAPTER_CONFIG).is_file():
+    weights = adapter_weights(directory)
+    if weights is None:
         stored = stored_tensors(directory)
         return (_base(model) if is_adapted(module) else _whole(model)), stored
     if not is_adapted(module):
@@ -61,9 +61,9 @@ def target_of(model: PipelinedModel, directory: Path) -> tuple[Target, dict[str,
             f"{directory} holds an adapter ({ADAPTER_CONFIG}), and this {type(module).__name__} is not a PeftModel: "
             f"wrap the result of peft.get_peft_model(model, config)."
         )
-    if not (directory / ADAPTER_FILE).is_file():
+    if not weights.is_file():
         raise ValueError(f"{directory} has {ADAPTER_CONFIG} and no {ADAPTER_FILE}: save the adapter as safetensors.")
-    return _adapter(model), read_header(directory / ADAPTER_FILE, MappedFile())
+    return _adapter(model), read_header(weights, MappedFile())
 
 
 def _whole(model: PipelinedModel) -> Target:

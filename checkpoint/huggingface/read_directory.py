@@ -11,6 +11,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 WEIGHTS_FIELD = "transformers_weights"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+UNFINISHED = ".unfinished"
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,11 +38,12 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     The files of an earlier checkpoint in ``directory`` are replaced when all are complete, and then removed. A save
     that fails or is killed at any moment leaves the earlier or the new checkpoint, complete. So the files have a tag
     in their names (``model-1c5f09aa-00001-of-00004.safetensors``) where the usual names are in use, and a single file
-    has an index where ``config.json`` changes. Only an adapter of another configuration is removed before the new one
-    is there.
+    has an index where ``config.json`` changes. An adapter of another configuration has a moment in which only
+    ``load_pretrained`` finds it: its files are then in ``.unfinished/complete``.
 
     Raises:
-        ValueError: on every rank, before any write, for tensors on the meta device and for unsupported dtypes.
+        ValueError: before any write, for tensors on the meta device and for unsupported dtypes. Also for an adapter
+            where ``directory`` has a whole model, and the other way round.
         NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
             (``add_adapter``), tensor parallelism, and tensors with parts on several ranks.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
@@ -64,7 +66,7 @@ def _save(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
     saved = SavedDirectory(Path(directory), shards)
     try:
         local = _local_tensors(model)
-        together(lambda: start_save(Path(directory)) if rank == 0 else None, consequence)
+        together(lambda: start_save(Path(directory), is_adapter=False) if rank == 0 else None, consequence)
         together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard)), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
@@ -75,12 +77,15 @@ def _save(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
 def _save_adapter(
     model: PipelinedModel, directory: Path, held: Sequence[Mapping[str, Layout] | None], consequence: str
 ) -> None:
-    module, rank = model.original_module, dist.get_rank()
+    module: Any = model.original_module
+    rank = dist.get_rank()
+    # Adapters of other names have folders of their own.
+    is_adapter = "default" in module.peft_config
     names = together(lambda: names_to_gather(module) if rank == 0 else [], consequence)
     mates = {name: group for group in tied_names_of(model) for name in group}
     saved = SavedAdapter(directory, holders_of(from_all_ranks(names)[0], mates, held))
     try:
-        together(lambda: start_save(directory) if rank == 0 else None, consequence)
+        together(lambda: start_save(directory, is_adapter) if rank == 0 else None, consequence)
         together(lambda: saved.write(rank, _local_tensors(model)), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:

@@ -4,13 +4,10 @@
 
     .unfinished/adapter-00001.safetensors     each rank writes its tensors of the adapter
     .unfinished/adapter/                      rank 0: PeftModel.save_pretrained with all of them
-    adapter_config.json, README.md            rank 0 moves the files
-    adapter_model.safetensors                 moved last
-
-The weights of an earlier adapter of another configuration are removed before. A save that is killed then leaves none.
+    adapter_config.json, README.md            rank 0 replaces an earlier adapter, see ``replace_adapter``
+    adapter_model.safetensors
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,11 +21,8 @@ from torch import nn
 from nxdpp.checkpoint.files.safetensors_writer import write_shard
 from nxdpp.checkpoint.huggingface.adapted import PROMPTS, adapter_names, learns_prompts
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of, unwrapped_name
-from nxdpp.checkpoint.huggingface.replace_checkpoint import differs, put
-from nxdpp.checkpoint.huggingface.write_directory import UNFINISHED
-
-_WEIGHTS = "adapter_model.safetensors"
-_CONFIG = "adapter_config.json"
+from nxdpp.checkpoint.huggingface.read_directory import UNFINISHED
+from nxdpp.checkpoint.huggingface.replace_adapter import replace_adapter
 
 
 def names_to_gather(module: Any) -> list[str]:
@@ -75,19 +69,8 @@ class SavedAdapter:
         made.mkdir(exist_ok=True)
         with _put(tensors, module):
             type(module).save_pretrained(module, str(made))
-        for folder in (made, *filter(Path.is_dir, made.iterdir())):
-            self._replace(folder, self._directory / folder.relative_to(made))
+        replace_adapter(made, self._directory)
         shutil.rmtree(self._unfinished, ignore_errors=True)
-
-    def _replace(self, made: Path, target: Path) -> None:
-        """Replace the adapter in ``target`` by that in ``made``, its weights last."""
-        target.mkdir(exist_ok=True)
-        if differs(target / _CONFIG, made / _CONFIG):
-            # A mixture of two adapters must not look complete.
-            (target / _WEIGHTS).unlink(missing_ok=True)
-        for file in sorted(filter(Path.is_file, made.iterdir()), key=lambda file: file.name == _WEIGHTS):
-            _usual_permissions(file)
-            put(file, target / file.name)
 
     def remove_unfinished(self, rank: int) -> None:
         """Remove the files of ``rank``, as far as possible."""
@@ -127,11 +110,3 @@ def _put(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[Non
             is_parameter = registry is parent._parameters
             registry[key] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
         yield
-
-
-def _usual_permissions(file: Path) -> None:
-    # safetensors 0.8 lets only the owner read its files.
-    probe = file.with_name(f"{file.name}.permissions")
-    probe.touch()
-    file.chmod(probe.stat().st_mode)
-    os.unlink(probe)

@@ -20,23 +20,45 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.files.safetensors_writer import write_shard
+from nxdpp.checkpoint.huggingface.read_directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    UNFINISHED,
+)
+from nxdpp.checkpoint.huggingface.replace_adapter import finish_adapter
 from nxdpp.checkpoint.huggingface.replace_checkpoint import NewCheckpoint, finish_replacement
 from nxdpp.checkpoint.huggingface.save_plan import Shard
 
-UNFINISHED = ".unfinished"
 
-
-def start_save(directory: Path) -> None:
+def start_save(directory: Path, is_adapter: bool) -> None:
     """Make ``directory`` and an empty unfinished folder in it; rank 0 calls it before any rank writes.
 
-    What a killed save left is completed where its checkpoint was valid, and is removed otherwise.
+    What a killed save left is completed where its checkpoint was valid, and is removed otherwise. ``is_adapter`` is for
+    the files of an adapter at the top of ``directory``. Raises ``ValueError`` where those of a whole model are there,
+    and the other way round.
     """
     unfinished = directory / UNFINISHED
+    finish_adapter(directory)
+    _refuse_other_kind(directory, is_adapter)
     directory.mkdir(parents=True, exist_ok=True)
     # A killed save also leaves temporary files of the library.
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(exist_ok=True)
     finish_replacement(directory, unfinished)
+
+
+def _refuse_other_kind(directory: Path, is_adapter: bool) -> None:
+    """A load takes the adapter of a directory, also where the weights of a whole model are newer."""
+    others = (SINGLE_FILE, INDEX_FILE) if is_adapter else (ADAPTER_CONFIG, ADAPTER_FILE)
+    found = [name for name in others if (directory / name).is_file()]
+    if found:
+        held, saved = ("a whole model", "an adapter") if is_adapter else ("an adapter", "a whole model")
+        raise ValueError(
+            f"{directory} holds {held} ({' and '.join(found)}), and {saved} is saved: loads would find one of them. "
+            f"Nothing was written. Give {saved} a directory of its own, or remove {' and '.join(found)} first."
+        )
 
 
 class SavedDirectory:

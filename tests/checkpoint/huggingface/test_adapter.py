@@ -158,6 +158,42 @@ def test_an_adapter_needs_an_adapted_model(tmp_path: Path) -> None:
         load_pretrained(wrap(base("lora")), tmp_path)
 
 
+def refused(model: Any, folder: Path) -> str:
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        save_pretrained(wrap(model), folder)
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    return str(caught.value)
+
+
+def test_an_adapter_and_a_whole_model_have_directories_of_their_own(tmp_path: Path) -> None:
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    save_pretrained(wrap(base("lora")), whole)
+    save_pretrained(wrap(adapted("lora")), adapter)
+
+    assert (
+        f"{whole} holds a whole model (model.safetensors), and an adapter is saved: loads would find one of them. "
+        f"Nothing was written. Give an adapter a directory of its own, or remove model.safetensors first."
+    ) in refused(adapted("lora"), whole)
+    assert (
+        f"{adapter} holds an adapter (adapter_config.json and adapter_model.safetensors), and a whole model is saved"
+    ) in refused(base("lora"), adapter)
+    # The remedies of the messages.
+    (whole / "model.safetensors").unlink()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).unlink()
+    save_pretrained(wrap(adapted("lora")), whole)
+    save_pretrained(wrap(base("lora")), adapter)
+    model = wrap(adapted("lora", seed=4))
+    load_pretrained(model, adapter)
+    load_pretrained(model, whole)
+    assert differing(model.local_state_dict(), adapted("lora").state_dict()) == []
+    # An adapter of another name has a folder of its own.
+    config = ADAPTERS["lora"][1]()
+    save_pretrained(wrap(peft.get_peft_model(base("lora"), config, adapter_name="other")), adapter)
+    load_pretrained(wrap(base("lora")), adapter)
+
+
 def test_a_directory_without_the_base_model_names_the_adapter(tmp_path: Path) -> None:
     base("lora of gpt2").save_pretrained(tmp_path)
 

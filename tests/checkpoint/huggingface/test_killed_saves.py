@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from nxdpp import parallel_state, save_pretrained
+from nxdpp import load_pretrained, parallel_state, save_pretrained
 from nxdpp.checkpoint.huggingface import save_plan
 from nxdpp.checkpoint.huggingface.read_directory import stored_tensors
-from tests.checkpoint.huggingface.checkpointed_models import differing, make, wrap
+from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter
+from tests.checkpoint.huggingface.checkpointed_models import differing, make, tensors_in, wrap
 from tests.checkpoint.huggingface.killed_saves import kill_saves
 
 _EVENTS = ("open", "os.")
@@ -147,33 +148,66 @@ def test_ranks_killed_at_random_moments(ranks: int, kills: int, tmp_path: Path) 
     assert kill_saves(tmp_path, ranks, kills, seed=1) == [True] * kills
 
 
-@pytest.mark.parametrize("rank", [4, 8])
-def test_an_adapter_whose_save_is_killed(rank: int, tmp_path: Path) -> None:
-    """It always loads where the configuration is the same. Two configurations are never mixed."""
+@pytest.mark.parametrize(("rank", "name"), [(4, "default"), (8, "default"), (8, "other")])
+def test_an_adapter_whose_save_is_killed(rank: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "adapter"
-    save_pretrained(wrap(with_lora(4, 1.0)), folder)
-    states = states_of(lambda: save_pretrained(wrap(with_lora(rank, 2.0)), folder), folder, tmp_path / "copies")
+    save_pretrained(wrap(with_lora(4, 1.0, name)), folder)
+    new = wrap(with_lora(rank, 2.0, name))
+    states = states_of(lambda: save_pretrained(new, folder), folder, tmp_path / "copies")
+    place = "" if name == "default" else name
 
-    found = [value_of_adapter(state) for state in states]
+    # PEFT loads one of the two, or nothing. Two configurations are never mixed.
+    found = [value_of_adapter(state / place) for state in states]
     assert (found[0], found[-1]) == ((4, 1.0), (rank, 2.0))
-    assert set(found) - {(4, 1.0), (rank, 2.0)} == (set() if rank == 4 else {None})
+    assert found == sorted(found, key=[(4, 1.0), None, (rank, 2.0)].index)
+    assert (None in found) == (rank == 8)
+    # load_pretrained loads one of the two in every state.
+    for state, known in zip(states, found, strict=True):
+        lora, value = known or (rank, 2.0)
+        wrapped = wrap(with_lora(lora, 0.0, name))
+        load_pretrained(wrapped, state / place)
+        assert values_of_adapter(wrapped.local_module) == {value}
+    # The next save completes what the killed one left, also where it fails then, and leaves no other files.
+    between = [state for state, known in zip(states, found, strict=True) if known is None]
+    if between:
+        assert value_of_adapter(between[0] / ".unfinished" / "complete" / place) == (rank, 2.0)
+    for state in (states[1], *between):
+        if state in between:
+            with monkeypatch.context() as patch:
+                patch.setattr(SavedAdapter, "write", failing)
+                with pytest.raises(OSError, match="no more"):
+                    save_pretrained(new, state)
+            assert value_of_adapter(state / place) == (rank, 2.0)
+        save_pretrained(new, state)
+        files = [{path.relative_to(top) for path in top.rglob("*")} for top in (state, folder)]
+        assert files[0] == files[1]
+        assert differing(tensors_in(state / place), tensors_in(folder / place)) == []
 
 
-def with_lora(rank: int, value: float) -> Any:
-    adapted: Any = peft.get_peft_model(model(1), peft.LoraConfig(r=rank, target_modules=["q_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora" in name:
-            parameter.data.fill_(value)
+def failing(*_: Any) -> None:
+    raise OSError("no more")
+
+
+def with_lora(rank: int, value: float, name: str = "default") -> Any:
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj"])
+    adapted: Any = peft.get_peft_model(model(1), config, adapter_name=name)
+    for parameter in lora_parameters(adapted):
+        parameter.data.fill_(value)
     return adapted
 
 
+def lora_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for name, parameter in module.named_parameters() if "lora" in name]
+
+
+def values_of_adapter(module: torch.nn.Module) -> set[float]:
+    return {value for parameter in lora_parameters(module) for value in parameter.unique().tolist()}
+
+
 def value_of_adapter(folder: Path) -> tuple[int, float] | None:
-    """The rank and the value of the adapter in ``folder``, or ``None`` if PEFT finds no weights."""
-    if not (folder / "adapter_model.safetensors").exists():
+    """The rank and the value of the adapter in ``folder``, or ``None`` if PEFT finds none."""
+    if not (folder / "adapter_config.json").exists():
         return None
     loaded: Any = peft.PeftModel.from_pretrained(model(1), str(folder))
-    values = {
-        value for name, tensor in loaded.named_parameters() if "lora" in name for value in tensor.unique().tolist()
-    }
-    (value,) = values
+    (value,) = values_of_adapter(loaded)
     return loaded.peft_config["default"].r, value
