@@ -1,8 +1,9 @@
 """Output of a run: the stage table, the progress of each step, and ``metrics.jsonl``."""
 
 import json
-import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,13 +22,33 @@ PLAIN_LINES = 20
 METRICS = "metrics.jsonl"
 # Lines of a run that has not saved.
 UNFINISHED_METRICS = "metrics.unfinished.jsonl"
+# Lines of an earlier run while its checkpoint is replaced.
+EARLIER_METRICS = "metrics.earlier.jsonl"
 # Each of them shows that a run has saved.
-OF_A_RUN = (METRICS, "model.safetensors", "model.safetensors.index.json")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def holds_a_run(folder: Path) -> bool:
     """Return whether ``folder`` has a checkpoint or the metrics of an earlier run."""
-    return any((folder / name).exists() for name in OF_A_RUN)
+    return any((folder / name).exists() for name in (METRICS, *WEIGHTS))
+
+
+def settle_metrics(folder: Path) -> None:
+    """Give the checkpoint in ``folder`` its metrics, where a run was killed while it saved; rank 0 calls it."""
+    unfinished, earlier = folder / UNFINISHED_METRICS, folder / EARLIER_METRICS
+    if (folder / METRICS).exists():
+        earlier.unlink(missing_ok=True)
+    elif unfinished.exists() and _saved_at(folder) >= unfinished.stat().st_mtime_ns:
+        # The run saved after its last step.
+        unfinished.replace(folder / METRICS)
+        earlier.unlink(missing_ok=True)
+    elif earlier.exists():
+        earlier.replace(folder / METRICS)
+
+
+def _saved_at(folder: Path) -> int:
+    files = [folder / name for name in WEIGHTS]
+    return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
 
 
 def print_stage_table(console: Console, model: NxDPPModel) -> None:
@@ -55,7 +76,7 @@ class TrainingReport:
     """Context manager that shows and records each step on rank 0.
 
     A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``. It becomes
-    ``metrics.jsonl`` by ``keep``, so that the one of an earlier run stays until this run has saved.
+    ``metrics.jsonl`` in ``saving``. The one of an earlier run stays until then.
     """
 
     def __init__(self, console: Console, folder: Path, steps: int) -> None:
@@ -86,10 +107,25 @@ class TrainingReport:
         if self._metrics:
             self._metrics.close()
 
-    def keep(self) -> None:
-        """Put the metrics in the place of ``metrics.jsonl``, after the checkpoint is saved."""
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Replace ``metrics.jsonl`` together with the checkpoint, which is saved within.
+
+        The earlier metrics have another name meanwhile. So ``metrics.jsonl`` is never beside another checkpoint than
+        its own, whenever the run is killed. The next run gives the checkpoint its metrics.
+        """
+        metrics, earlier = self._folder / METRICS, self._folder / EARLIER_METRICS
+        if self._shown and metrics.exists():
+            metrics.replace(earlier)
+        try:
+            yield
+        except BaseException:
+            if self._shown and earlier.exists():
+                earlier.replace(metrics)
+            raise
         if self._shown:
-            os.replace(self._folder / UNFINISHED_METRICS, self._folder / METRICS)
+            (self._folder / UNFINISHED_METRICS).replace(metrics)
+            earlier.unlink(missing_ok=True)
 
     def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
         """Report step ``step``, which had ``tokens`` tokens on all ranks; collective over all ranks.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from corpus import decode, held_out_batches, training_batches
-from report import TrainingReport, holds_a_run, print_stage_table
+from report import TrainingReport, holds_a_run, print_stage_table, settle_metrics
 from rich.console import Console
 from rich.text import Text
 from settings import Settings, read_settings, refuse
@@ -53,6 +53,8 @@ def train(settings: Settings) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
 
     console = Console(quiet=dist.get_rank() != 0)
+    if dist.get_rank() == 0:
+        settle_metrics(settings.output)
     if holds_a_run(settings.output):
         said = f"{settings.output} holds an earlier run, which stays until this one saves, and is then replaced"
         console.print(said, highlight=False, soft_wrap=True)
@@ -75,8 +77,8 @@ def train(settings: Settings) -> None:
     console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
 
     # nxdpp: save a Hugging Face checkpoint; each rank writes its own layers.
-    save_pretrained(model, settings.output)
-    report.keep()
+    with report.saving():
+        save_pretrained(model, settings.output)
     console.print(f"checkpoint and metrics.jsonl are in {settings.output}", highlight=False)
     if dist.get_rank() == 0:
         print_sample(console, settings)

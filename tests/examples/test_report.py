@@ -1,0 +1,86 @@
+"""Metrics of a run beside its checkpoint: those of an earlier run are replaced together with it, whatever is killed."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nxdpp import parallel_state
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def finished_report(folder: Path, run: str) -> Any:
+    """The report of a run that has done its steps."""
+    from report import UNFINISHED_METRICS, TrainingReport
+
+    with TrainingReport(Console(quiet=True), folder, 1) as report:
+        (folder / UNFINISHED_METRICS).write_text(run)
+    return report
+
+
+def save(folder: Path, run: str, look: Callable[[], None] = lambda: None) -> None:
+    report = finished_report(folder, run)
+    look()
+    with report.saving():
+        look()
+        (folder / "model.safetensors").write_text(run)
+        look()
+    look()
+
+
+@pytest.mark.parametrize("has_metrics", [True, False])
+def test_metrics_are_those_of_the_checkpoint_whenever_a_run_is_killed(
+    has_metrics: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from report import settle_metrics
+
+    folder = tmp_path / "run"
+    copies: list[Path] = []
+    folder.mkdir()
+    save(folder, "first")
+    if not has_metrics:
+        (folder / "metrics.jsonl").unlink()
+
+    def look() -> None:
+        copies.append(tmp_path / f"{len(copies)}")
+        shutil.copytree(folder, copies[-1])
+
+    unlink = Path.unlink
+
+    def looking_unlink(self: Path, missing_ok: bool = False) -> None:
+        look()
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", looking_unlink)
+    save(folder, "second", look)
+    monkeypatch.undo()
+
+    checkpoints = []
+    for copy in copies:
+        checkpoints.append((copy / "model.safetensors").read_text())
+        metrics = copy / "metrics.jsonl"
+        assert not metrics.exists() or metrics.read_text() == checkpoints[-1]
+        settle_metrics(copy)
+        assert (metrics.read_text() if metrics.exists() else "none") == (
+            checkpoints[-1] if has_metrics or checkpoints[-1] == "second" else "none"
+        )
+        assert not (copy / "metrics.earlier.jsonl").exists()
+    assert checkpoints == ["first", "first", "second", "second", "second"]
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "model.safetensors"]
+
+
+def test_a_save_that_fails_leaves_the_earlier_metrics(tmp_path: Path) -> None:
+    save(tmp_path, "first")
+    report = finished_report(tmp_path, "second")
+    with pytest.raises(OSError, match="no more"), report.saving():
+        raise OSError("no more")
+    assert (tmp_path / "metrics.jsonl").read_text() == "first"
