@@ -24,7 +24,7 @@ a job that hangs:
 
     rank 2: run_train step 17, stage 2, forward of microbatch 5, for 301 s, in `Mlp.forward`, mlp.py:17
         It has been in this action for that time. The code is the innermost outside of torch and nxdpp.
-        Such a rank is the cause; its stack follows.
+        Such a rank is the cause; its stack comes first, then those of others, four at most.
     rank 1: run_train step 17, stage 1, backward of microbatch 2, waits for 301 s
         It waits for a message of another rank, and is not the cause.
     rank 3: outside of nxdpp, after run_train step 16, for 301 s, in `main`, train.py:80

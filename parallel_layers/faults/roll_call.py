@@ -120,7 +120,7 @@ def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, li
     else:
         rank = asking
         sentence = f"all ranks wait for each other for {seconds:.0f} s: rank {rank} in {_line(answers[rank])}"
-    report = _report(answers, missing, stopped, working or waiting[:1])
+    report = _report(answers, missing, stopped, working + waiting)
     return Verdict(True, rank, sentence, report, tuple(stopped))
 
 
@@ -141,7 +141,7 @@ def _line(answer: Answer) -> str:
 
 
 def _report(answers: Mapping[int, Answer], missing: Sequence[int], stopped: Sequence[int], shown: Sequence[int]) -> str:
-    """Positions of all ranks, those with equal ones in a line, and the stacks of ``shown``."""
+    """Positions of all ranks, those with equal ones in a line, and the stacks of the first of ``shown``."""
     lines = ["no rank has moved; the ranks are in:"]
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(missing):

@@ -23,19 +23,29 @@ from tests.support.run_ranks import fork_server, rank_environment
 
 
 class Ended(NamedTuple):
-    """Exit codes in rank order, all that the ranks wrote, and the time at which the last rank ended."""
+    """Exit codes in rank order, all that the ranks wrote, the time at which the last rank ended, and each one's output.
+
+    With an output of their own, ``output`` has that of one rank after the other.
+    """
 
     codes: list[int | None]
     output: str
     time: float
+    outputs: list[str]
 
 
 def run_program(
-    script: str, arguments: Sequence[str], ranks: int, timeout: float = 60.0, first_rank_has_store: bool = False
+    script: str,
+    arguments: Sequence[str],
+    ranks: int,
+    timeout: float = 60.0,
+    first_rank_has_store: bool = False,
+    own_outputs: bool = False,
 ) -> Ended:
     """Run ``script`` on ``ranks`` ranks; ``AssertionError`` after ``timeout`` seconds.
 
-    The caller holds the store, as torchrun does, unless the first rank is to hold it.
+    The caller holds the store, as torchrun does, unless the first rank is to hold it. With ``own_outputs`` each rank
+    writes into a file of its own; otherwise all write into one, in the order of time.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environments = [rank_environment(rank, ranks, store.port) for rank in range(ranks)]
@@ -45,18 +55,24 @@ def run_program(
         for environment in environments:
             del environment["TORCHELASTIC_USE_AGENT_STORE"]
     with tempfile.TemporaryDirectory(prefix="nxdpp-program-") as folder:
-        output = Path(folder) / "output.txt"
+        outputs = [Path(folder) / f"output{rank if own_outputs else ''}.txt" for rank in range(ranks)]
         processes: list[Any] = []
+
+        def written() -> str:
+            return "".join(file.read_text() for file in dict.fromkeys(outputs) if file.exists())
+
         try:
-            for environment in environments:
+            for environment, output in zip(environments, outputs, strict=True):
                 given = (script, list(arguments), environment, output, timeout)
                 processes.append(fork_server().Process(target=_run, args=given))
                 processes[-1].start()
             deadline = time.monotonic() + timeout
             while running := [process.sentinel for process in processes if process.is_alive()]:
                 if not wait(running, max(0.0, deadline - time.monotonic())):
-                    raise AssertionError(f"{len(running)} ranks run after {timeout} s:\n{output.read_text()}")
-            return Ended([process.exitcode for process in processes], output.read_text(), time.time())
+                    raise AssertionError(f"{len(running)} ranks run after {timeout} s:\n{written()}")
+            ended = time.time()
+            codes = [process.exitcode for process in processes]
+            return Ended(codes, written(), ended, [file.read_text() for file in outputs])
         finally:
             for process in processes:
                 process.kill()
@@ -71,6 +87,11 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    os._exit(run_script(script, arguments))
+
+
+def run_script(script: str, arguments: Sequence[str]) -> int:
+    """Run ``script`` in this process as an interpreter does, its exit functions included; return the exit status."""
     sys.argv = [script, *arguments]
     status = 0
     try:
@@ -86,4 +107,4 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    return status

@@ -1,5 +1,6 @@
 """A job hangs if each rank waits, works or cannot answer; a rank outside of nxdpp is no cause of an end."""
 
+import re
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,12 +31,19 @@ def test_a_rank_that_works_is_the_cause() -> None:
         "rank 2 hangs: run_train step 18, stage 2, for 301 s, in `Mlp.forward`, mlp.py:17; ranks 0, 1 and 3 wait for it"
     )
     assert "ranks 0, 1 and 3: run_train step 18, stage 2, waits for 301 s" in verdict.report
-    assert "mlp.py:17 in Mlp.forward" in verdict.report
+    # The stack of the cause comes first.
+    assert re.findall(r"^  stack of rank (\d), the innermost call last:\n    mlp", verdict.report, re.M) == [
+        "2",
+        "0",
+        "1",
+        "3",
+    ]
 
 
 def test_ranks_that_all_wait_are_shown() -> None:
-    verdict = judge({0: _answer("waits"), 1: _answer("waits")}, [], 1, LIMIT)
+    verdict = judge({rank: _answer("waits") for rank in range(9)}, [], 1, LIMIT)
     assert verdict.hangs
+    assert re.findall(r"stack of rank (\d)", verdict.report) == ["0", "1", "2", "3"]
     assert verdict.sentence.startswith("all ranks wait for each other for 301 s")
 
 
