@@ -13,7 +13,7 @@ added to it (a router's) is the mean over microbatches. The loss of other models
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +28,13 @@ from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm, all_terms, means, takes_number_of_items
+from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm, all_terms, labels_of_modules, means, takes_number_of_items
 from nxdpp.tracing.trace import TracingOptions, trace
+
+_LABELS_EVERYWHERE = (
+    f"Give batches in which each microbatch has a label; or loss_normalization='tokens', the mean over all labels of "
+    f"the batch. {REMEDY}"
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,24 @@ class StepLoss:
     Attributes:
         microbatches: the inputs of each.
         scales: factor of each microbatch's loss in the loss of the step; ``None`` for the mean.
+        empty: the labels of microbatches that have none, as far as a module may have a loss without any.
     """
 
     microbatches: list[dict[str, Any]]
     scales: list[float] | None = None
+    empty: Mapping[int, LossTerm] = field(default_factory=dict)
 
     def scaled(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the losses of the microbatches such that their mean is the loss of the step."""
+        """Return the losses of the microbatches such that their mean is the loss of the step.
+
+        Raises ``ValueError`` for a loss that is not-a-number for lack of labels.
+        """
+        for number, term in self.empty.items():
+            if number < len(losses) and losses[number].isnan().any():
+                raise ValueError(
+                    f"{_no_label([number], len(losses), f'all values of its {term.targets.name} are -100')}, "
+                    f"and the loss of {term.name} is 0 / 0. {_LABELS_EVERYWHERE}"
+                )
         if self.scales is None:
             return list(losses)
         # Without items a loss is not-a-number.
@@ -154,8 +170,9 @@ class LossNormalization:
             self._check_given(cut, on_host)
             return StepLoss(microbatches, [float(replicas)] * count)
         if self._rule == "microbatch":
-            _refuse_empty(self._known(cut).means, on_host)
-            return StepLoss(microbatches)
+            terms = self._known(cut)
+            _refuse_empty(terms.means, on_host)
+            return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host))
         if self._count_items is not None:
             items = counted(self._count_items, on_host)
         else:
@@ -212,19 +229,28 @@ def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str,
         empty = [number for number, items in counts_of(term, microbatches).items() if items == 0]
         if empty:
             raise ValueError(
-                f"microbatch {', '.join(map(str, empty))} of {len(microbatches)} has no label: {term.without_labels}, "
-                f"and the loss would be 0 / 0. Give batches in which each microbatch has a label; or "
-                f"loss_normalization='tokens', the mean over all labels of the batch. {REMEDY}"
+                f"{_no_label(empty, len(microbatches), term.without_labels)}, and the loss would be 0 / 0. "
+                f"{_LABELS_EVERYWHERE}"
             )
+
+
+def _empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> dict[int, LossTerm]:
+    """The microbatches of which one of ``terms`` has no label."""
+    return {number: term for term in terms for number, items in counts_of(term, microbatches).items() if items == 0}
+
+
+def _no_label(empty: Sequence[int], count: int, reason: str) -> str:
+    return f"microbatch {', '.join(map(str, empty))} of {count} has no label: {reason}"
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of the loss of one graph: means, and others that divide by ``num_items_in_batch``."""
+    """Terms of the loss of one graph: means, others that divide by ``num_items_in_batch``, and labels of modules."""
 
     means: list[LossTerm]
     dividing: list[LossTerm]
     other_means: list[LossTerm]
+    of_modules: list[LossTerm]
     takes_number: bool
     model: str
 
@@ -235,6 +261,7 @@ class _Terms:
             means(loss, module),
             [term for term in terms if term.divisor is not None],
             [term for term in terms if term.divisor is None],
+            labels_of_modules(loss, module),
             takes_number_of_items(loss, cut.traced.layers),
             type(module).__name__,
         )

@@ -114,6 +114,25 @@ def means(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
     return [term for node in _with_nan(loss) for term in _terms(node, module) if term.divisor is None]
 
 
+def labels_of_modules(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
+    """Return the inputs that a module of the user takes to make ``loss``, which may be a mean over labels in them.
+
+    The module is one node, so its operations are not known.
+    """
+    found: dict[fx.Node, LossTerm] = {}
+    seen, waiting = {loss}, [loss]
+    while waiting:
+        node = waiting.pop()
+        is_known = node.op != "call_module" or type(module.get_submodule(str(node.target))) in _MODULES
+        for argument in node.all_input_nodes:
+            if is_known and argument not in seen:
+                seen.add(argument)
+                waiting.append(argument)
+            elif not is_known and not any(each.op == "call_module" for each in _ancestors(argument)):
+                found[argument] = LossTerm(str(node.target), argument)
+    return list(found.values())
+
+
 def all_terms(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
     """Return all means and sums over labels on which ``loss`` depends."""
     return [term for node in _ancestors(loss) for term in _terms(node, module)]

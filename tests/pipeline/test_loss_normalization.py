@@ -186,6 +186,58 @@ def test_steps_that_are_refused() -> None:
     run_ranks(1, refuse)
 
 
+class Criterion(nn.Module):
+    """A loss inside a module, which is one node of the graph."""
+
+    def __init__(self, guarded: bool) -> None:
+        super().__init__()
+        self.guarded = guarded
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return loss.nan_to_num() if self.guarded else loss
+
+
+class WithCriterion(nn.Module):
+    def __init__(self, guarded: bool = False) -> None:
+        super().__init__()
+        self.model = mean_model(2)
+        self.criterion = Criterion(guarded)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.model.embedding(input_ids)
+        for layer in self.model.layers:
+            x = layer(x)
+        return {"loss": self.criterion(self.model.head(x), labels)}
+
+
+def test_a_loss_that_is_not_a_number_in_a_module_of_the_user() -> None:
+    parallel_state.initialize_model_parallel()
+    batch = uneven_batch(ONE_EMPTY)
+    batch["labels"][2:4] = -100
+    arguments: dict[str, Any] = {"transformer_layer_cls": MeanLayer, "num_microbatches": 4}
+    wrapped = NxDPPModel(WithCriterion(), **arguments)
+    for run in (wrapped.run_train, wrapped.run_eval):
+        with pytest.raises(ValueError, match=r"microbatch 1 of 4 has no label: all values of its labels are -100, and"):
+            run(**batch)
+    # A module that guards itself, and labels in each microbatch.
+    guarded = NxDPPModel(WithCriterion(guarded=True), **arguments).run_train(**batch)
+    assert isinstance(guarded, torch.Tensor)
+    assert guarded.isfinite()
+    wrapped.run_train(**uneven_batch(UNEVEN))
+    # The other remedy of the message.
+    whole = reference(WithCriterion())
+    tokens = NxDPPModel(WithCriterion(), **arguments, loss_normalization="tokens", count_items_fn=count_labels)
+    expected = whole(**batch)["loss"]
+    expected.backward()
+    loss = tokens.run_train(**batch)
+    assert isinstance(loss, torch.Tensor)
+    assert abs(loss.item() / expected.item() - 1) < 1e-6
+    differences = gradient_differences(tokens, whole)
+    assert all(distance is not None and distance < 1e-6 for distance in differences.values()), differences
+    parallel_state.destroy_model_parallel()
+
+
 def train_others(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     batch = uneven_batch(ONE_EMPTY)

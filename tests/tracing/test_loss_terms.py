@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxdpp.tracing.loss_terms import NUM_ITEMS, all_terms, means, takes_number_of_items
+from nxdpp.tracing.loss_terms import NUM_ITEMS, all_terms, labels_of_modules, means, takes_number_of_items
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
 from tests.support.models import make
 
@@ -123,3 +123,20 @@ def test_a_number_of_items_reaches_the_loss_or_not() -> None:
         assert bool(means(loss, model)) is not reaches
     traced, loss = traced_loss(Model(lambda m, x, y, n: x.sum() / n), Layer, **{NUM_ITEMS: torch.tensor(3.0)})
     assert takes_number_of_items(loss, traced.layers)
+
+
+class Criterion(nn.Module):
+    def forward(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_labels_of_a_module_that_makes_the_loss() -> None:
+    model = Model(lambda model, logits, labels, number: model.criterion(logits, labels[:, 1:])["loss"] * 0.5)
+    model.criterion = Criterion()
+    _, loss = traced_loss(model, Layer)
+    (term,) = labels_of_modules(loss, model)
+    assert (term.name, term.count({"input_ids": IDS, "labels": LABELS})) == ("criterion", 2)
+    # A known loss is counted before the step, and a head takes no labels.
+    known = Model(lambda model, logits, labels, number: model.mean(logits.flatten(0, 1), labels.flatten()))
+    _, loss = traced_loss(known, Layer)
+    assert labels_of_modules(loss, known) == []
