@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,16 +117,20 @@ def _cell(outcome: Outcome) -> str:
     return f"{outcome.seconds:.1f} s, {len(outcome.naming)}"
 
 
-def main() -> None:
-    """Run all faults, or those whose name contains ``--only``, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="part of the names of the faults to run")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all faults, or those whose names contain ``--only``, and print the table."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(dict.fromkeys(case.name for case in CASES))
+    parser.add_argument("--only", default="", metavar="PART", help=f"run the faults with PART in their names: {names}")
     parser.add_argument("--show", action="store_true", help="print what the ranks wrote, too")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    cases = [case for case in CASES if options.only in case.name]
+    if not cases:
+        parser.error(f"--only {options.only}: no fault has this in its name. There are {names}.")
     print("| fault | rank | plain: time, ranks that name it | torchrun: time, ranks that name it |\n|---|---|---|---|")
-    for case in CASES:
-        if options.only not in case.name:
-            continue
+    for case in cases:
         cells = []
         for run in (run_plain, run_torchrun):
             if run is run_plain and case.name == _NOT_SEEN_PLAIN:

@@ -152,9 +152,10 @@ def console() -> "Console":
 
 
 def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
-    for name in ("ranks", "microbatches"):
-        if getattr(options, name) is None:
-            raise ValueError(f"--{name} is missing: give a number.")
+    missing = [f"--{name}" for name in ("ranks", "microbatches") if getattr(options, name) is None]
+    if missing:
+        are = "are" if len(missing) > 1 else "is"
+        raise ValueError(f"{' and '.join(missing)} {are} missing. Give both numbers: --ranks 4 --microbatches 8.")
     # A comparison is one schedule for each family.
     schedules = len(FAMILIES) if options.compare else 1
     size = schedules * options.ranks * options.microbatches * (options.virtual or 1)

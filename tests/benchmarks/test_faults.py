@@ -1,6 +1,8 @@
 """The table of faults: a line of a fault has the ranks that name the faulty one."""
 
-from benchmarks.faults import CASES, Case, _outcome, run_plain
+import pytest
+
+from benchmarks.faults import CASES, Case, _outcome, main, run_plain
 
 
 def test_a_plain_run_names_the_faulty_rank() -> None:
@@ -20,3 +22,12 @@ def test_each_fault_is_one_of_the_program() -> None:
 
     known = {*faulty_program.IN_LAYER, *faulty_program.BETWEEN_STEPS, *faulty_program.STEPS_OFF}
     assert {case.name for case in CASES} - known == {"ImportError before the start"}
+
+
+def test_a_part_of_no_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "SIGNOTHING"])
+    captured = capsys.readouterr()
+    assert "python -m benchmarks.faults: error: --only SIGNOTHING: no fault has this in its name. " in captured.err
+    assert "SIGKILL" in captured.err
+    assert not captured.out

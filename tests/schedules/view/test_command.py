@@ -182,6 +182,7 @@ def test_a_reader_that_closes_the_pipe(output: list[str]) -> None:
         ([*SIZE], "name a schedule, one of gpipe"),
         (["1f1b", "--ranks", "4"], "--microbatches is missing"),
         (["1f1b", "--microbatches", "4"], "--ranks is missing"),
+        (["1f1b"], "--ranks and --microbatches are missing. Give both numbers: --ranks 4 --microbatches 8"),
         (["1f1b", *SIZE, "--virtual", "2"], "1f1b has 1 stage a rank, not 2"),
         (["zb-v", *SIZE, "--virtual", "3"], "zb-v has 2 stages a rank, not 3"),
         (["none.csv"], "none.csv: cannot be read"),
