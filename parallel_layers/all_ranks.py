@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.faults.board import board
 
 T = TypeVar("T")
 
@@ -18,7 +19,8 @@ def from_all_ranks(value: T) -> list[T]:
 
     The values pass through the world's store, so that no group over all ranks is needed. They should be small.
     """
-    return parallel_state.get_exchange().gather(value)
+    with board.call("from_all_ranks"):
+        return parallel_state.get_exchange().gather(value)
 
 
 def together(act: Callable[[], T], consequence: str = "") -> T:
@@ -49,5 +51,6 @@ def from_first_rank(make: Callable[[], T]) -> T:
     An error of ``make`` is raised on all ranks, see ``together``. Raises ``RuntimeError`` in the debug mode.
     """
     parallel_state.refuse_in_debug("a result of rank 0 for all ranks")
-    made = from_all_ranks(together(lambda: make() if dist.get_rank() == 0 else None))
+    with board.call("from_first_rank"):
+        made = from_all_ranks(together(lambda: make() if dist.get_rank() == 0 else None))
     return cast(T, made[0])

@@ -307,7 +307,7 @@ class Pipeline:
         ``losses`` are the result of a step on this rank.
         """
         last = self.schedule.placement.rank_of(self.partition.stages - 1)
-        with failure_watch.reported():
+        with board.call("mean_loss"), failure_watch.reported():
             return mean_loss(losses, last, self.device)
 
     def average_gradients(self) -> None:
@@ -315,7 +315,7 @@ class Pipeline:
 
         Raises ``RuntimeError`` for replicas with other parameters than the first.
         """
-        with failure_watch.reported():
+        with board.call("average_gradients"), failure_watch.reported():
             self._replicas.verify(self.part.origin, self.part.seed)
             number = board.calls_of("run_train") + board.calls_of("train_step")
             self._replicas.average(self.part.origin, self.part.seed, number)

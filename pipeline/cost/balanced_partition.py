@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.all_ranks import from_first_rank
+from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.pipeline.cost.layer_costs import layer_costs, shared_bytes
 from nxdpp.pipeline.cost.measure import measure_nodes
@@ -63,9 +64,10 @@ class CostPolicy:
         if self.how == "balanced":
             return self.cuts(traced, count_costs(traced, self.module, self.batch, device), device, replicas)
         parallel_state.refuse_in_debug('partition="profiled"')
-        return from_first_rank(
-            lambda: self.cuts(traced, measured_costs(traced, self.module, self.batch, device), device, replicas)
-        )
+        with board.call("a construction with partition='profiled'"):
+            return from_first_rank(
+                lambda: self.cuts(traced, measured_costs(traced, self.module, self.batch, device), device, replicas)
+            )
 
     def cuts(
         self,

@@ -1,0 +1,68 @@
+"""Each collective call is on the board, so that ranks in different calls are told apart."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp import GradScaler, NxDPPModel, parallel_state, save_pretrained
+from nxdpp.parallel_layers.all_ranks import from_all_ranks, from_first_rank, together
+from nxdpp.parallel_layers.faults.board import Board, Call
+from tests.support.models import make, padded_batch
+
+CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
+    "run_train": lambda wrapped, _: wrapped.run_train(**padded_batch(4)),
+    "run_eval": lambda wrapped, _: wrapped.run_eval(**padded_batch(4)),
+    "train_step": lambda wrapped, _: wrapped._pipeline.train_step(padded_batch(4)),
+    "eval_step": lambda wrapped, _: wrapped._pipeline.eval_step(padded_batch(4)),
+    "mean_loss": lambda wrapped, _: wrapped._pipeline.mean_loss([torch.ones(())]),
+    "average_gradients": lambda wrapped, _: wrapped._pipeline.average_gradients(),
+    "move_model_to_device": lambda wrapped, _: wrapped.move_model_to_device(),
+    "save_pretrained": lambda wrapped, folder: save_pretrained(wrapped, folder),
+    "from_all_ranks": lambda *_: [from_all_ranks(1), together(lambda: 1)],
+    "from_first_rank": lambda *_: from_first_rank(lambda: 1),
+    "a construction with partition='profiled'": lambda *_: NxDPPModel(
+        make("llama", layers=2), num_microbatches=2, partition="profiled", partition_batch=padded_batch(2)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def wrapped() -> Iterator[NxDPPModel]:
+    parallel_state.initialize_model_parallel()
+    yield NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def outermost(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that are no part of another one, in order."""
+    names: list[str] = []
+    enter = Board._enter
+
+    def noted(self: Board, call: Call) -> None:
+        if not self.position().call:
+            names.append(call.name)
+        enter(self, call)
+
+    monkeypatch.setattr(Board, "_enter", noted)
+    return names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_collective_call_is_on_the_board(
+    name: str, wrapped: NxDPPModel, outermost: list[str], tmp_path: Path
+) -> None:
+    CASES[name](wrapped, tmp_path / "saved")
+    assert set(outermost) == {name}
+
+
+def test_a_step_of_the_grad_scaler_is_on_the_board(wrapped: NxDPPModel, outermost: list[str]) -> None:
+    scaler = GradScaler("cpu")
+    model = NxDPPModel(make("llama", layers=2), num_microbatches=2, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
+    model.run_train(**padded_batch(4))
+    scaler.step(optimizer)
+    assert outermost == ["run_train", "GradScaler.unscale_"]
