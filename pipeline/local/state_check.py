@@ -14,7 +14,8 @@ _SHOWN = 10
 def check_state(tree: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Raise ``RuntimeError`` if ``tree.load_state_dict(state_dict, strict)`` would, before anything is changed.
 
-    Modules with a loader or with hooks of their own are left to these.
+    Raise it for integers, booleans, complex numbers and floats of 8 bits in the place of a float too: torch converts
+    them without a word. Modules with a loader or with hooks of their own are left to these.
     """
     own = tree.state_dict(keep_vars=True)
     left_out = _LeftOut(tree)
@@ -50,12 +51,24 @@ def _misfit(name: str, tensor: torch.Tensor, value: Any) -> list[str]:
         return [f"{name} must be a tensor, not a {type(value).__name__}."]
     # torch takes the first item for a number.
     is_number = tensor.ndim == 0 and value.ndim == 1
-    if nn.parameter.is_lazy(tensor) or value.shape == tensor.shape or is_number:
+    if nn.parameter.is_lazy(tensor):
         return []
-    return [
-        f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in current "
-        f"model is {tensor.shape}."
-    ]
+    if value.shape != tensor.shape and not is_number:
+        return [
+            f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in current "
+            f"model is {tensor.shape}."
+        ]
+    if tensor.is_floating_point() and not _is_float_like(value.dtype, tensor.dtype):
+        return [
+            f"{name} is of {value.dtype} in the state dict, and of {tensor.dtype} in the model. It is not a weight of "
+            f"this model; where it is one, convert it first: tensor.to({tensor.dtype})."
+        ]
+    return []
+
+
+def _is_float_like(given: torch.dtype, expected: torch.dtype) -> bool:
+    # Values of 8 bits need scales.
+    return given == expected or (given.is_floating_point and given.itemsize > 1)
 
 
 def _listed(title: str, names: Sequence[str]) -> list[str]:

@@ -25,6 +25,15 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another shape": (lambda state: state.update({NAME: torch.zeros(3, 3)}), f"size mismatch for {NAME}: copying"),
     "missing": (lambda state: state.pop(NAME), f"Missing key.s. in state_dict: '{NAME}'"),
     "unexpected": (lambda state: state.update({"a": torch.zeros(1)}), r"Unexpected key.s. in state_dict: 'a'\."),
+    "integers": (lambda state: state.update({NAME: state[NAME].int()}), f"{NAME} is of torch.int32 in the state dict"),
+    "complex": (
+        lambda state: state.update({NAME: state[NAME] * 1j}),
+        f"{NAME} is of torch.complex64 in the state dict",
+    ),
+    "8 bits": (
+        lambda state: state.update({NAME: state[NAME].to(torch.float8_e4m3fn)}),
+        f"{NAME} is of torch.float8_e4m3fn in the state dict, and of torch.float32 in the model",
+    ),
     "no tensor": (lambda state: state.update({NAME: 3.0}), f"{NAME} must be a tensor, not a float"),
 }
 
@@ -53,6 +62,15 @@ def test_names_are_not_compared_unless_strict() -> None:
     assert torch.equal(wrapped.local_state_dict()[NAME], given)
     with pytest.raises(RuntimeError, match="size mismatch"):
         wrapped.load_state_dict({NAME: torch.zeros(1)}, strict=False)
+
+
+def test_floats_of_other_widths_and_converted_integers_are_loaded() -> None:
+    wrapped = NxDPPModel(make("llama", layers=2))
+    given = torch.ones_like(wrapped.local_state_dict()[NAME])
+    for value in (given.double(), given.bfloat16(), given.int().to(torch.float32)):
+        wrapped.local_state_dict()[NAME].zero_()
+        wrapped.load_local_state_dict({NAME: value}, strict=False)
+        assert torch.equal(wrapped.local_state_dict()[NAME], given)
 
 
 class OwnLoader(nn.Linear):
