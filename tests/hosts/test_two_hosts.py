@@ -75,7 +75,9 @@ def test_both_hosts_restart_after_a_fault_on_one(hosts: list[Host], tmp_path: Pa
     assert sorted(re.findall(r"start (\d): rank (\d) ends well", output)) == [("2", "0"), ("2", "1")]
 
 
-@pytest.mark.parametrize(("host", "with_ranks"), [(0, True), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("host", "with_ranks"), [(0, True), (1, False), pytest.param(1, True, marks=pytest.mark.sweep)]
+)
 def test_an_agent_that_is_killed_ends_the_ranks_of_both_hosts(
     hosts: list[Host], tmp_path: Path, host: int, with_ranks: bool
 ) -> None:

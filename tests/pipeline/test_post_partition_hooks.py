@@ -115,8 +115,17 @@ def whole_model(model: NxDPPModel) -> nn.Module:
     return model.original_module
 
 
-def compare(rank: int, name: str, change: Change, place: Place) -> None:
+def compare_each(rank: int, cases: list[tuple[str, Change, Place]]) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    for name, change, place in cases:
+        try:
+            compare(rank, name, change, place)
+        except BaseException as error:
+            error.add_note(f"{name}, {change.__name__}, {place.__name__}")
+            raise
+
+
+def compare(rank: int, name: str, change: Change, place: Place) -> None:
     model = make(name)
     whole = reference(model)
     change(whole)
@@ -140,16 +149,31 @@ def compare(rank: int, name: str, change: Change, place: Place) -> None:
     assert rank == 0 or torch.equal(evaluated, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "tied_llama"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_change_of_the_local_module(name: str, change: Change) -> None:
-    run_ranks(2, compare, name, change, local)
+# A tie matters to changes of the tied weight.
+ON_A_TIED_WEIGHT = [adapt_head, new_parameters, cast, assign]
+ELSEWHERE = [change for change in CHANGES if change not in ON_A_TIED_WEIGHT]
 
 
-@pytest.mark.parametrize("name", ["llama", "tied_llama"])
-@pytest.mark.parametrize("change", [adapt_layers, adapt_head, enclose_layers, drop_norm, new_parameters])
-def test_change_of_the_original_module(name: str, change: Change) -> None:
-    run_ranks(2, compare, name, change, whole_model)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("llama", change, local) for change in CHANGES],
+        [("tied_llama", change, local) for change in ON_A_TIED_WEIGHT],
+        [("llama", change, whole_model) for change in (adapt_layers, enclose_layers, drop_norm)],
+        [("tied_llama", change, whole_model) for change in (adapt_head, new_parameters)],
+        pytest.param(
+            [
+                *(("tied_llama", change, local) for change in ELSEWHERE),
+                *(("llama", change, whole_model) for change in (adapt_head, new_parameters)),
+                *(("tied_llama", change, whole_model) for change in (adapt_layers, enclose_layers, drop_norm)),
+            ],
+            marks=pytest.mark.sweep,
+        ),
+    ],
+    ids=["llama", "tied_llama", "original llama", "original tied_llama", "others"],
+)
+def test_changes(cases: list[tuple[str, Change, Place]]) -> None:
+    run_ranks(2, compare_each, cases)
 
 
 class Positions(nn.Module):

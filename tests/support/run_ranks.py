@@ -27,6 +27,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 GRACE_SECONDS = 2.0
 """Time that the other ranks have after a first failure, so that the message shows their errors too."""
 
+POLL_SECONDS = 0.1
+"""Time between two looks at the output of ranks that run after a first failure."""
+
 STACK_SECONDS = 0.3
 """Time that a running rank has to write its stacks before it is killed."""
 
@@ -94,6 +97,16 @@ class _Rank:
         return self.ended or bool(self.error)
 
     @property
+    def stops(self) -> bool:
+        """True once the rank has written that it stops for a failure of another rank, whose error the caller has."""
+        return self.written.rstrip().endswith("its error follows")
+
+    @property
+    def written(self) -> str:
+        """All that the rank has written."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    @property
     def awaited(self) -> Connection | int:
         """Object that becomes ready with the rank's outcome, then with its end."""
         return self.process.sentinel if self.result else self.connection
@@ -145,8 +158,11 @@ def _wait_for_all(ranks: list[_Rank], timeout: float) -> str:
     deadline = time.monotonic() + timeout
     failure = ""
     while waiting := [rank for rank in ranks if not rank.done]:
-        ready = wait([rank.awaited for rank in waiting], max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        ready = wait([rank.awaited for rank in waiting], min(left, POLL_SECONDS) if failure else left)
         if not ready:
+            if time.monotonic() < deadline and not all(rank.stops for rank in waiting):
+                continue
             running = [rank for rank in waiting if not rank.result] or waiting
             return failure or f"timeout after {timeout} s: {_names(running)} still running"
         for rank in waiting:
@@ -166,8 +182,8 @@ def _account(rank: _Rank) -> str:
     """Outcome and output of one rank."""
     returned = "returned, " if rank.result else ""
     outcome = rank.error or f"{returned}{'still running, killed' if rank.was_running else 'ended'}\n"
-    output = rank.output.read_text(errors="replace") if rank.output.exists() else ""
-    return f"---- rank {rank.rank}: {outcome}" + (f"---- rank {rank.rank} wrote:\n{output}" if output else "")
+    written = rank.written
+    return f"---- rank {rank.rank}: {outcome}" + (f"---- rank {rank.rank} wrote:\n{written}" if written else "")
 
 
 def _names(ranks: list[_Rank]) -> str:

@@ -64,6 +64,21 @@ def test_the_message_has_every_error_and_the_running_ranks() -> None:
     assert "rank 0 was here" in told
 
 
+def _stop_for_rank_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("the first error")
+    print("rank 0 stops because rank 1 failed; its error follows", flush=True)
+    time.sleep(60)
+
+
+def test_a_rank_that_has_told_why_it_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.run_ranks.GRACE_SECONDS", 30.0)
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank 1 first(.|\n)*rank 0 stops because(.|\n)*the first error"):
+        run_ranks(2, _stop_for_rank_one)
+    assert time.monotonic() - start < 15
+
+
 def _die(rank: int, how: str) -> None:
     if rank == 1:
         print("last words", file=sys.stderr, flush=True)

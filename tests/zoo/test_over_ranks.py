@@ -21,59 +21,68 @@ pytestmark = pytest.mark.zoo
 
 MICROBATCHES = 2
 PADDED = 1
-TWO_STAGES = {
+Types = dict[str, tuple[str, ...]]
+TWO_STAGES: Types = {
+    "causal-lm": (
+        "gemma3_text",  # a mask for each type of layer, scaled embeddings
+        "jamba",  # attention, state space and experts in turn
+        "opt",  # positions from the mask
+        "qwen3_next",  # linear attention
+    ),
+    "masked-lm": (
+        "funnel",  # slices of the hidden state that a test of its type comes before
+        "ibert",  # an output that data decide to be None
+    ),
+    "seq2seq-lm": (
+        "bart",  # encoder and decoder, an embedding tied three times
+        "t5gemma",  # a rotary table of the decoder, which later stages alone need
+    ),
+    "image-classification": ("efficientnet",),  # batch norm
+}
+MORE_ON_TWO_STAGES: Types = {
     "causal-lm": (
         "bloom",  # alibi
         "deepseek_v3",  # compressed attention, routed and shared experts
         "falcon",  # attention and feed-forward side by side
         "falcon_mamba",  # state space
-        "gemma3_text",  # a mask for each type of layer, scaled embeddings
         "gpt2",  # learned positions, tied head
         "gpt_neo",  # local and global attention
         "gpt_oss",  # attention sinks, experts
-        "jamba",  # attention, state space and experts in turn
         "lfm2",  # convolutions and attention
         "mamba",  # state space
         "mistral",  # sliding window
         "mixtral",  # experts
         "mpt",  # alibi, another tie
-        "opt",  # positions from the mask
-        "qwen3_next",  # linear attention
         "starcoder2",  # biases, a window
         "recurrent_gemma",  # recurrence
         "fuyu",  # the text part of a multimodal model
     ),
     "masked-lm": (
         "bert",  # tied head with a bias
-        "funnel",  # slices of the hidden state that a test of its type comes before
-        "ibert",  # an output that data decide to be None
         "modernbert",  # local and global attention
         "mpnet",  # a bias of positions, computed once for all layers
         "roformer",  # rotary positions from a sinusoid table
     ),
     "seq2seq-lm": (
-        "bart",  # encoder and decoder, an embedding tied three times
         "t5",  # a bias of positions that the first layer gives to the others
-        "t5gemma",  # a rotary table of the decoder, which later stages alone need
         "qwen2_audio",  # the text part of a multimodal model
     ),
     "image-classification": (
         "beit",  # a bias of positions in each layer
         "convnext",  # no attention
-        "efficientnet",  # batch norm
         "swin",  # windows, sizes that change from layer to layer
         "vit",
     ),
 }
-FOUR_STAGES = {
-    "causal-lm": ("gemma2", "llama", "qwen2_moe"),
+FOUR_STAGES: Types = {
     "masked-lm": ("mpnet",),
     "seq2seq-lm": ("t5",),
     "image-classification": ("swin",),
 }
+MORE_ON_FOUR_STAGES: Types = {"causal-lm": ("gemma2", "llama", "qwen2_moe")}
 
 
-def train(rank: int, stages: int, types: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+def train(rank: int, stages: int, types: Types) -> dict[str, list[str]]:
     """Differences of each type from one process."""
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -124,15 +133,16 @@ def wrong_gradients(wrapped: NxDPPModel, whole: nn.Module) -> list[str]:
     return wrong
 
 
-def check(stages: int, types: dict[str, tuple[str, ...]]) -> None:
+@pytest.mark.parametrize(
+    ("stages", "types"),
+    [
+        pytest.param(2, TWO_STAGES, id="two stages"),
+        pytest.param(2, MORE_ON_TWO_STAGES, id="more on two stages", marks=pytest.mark.sweep),
+        pytest.param(4, FOUR_STAGES, id="four stages"),
+        pytest.param(4, MORE_ON_FOUR_STAGES, id="more on four stages", marks=pytest.mark.sweep),
+    ],
+)
+def test_types_train_as_in_one_process(stages: int, types: Types) -> None:
     exact: dict[str, list[str]] = {name: [] for names in types.values() for name in names}
     for rank in run_ranks(stages, train, stages, types, timeout=150):
         assert rank == exact
-
-
-def test_two_stages() -> None:
-    check(2, TWO_STAGES)
-
-
-def test_four_stages() -> None:
-    check(4, FOUR_STAGES)

@@ -29,30 +29,48 @@ def on_meta(name: str) -> Any:
     return model
 
 
-def initial_values(rank: int, name: str, ranks: int, arguments: dict[str, Any]) -> Values:
+def initial_values(rank: int, ranks: int, arguments: dict[str, Any]) -> dict[str, Values]:
+    """Local tensors of each model."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    wrapped = NxDPPModel(on_meta(name), num_microbatches=2, **arguments)
-    torch.manual_seed(100 + rank)
-    wrapped.move_model_to_device()
-    assert torch.initial_seed() == 100 + rank
-    tensors = [*wrapped.local_named_parameters(remove_duplicate=False), *wrapped.local_named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in tensors}
+    values = {}
+    for name in MODELS:
+        wrapped = NxDPPModel(on_meta(name), num_microbatches=2, **arguments)
+        torch.manual_seed(100 + rank)
+        wrapped.move_model_to_device()
+        assert torch.initial_seed() == 100 + rank
+        tensors = [*wrapped.local_named_parameters(remove_duplicate=False), *wrapped.local_named_buffers()]
+        values[name] = {key: tensor.detach().clone() for key, tensor in tensors}
+    return values
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_initial_weights_do_not_depend_on_the_partition(name: str) -> None:
-    (whole,) = run_ranks(1, initial_values, name, 1, {})
+def check_parts(parts: list[Values], whole: Values, case: Any) -> None:
+    """The parts have all tensors of ``whole``, bit for bit."""
+    assert set().union(*parts) == set(whole), case
+    differing = {key for part in parts for key, value in part.items() if not torch.equal(value, whole[key])}
+    assert not differing, case
+
+
+def test_initial_weights_do_not_depend_on_the_partition() -> None:
+    (whole,) = run_ranks(1, initial_values, 1, {})
     for ranks, arguments in ((2, {}), (2, {"virtual_pipeline_size": 2}), (4, {})):
-        seen = set()
-        for part in run_ranks(ranks, initial_values, name, ranks, arguments):
-            for key, value in part.items():
-                assert torch.equal(value, whole[key]), key
-            seen |= set(part)
-        assert seen == set(whole)
+        parts = run_ranks(ranks, initial_values, ranks, arguments)
+        for name in MODELS:
+            check_parts([part[name] for part in parts], whole[name], (name, ranks, arguments))
 
 
-def train_materialised(rank: int, name: str) -> dict[str, float | None]:
+def train_all_materialised(rank: int) -> dict[str, dict[str, float | None]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    differences = {}
+    for name in MODELS:
+        try:
+            differences[name] = train_materialised(name)
+        except Exception as error:
+            error.add_note(name)
+            raise
+    return differences
+
+
+def train_materialised(name: str) -> dict[str, float | None]:
     wrapped = NxDPPModel(on_meta(name), num_microbatches=2)
     wrapped.move_model_to_device()
     parts: list[Values] = [{}, {}]
@@ -67,12 +85,12 @@ def train_materialised(rank: int, name: str) -> dict[str, float | None]:
     return gradient_differences(wrapped, whole)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_training_equals_one_process_with_these_weights(name: str) -> None:
-    for differences in run_ranks(2, train_materialised, name):
-        # Gradients of a tied weight are summed in another order.
-        assert set(differences) <= TIED.get(name, set())
-        assert all(difference is not None and difference < 1e-6 for difference in differences.values())
+def test_training_equals_one_process_with_these_weights() -> None:
+    for of_rank in run_ranks(2, train_all_materialised):
+        for name, differences in of_rank.items():
+            # Gradients of a tied weight are summed in another order.
+            assert set(differences) <= TIED.get(name, set()), name
+            assert all(difference is not None and difference < 1e-6 for difference in differences.values()), name
 
 
 def step_with_seeds(rank: int, ranks: int) -> None:
@@ -139,25 +157,24 @@ def test_param_init_fn_initialises_at_construction() -> None:
     assert abs(whole["lm_head.weight"][1:].std().item() - 0.5) < 0.05
 
 
-def deferred_values(rank: int, name: str, ranks: int, arguments: dict[str, Any]) -> Values:
+def deferred_values(rank: int, ranks: int, arguments: dict[str, Any]) -> dict[str, Values]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    torch.manual_seed(1234)
-    model = deferred_init(MODELS[name])
-    wrapped = NxDPPModel(model, num_microbatches=2, **arguments)
-    eager = make(name)
-    assert all(torch.equal(value, eager.get_buffer(key)) for key, value in wrapped.local_named_buffers())
-    return {name: tensor.detach() for name, tensor in wrapped.local_named_parameters(remove_duplicate=False)}
+    values = {}
+    for name in MODELS:
+        torch.manual_seed(1234)
+        wrapped = NxDPPModel(deferred_init(MODELS[name]), num_microbatches=2, **arguments)
+        eager = make(name)
+        assert all(torch.equal(value, eager.get_buffer(key)) for key, value in wrapped.local_named_buffers()), name
+        values[name] = {key: value.detach() for key, value in wrapped.local_named_parameters(remove_duplicate=False)}
+    return values
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_deferred_weights_equal_those_of_the_eager_constructor(name: str) -> None:
-    whole = dict(make(name).named_parameters(remove_duplicate=False))
+def test_deferred_weights_equal_those_of_the_eager_constructor() -> None:
+    whole = {name: dict(make(name).named_parameters(remove_duplicate=False)) for name in MODELS}
     for ranks, arguments in ((1, {}), (2, {"virtual_pipeline_size": 2}), (4, {})):
-        parts = run_ranks(ranks, deferred_values, name, ranks, arguments)
-        assert set().union(*parts) == set(whole)
-        for part in parts:
-            for key, value in part.items():
-                assert torch.equal(value, whole[key]), key
+        parts = run_ranks(ranks, deferred_values, ranks, arguments)
+        for name in MODELS:
+            check_parts([part[name] for part in parts], whole[name], (name, ranks, arguments))
 
 
 def step_partly_on_meta(rank: int) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import json
 import queue
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -22,7 +23,6 @@ from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.schedules.chosen import ChosenSchedule
-from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import GLOO, NCCL, TransportRules
 from tests.pipeline.runtime.scheduled_models import Skips, make, rows
@@ -98,10 +98,13 @@ class HostGroups:
 
 
 def main() -> None:
-    """Print, for each case, the schedules that have other numbers on late devices than in one process."""
+    """Print, for each case, the schedules that have other numbers on late devices than in one process.
+
+    The program's arguments are the families of the case without a change.
+    """
     late_device.install()
     dist.get_rank = lambda group: group.rank  # type: ignore[assignment, misc]
-    cases = [("", NCCL, list(FAMILIES)), ("", GLOO, ["1f1b", "zb1p"])]
+    cases = [("", NCCL, sys.argv[1:]), ("", GLOO, ["1f1b", "zb1p"])]
     cases += [(change, GLOO if change == _ON_GLOO else NCCL, ["gpipe"]) for change in CHANGES]
     found = {}
     for change, rules, names in cases:

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from torch.utils import backend_registration
 
+from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.late_pipeline import CHANGES
+
+FEW = ["gpipe", "1f1b", "interleaved", "zb1p", "zb-v"]
 
 EXPECTED: dict[str, list[str]] = {
     # No host waits for its device in these.
@@ -27,9 +30,13 @@ EXPECTED: dict[str, list[str]] = {
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch takes no device type written in Python",
 )
-def test_numbers_are_those_of_one_process_and_wrong_without_a_wait() -> None:
+@pytest.mark.parametrize(
+    "families",
+    [pytest.param(FEW, id="few"), pytest.param(sorted(FAMILIES), id="all", marks=pytest.mark.sweep)],
+)
+def test_numbers_are_those_of_one_process_and_wrong_without_a_wait(families: list[str]) -> None:
     # One process for all cases, and its own: a device type stays, and autograd on one forbids forks.
-    command = [sys.executable, "-m", "tests.pipeline.runtime.late_pipeline"]
+    command = [sys.executable, "-m", "tests.pipeline.runtime.late_pipeline", *families]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

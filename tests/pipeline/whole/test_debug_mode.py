@@ -61,14 +61,14 @@ def on_a_real_rank(rank: int, world_size: int, name: str, virtual_pipeline_size:
 @pytest.mark.parametrize(
     ("name", "ranks", "virtual_pipeline_size"),
     [
-        ("llama", 2, 1),
+        pytest.param("llama", 2, 1, marks=pytest.mark.sweep),
         ("llama", 2, 2),
         ("llama", 4, 1),
-        ("tied_llama", 2, 1),
+        pytest.param("tied_llama", 2, 1, marks=pytest.mark.sweep),
         ("tied_llama", 4, 1),
-        ("t5", 2, 1),
+        pytest.param("t5", 2, 1, marks=pytest.mark.sweep),
         ("t5", 2, 2),
-        ("t5", 4, 1),
+        pytest.param("t5", 4, 1, marks=pytest.mark.sweep),
     ],
 )
 def test_each_debug_rank_holds_the_part_of_the_real_rank(name: str, ranks: int, virtual_pipeline_size: int) -> None:

@@ -70,6 +70,21 @@ def batches(width: int) -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
 
+# Batches of models beside the first, in the suite: other masks, positions, shapes and embeddings.
+FEW = (
+    "a mask",
+    "no mask",
+    "the mask None",
+    "a mask again",
+    "a mask of 4 dimensions",
+    "positions of two sequences in a row",
+    "longer",
+    "embeddings",
+    "tokens again",
+    "a number of tokens",
+)
+
+
 def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bool = False) -> list[str]:
     """Names of losses and gradients that are not bit for bit those of ``whole``, in training and evaluation."""
     context = torch.autocast("cpu", torch.bfloat16) if amp else nullcontext()
@@ -99,7 +114,7 @@ def differences(wrapped: NxDPPModel, whole: Any, inputs: dict[str, Any], amp: bo
     return wrong
 
 
-def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[str, list[str]]:
+def one_after_the_other(rank: int, name: str, changes: dict[str, Any], only: tuple[str, ...]) -> dict[str, list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model = make(name, **changes)
     # With a cache, the unwrapped model does not separate the sequences of packed positions.
@@ -107,7 +122,9 @@ def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[s
     whole = reference(model)
     wrapped = NxDPPModel(model, num_microbatches=MICROBATCHES)
     wrong = {}
-    for step, (description, inputs) in enumerate(batches(model.config.hidden_size)):
+    chosen = [batch for batch in batches(model.config.hidden_size) if not only or batch[0] in only]
+    assert len(chosen) >= len(only)
+    for step, (description, inputs) in enumerate(chosen):
         if name == "bert" and "num_items_in_batch" in inputs:
             # Its loss ignores the number.
             continue
@@ -128,18 +145,19 @@ def one_after_the_other(rank: int, name: str, changes: dict[str, Any]) -> dict[s
     return wrong
 
 
+OTHERS = [("llama", {"attn_implementation": "eager"}), ("gpt2", {}), ("mixtral", {}), ("bert", {})]
+
+
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "changes", "only"),
     [
-        ("llama", {}),
-        ("llama", {"attn_implementation": "eager"}),
-        ("gpt2", {}),
-        ("mixtral", {}),
-        ("bert", {}),
+        ("llama", {}, ()),
+        *((name, changes, FEW) for name, changes in OTHERS),
+        *(pytest.param(name, changes, (), marks=pytest.mark.sweep) for name, changes in OTHERS),
     ],
 )
-def test_all_inputs_are_exact(name: str, changes: dict[str, Any]) -> None:
-    for wrong in run_ranks(2, one_after_the_other, name, changes, timeout=120):
+def test_all_inputs_are_exact(name: str, changes: dict[str, Any], only: tuple[str, ...]) -> None:
+    for wrong in run_ranks(2, one_after_the_other, name, changes, only, timeout=120):
         assert {description: parts for description, parts in wrong.items() if parts} == {}
 
 

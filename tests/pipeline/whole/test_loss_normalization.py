@@ -59,7 +59,7 @@ def every_schedule(rank: int) -> None:
     models: dict[Any, Any] = {}
     for name, family in FAMILIES.items():
         layers = 2 * family.default_chunks
-        for kind in ("llama", "mean"):
+        for kind in ("llama", "mean") if name in ("1f1b", "interleaved", "zb-v") else ("mean",):
             for kept in (UNEVEN, ONE_EMPTY) if name == "1f1b" else (ONE_EMPTY,):
                 batch = uneven_batch(kept)
                 if (kind, layers) not in models:

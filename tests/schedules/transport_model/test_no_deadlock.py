@@ -17,7 +17,12 @@ RULES = pytest.mark.parametrize("rules", [GLOO, NCCL], ids=lambda rules: rules.n
 
 @RULES
 @pytest.mark.parametrize(
-    ("ranks", "microbatches"), [(ranks, m) for ranks in (2, 3, 4, 8) for m in numbers_of_microbatches(ranks)]
+    ("ranks", "microbatches"),
+    [
+        pytest.param(ranks, m, marks=pytest.mark.sweep if m > 2 * ranks and ranks == 8 else ())
+        for ranks in (2, 3, 4, 8)
+        for m in numbers_of_microbatches(ranks)
+    ],
 )
 def test_every_family_ends(ranks: int, microbatches: int, rules: TransportRules) -> None:
     """In a chain and with skips, in training and evaluation, in the situations that have the waits of all others."""
