@@ -17,12 +17,12 @@ from torch import nn
 from nxdpp.parallel_layers import failure_watch, move_model_to_device, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline import arguments
-from nxdpp.pipeline.agreement.same_values import RankValues
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
-from nxdpp.pipeline.local.other_wrappers import refuse_local_wrappers, refuse_other_wrappers
+from nxdpp.pipeline.local.next_step import NextStep
+from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
-from nxdpp.pipeline.local.spine_hooks import SpineHooks, warn_of_traced_hooks
+from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss_normalization import LossNormalization, StepLoss
 from nxdpp.pipeline.microbatch import join_outputs, on_device
@@ -143,9 +143,7 @@ class Pipeline:
         self.local_module = self.part.module
         self._replicas = ReplicaGradients(self.local_module)
         self.tied_names = self.part.aliases
-        self._hooks = SpineHooks(module, self.local_module, self.partition.layers)
-        self._is_checked = self._dtypes_are_checked = False
-        self._values_are_verified = False
+        self._next_step = NextStep(module, self.part, self.partition.layers)
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
@@ -183,7 +181,7 @@ class Pipeline:
         """
         arguments.check_input_names(self.original_module, inputs, self._input_names)
         values = open_inputs(inputs).values()
-        self._check_modules()
+        self._next_step.check_modules()
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), self.device)
         batch = self._split(inputs, device)
         training = self.original_module.training
@@ -191,7 +189,7 @@ class Pipeline:
             cut = self._programs.cut_graph_of_all(batch.distinct, training)
             ends_with = "loss" if training else self._programs.evaluation_ends_with(cut)
             self._programs.program(cut, ends_with)
-            self._hooks.note()
+            self._next_step.note_hooks()
             if ends_with == "loss":
                 self._normalization.check(cut)
 
@@ -229,15 +227,13 @@ class Pipeline:
         batch = self._microbatches(inputs)
         scaler = self.config.grad_scaler
         arguments.check_autocast(self.device, is_scaled=scaler is not None and scaler.is_enabled())
-        if not self._dtypes_are_checked:
-            arguments.check_trained_dtypes(self.local_module)
-            self._dtypes_are_checked = True
+        self._next_step.check_dtypes()
         if scaler is not None:
             scaler.begin_step(self.device)
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
         cut, step = self._step_loss(cut, batch)
         program = self._programs.program(cut, "loss")
-        self._hooks.note()
+        self._next_step.note_hooks()
         check = self._first_check()
 
         def once_verified() -> None:
@@ -255,9 +251,9 @@ class Pipeline:
             origin=self.part.origin,
             once_verified=once_verified,
             scales=step.scales,
-            values=self._unverified_values(),
+            values=self._next_step.unverified_values(),
         )
-        self._note_verified()
+        self._next_step.note_verified()
         with failure_watch.reported():
             self.part.tied.add_up(self._steps.transport(self.device))
         losses = [result[0] for result in results if result]
@@ -291,9 +287,9 @@ class Pipeline:
             self.device,
             train=False,
             origin=self.part.origin,
-            values=self._unverified_values(),
+            values=self._next_step.unverified_values(),
         )
-        self._note_verified()
+        self._next_step.note_verified()
         if ends_with == "loss":
             return Evaluation(step.scaled([result[0] for result in results if result]))
         if not self.holds_last_stage:
@@ -364,32 +360,14 @@ class Pipeline:
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
         self._upkeep.follow()
-        refuse_local_wrappers(self.local_module)
-        self._is_checked = self._dtypes_are_checked = False
-        if self._hooks.note():
+        if self._next_step.follow():
             warn_of_traced_hooks(self.original_module, self.partition.layers)
         self._programs.forget()
         self._steps.forget_engines()
-        self._values_are_verified = False
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
         self.part.check_materialised()
-
-    def _check_modules(self) -> None:
-        """Raise ``RuntimeError`` for hooks that would not run, and once for modules in wrappers."""
-        self._hooks.check()
-        if not self._is_checked:
-            refuse_local_wrappers(self.local_module)
-            self._is_checked = True
-
-    def _unverified_values(self) -> RankValues | None:
-        return None if self._values_are_verified else self.part.values()
-
-    def _note_verified(self) -> None:
-        if not self._values_are_verified:
-            self._values_are_verified = True
-            self.part.forget_initial_weights()
 
     def _first_check(self) -> ReferenceStep | None:
         if not self._check_first:
@@ -400,7 +378,7 @@ class Pipeline:
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> "_Batch":
         arguments.check_input_names(self.original_module, inputs, self._input_names)
-        self._check_modules()
+        self._next_step.check_modules()
         self.check_materialised()
         opened = open_inputs(inputs)
         for names in levels(opened):
