@@ -18,6 +18,8 @@ from benchmarks.report import describe_session
 from nxdpp.parallel_layers import parallel_state
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 
 def test_a_sleeping_layer_sleeps_once_for_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []

@@ -1,6 +1,10 @@
 """CPU times of traces, on a small model."""
 
+import pytest
+
 from benchmarks.trace_speed import ROOT, ROWS, measure
+
+pytestmark = pytest.mark.one_python
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 8, "num_attention_heads": 2}
 

@@ -13,6 +13,8 @@ import pytest
 from tests.hosts.trained_program import losses_of_one_process
 from tests.support.two_hosts import Host, agent, reason_against, two_hosts
 
+pytestmark = pytest.mark.one_python
+
 TESTS = Path(__file__).parents[1]
 START_SECONDS = 200.0
 # Measured: below 0.5 s.

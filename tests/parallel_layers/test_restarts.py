@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.one_python
+
 PROGRAM = str(Path(__file__).with_name("restarted_program.py"))
 # The rank of the fault takes turns. SIGKILL is a case of tests/hosts, and os._exit looks like SIGKILL to the others.
 FAULTS = ["exception", "SIGSEGV", "early_exception", "SIGTERM", "exit"]

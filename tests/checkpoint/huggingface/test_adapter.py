@@ -14,6 +14,8 @@ from tests.support.adapted_models import ADAPTERS, adapted, base, inputs_for
 from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import batch
 
+pytestmark = pytest.mark.one_python
+
 NAMES = list(ADAPTERS)
 SAVED = [*ADAPTERS, "prompt", "p-tuning", "prefix"]
 LOADED = [*ADAPTERS, "prompt", "prefix"]

@@ -18,6 +18,8 @@ from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, tensors_in, wrap
 from tests.checkpoint.huggingface.killed_saves import kill_saves
 
+pytestmark = pytest.mark.one_python
+
 _EVENTS = ("open", "os.")
 _watched: list[Callable[[], None]] = []
 

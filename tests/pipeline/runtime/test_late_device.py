@@ -11,6 +11,8 @@ from torch.utils import backend_registration
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.pipeline.runtime.late_pipeline import CHANGES
 
+pytestmark = pytest.mark.one_python
+
 FEW = ["gpipe", "1f1b", "interleaved", "zb1p", "zb-v"]
 
 EXPECTED: dict[str, list[str]] = {

@@ -33,6 +33,8 @@ from tests.support.models import (
 from tests.support.models import make as make_huggingface
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 LOOPED_AND_V = ("interleaved", "zb1p", "zb-v")
 ONE_OF_EACH = ("1f1b", *LOOPED_AND_V, "v-half")
 

@@ -12,6 +12,8 @@ from nxdpp.schedules.written import parse_schedule
 from tests.schedules.pipelines import Pipeline, pipelines
 from tests.schedules.transport_model.sweep import Case, cases, deadlocks, every_situation, numbers_of_microbatches
 
+pytestmark = pytest.mark.one_python
+
 RULES = pytest.mark.parametrize("rules", [GLOO, NCCL], ids=lambda rules: rules.name)
 
 
