@@ -1,5 +1,6 @@
 """Progress counts moves and the time between samples, but no time in which the process was stopped."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -93,3 +94,30 @@ def test_each_layer_of_a_stage_is_a_move_and_the_place_is_the_models() -> None:
     thread.join(30)
     assert nodes[1] > nodes[0] >= 0
     assert current_place(thread.ident) is None
+
+
+@pytest.mark.parametrize(("folder", "unmoved"), [("_dynamo", 0.0), ("_inductor", 0.0), ("nn", 10.0)])
+def test_time_in_a_compiler_is_progress(clock: list[float], folder: str, unmoved: float) -> None:
+    """The code of a compiler is told by its file, at any depth of the stack."""
+    reached, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        leave.wait(30)
+
+    names: dict[str, Callable[[], None]] = {"wait": wait}
+    file = os.path.join(os.path.dirname(torch.__file__), folder, "module.py")
+    exec(compile("def run(): wait()", file, "exec"), names)
+    thread = threading.Thread(target=names["run"])
+    thread.start()
+    assert reached.wait(30)
+    board = Board()
+    board.thread = thread.ident
+    progress = Progress(board, longest=20.0)
+    for _ in range(2):
+        progress.sample()
+        clock[0] += 10.0
+    progress.sample()
+    leave.set()
+    thread.join(30)
+    assert progress.unmoved_seconds == 2 * unmoved
