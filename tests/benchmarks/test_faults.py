@@ -2,12 +2,13 @@
 
 import pytest
 
-from benchmarks.faults import CASES, Case, _outcome, main, run_plain
+from benchmarks import faults
+from benchmarks.faults import CASES, Case, Outcome, _outcome, main, run_plain
 
 
 def test_a_plain_run_names_the_faulty_rank() -> None:
     outcome = run_plain(Case("SIGKILL", 2))
-    assert outcome.naming == [0, 1, 3], outcome.output
+    assert outcome.naming == Case("SIGKILL", 2).named_by == [0, 1, 3], outcome.output
     assert 0.0 < outcome.seconds < 15.0
 
 
@@ -15,6 +16,16 @@ def test_the_time_of_a_hang_counts_from_the_limit() -> None:
     output = "fault at 100.0\nrank 0 stops because rank 2 hangs\n[default1]:rank 1 stops because rank 20 hangs\n"
     outcome = _outcome(Case("loop", 2, hangs=True), output, 105.5)
     assert (outcome.seconds, outcome.naming) == (0.5, [0])
+
+
+def test_a_rank_that_does_not_name_the_faulty_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    naming = [0, 1, 2, 3]
+    for run in ("run_plain", "run_torchrun"):
+        monkeypatch.setattr(faults, run, lambda case: Outcome(1.0, naming, ""))
+    main(["--only", "sleep"])
+    naming.remove(3)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--only", "sleep"])
 
 
 def test_each_fault_is_one_of_the_program() -> None:
