@@ -93,7 +93,7 @@ class InputHasher:
                 values = [batch[name] for batch in batches if name in batch]
                 if not self._is_hashed(values[0], is_first):
                     continue
-                made = _joined(hash_of(value) for value in values)
+                made = _joined(hash_of(part) for value in values for part in _parts(value))
                 if isinstance(made, int):
                     known[name] = made
                 else:
@@ -109,13 +109,28 @@ class InputHasher:
 
     def _is_hashed(self, value: Any, is_first: bool) -> bool:
         if isinstance(value, torch.Tensor):
-            # Others have no memory of their own that is laid out alike on all ranks.
-            if value.layout != torch.strided or value.is_nested or is_traceable_wrapper_subclass(value):
-                return False
             is_exact = not (value.is_floating_point() or value.is_complex())
             return is_exact or self._check_inputs == "always" or (self._check_inputs == "first" and is_first)
         # Texts, booleans and None are part of the graph.
         return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parts(value: Any) -> list[Any]:
+    """The tensors of which a sparse, nested or other composed tensor is made; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(value, name))]
+    if value.is_nested:
+        return [value._nested_tensor_size(), *value.unbind()]
+    if value.layout == torch.sparse_coo:
+        return [value._indices(), value._values()]
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [value.ccol_indices(), value.row_indices(), value.values()]
+    return [value] if value.layout == torch.strided else [value.to_dense()]
 
 
 @dataclass(frozen=True)

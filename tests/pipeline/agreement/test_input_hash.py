@@ -80,10 +80,25 @@ def test_numbers_are_compared_and_texts_are_not() -> None:
     assert words(mode="a") == words(mode="b") == words(flag=True) == words()
 
 
-def test_sparse_and_nested_tensors_are_not_compared() -> None:
-    rows = torch.eye(2)
-    for other in (rows.to_sparse(), torch.nested.nested_tensor([rows], layout=torch.jagged)):
-        assert InputHasher("always").of_step([{"x": other}], is_first=True) == InputHashes([], [], [], [])
+def composed(rows: torch.Tensor) -> list[torch.Tensor]:
+    layouts = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+    nested = [torch.nested.nested_tensor([rows, rows[:1]], layout=layout) for layout in (torch.jagged, torch.strided)]
+    blocks = [rows.to_sparse(layout=layout, blocksize=(1, 1)) for layout in (torch.sparse_bsr, torch.sparse_bsc)]
+    return [*(rows.to_sparse(layout=layout) for layout in layouts), *nested, *blocks]
+
+
+def test_sparse_and_nested_tensors_are_compared() -> None:
+    def words(value: torch.Tensor, check: str = "always") -> list[int]:
+        return InputHasher(check).of_step([{"x": value}], is_first=True).words()
+
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    for own, same, moved, scaled in zip(
+        composed(rows), composed(rows.clone()), composed(rows.flip(0)), composed(rows * 2), strict=True
+    ):
+        assert words(own) == words(same)
+        assert words(own) != words(moved)
+        assert words(own) != words(scaled)
+        assert words(own, "never") == words(scaled, "never")
 
 
 def test_each_microbatch_of_a_function_is_compared() -> None:
