@@ -15,10 +15,11 @@ from nxdpp.pipeline.agreement.same_values import sample
 
 
 class FirstStepCheck:
-    """Compares a sample of the parameters over the replicas, after the first step of an optimizer that changes some.
+    """Compares a sample of the parameters over the replicas, after the first step of each optimizer that changes some.
 
-    The first steps of a warm-up may have a learning rate of 0, which shows nothing. The hook on optimizers' steps is
-    removed after a step that changes the sample. The steps until then are collective over ``group``.
+    The first steps of a warm-up may have a learning rate of 0, which shows nothing. The parameters of an optimizer are
+    compared until one of them changes. Those steps are collective over ``group``. The hook on optimizers' steps is
+    removed after the last optimizer.
 
     Args:
         parameters: those of this rank, by name, before the step.
@@ -26,9 +27,10 @@ class FirstStepCheck:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        trained = {name: each for name, each in parameters.items() if each.requires_grad}
         # The hook may outlive the model: an id alone could then be that of another model's parameter.
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
-        self._before = {name: sample(parameter) for name, parameter in parameters.items()}
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in trained.items()})
+        self._before = {name: sample(parameter) for name, parameter in trained.items()}
         self._group = group
         self._hook: RemovableHandle = register_optimizer_step_post_hook(self._check)
 
@@ -46,4 +48,7 @@ class FirstStepCheck:
                 f"parameters: it does not average. Set use_zero1_optimizer=False, or take an optimizer that does."
             ) from error
         if any(known != self._before[name] for name, known in held.items()):
+            for parameter in stepped:
+                self._names.pop(parameter, None)
+        if not len(self._names):
             self._hook.remove()

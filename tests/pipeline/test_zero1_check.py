@@ -55,6 +55,13 @@ def train(rank: int) -> None:
     warm_up.step()
     with pytest.raises(RuntimeError, match=r"After the first step of AdamW .*it does not average"):
         optimizer.step()
+    # The first of two optimizers averages.
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=True)
+    parameters = list(wrapped.parameters())
+    wrapped.run_train(**own)
+    Averaging(parameters[:1], lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"After the first step of SGD .*it does not average"):
+        torch.optim.SGD(parameters[1:], lr=0.1).step()
     # The remedy.
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=False)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
