@@ -51,10 +51,13 @@ def stop() -> None:
     """End the watch on this rank; all ranks must call it. ``destroy_model_parallel`` does.
 
     The watch continues while an exception passes (``try: train() finally: destroy_model_parallel()``). The exception
-    is then reported where it ends the process.
+    is then reported where it ends the process. It also continues after a failure that the program has caught: other
+    ranks may wait in the failed call, and end because of it.
     """
     global _watch
-    if _watch is not None and sys.exception() is None:
+    if _failure is not None and _active() is not None:
+        report(_failure[0])
+    elif _watch is not None and sys.exception() is None:
         _watch.leave()
         _watch = None
 
@@ -91,8 +94,14 @@ def reported() -> Iterator[None]:
 def refuse_after_failure() -> None:
     """Raise ``RuntimeError`` if a step or another collective call of this rank has failed; at the begin of each call.
 
-    Other ranks may still wait in the failed call. Their messages must not be taken for those of another one.
+    Other ranks may still wait in the failed call. Their messages must not be taken for those of another one. A fork of
+    a rank is refused too: it has no connections of its own.
     """
+    if _watch is not None and not _watch.is_of_this_process():
+        raise RuntimeError(
+            "this process is a fork of a rank (os.fork, or a worker of a DataLoader), and other ranks know nothing of "
+            "it. Make collective calls in the process that called initialize_model_parallel."
+        )
     if _failure is None or _active() is None:
         return
     error, call = _failure

@@ -72,6 +72,7 @@ def initialize_model_parallel(
         _check_same_backend(backend)
         _check_same_hang_timeout(hang_timeout)
         return
+    failure_watch.refuse_after_failure()
     started_world = not dist.is_initialized()
     device = launch.choose_device(backend)
     store = launch.start_world(device) if started_world else launch.join_world()

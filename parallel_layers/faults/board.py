@@ -60,6 +60,7 @@ class Board:
         thread: the thread that made the last call; by default the main thread.
         members: the ranks of a scope, as far as they are known.
         interrupted: the last call that ended by an exception such as ``SystemExit``; ``""`` after one that ended well.
+        pipelines: number of models that are wrapped. Ranks tell models of one architecture apart by it.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class Board:
         self.thread = threading.main_thread().ident
         self.members: dict[str, frozenset[int]] = {}
         self.interrupted = ""
+        self.pipelines = 0
         self._outermost: Call | None = None
         self._last = ""
         self._named: dict[str, int] = {}

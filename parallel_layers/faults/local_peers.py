@@ -94,12 +94,17 @@ class LocalPeers:
         fields = _stat(self._processes[rank]) if rank in self._processes else None
         return fields[0] if fields else ""
 
-    def wait_for_end(self, rank: int, seconds: float) -> None:
-        """Wait for the end of the process of ``rank``; returns at once for a rank of another host."""
-        if rank in self._descriptors:
-            poll = select.poll()
-            poll.register(self._descriptors[rank], select.POLLIN)
-            poll.poll(seconds * 1000)
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of ``rank`` is known to have ended."""
+        return rank in self.ended or self.wait_for_end(rank, 0.0)
+
+    def wait_for_end(self, rank: int, seconds: float) -> bool:
+        """Return whether the process of ``rank`` ends in time; at once ``False`` for a rank of another host."""
+        if rank not in self._descriptors:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptors[rank], select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def kill_stopped(self, ranks: Sequence[int], waits: bool) -> None:
         """Kill those of ``ranks`` that are stopped by a signal: they cannot end themselves.

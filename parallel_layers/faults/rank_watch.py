@@ -86,7 +86,11 @@ class RankWatch:
 
     def is_active(self) -> bool:
         """Return whether this process started the watch and has not left it."""
-        return not self._left.is_set() and self._process == os.getpid()
+        return not self._left.is_set() and self.is_of_this_process()
+
+    def is_of_this_process(self) -> bool:
+        """Return whether this process started the watch, and did not inherit it by a fork."""
+        return self._process == os.getpid()
 
     def report(self, error: BaseException) -> bool:
         """Claim the failure for this rank, or end the process because of an earlier failure of another rank.
@@ -114,7 +118,7 @@ class RankWatch:
                     self._stop_for(ending, addition)
                 return self.owns_failure
             self._note_host_left(ending)
-        cause = self._departed() if is_consequence else None
+        cause = self._departed(lost_connection=True) if is_consequence else None
         if cause is not None:
             self._stop_for(cause, addition)
         return False
@@ -169,7 +173,7 @@ class RankWatch:
         while not self._left.is_set():
             # The processes of this host are known soon.
             ended = self._peers.wait(self._poll_seconds if self._peers.are_known else self._poll_seconds / 5)
-            if self._left.is_set() or self.owns_failure:
+            if self._left.is_set() or self.owns_failure or self._ends.locked():
                 return
             if self._host_departure is not None:
                 self._look_alone()
@@ -227,8 +231,11 @@ class RankWatch:
         before, self._mark = self._mark, (board.moves, board.action)
         return before == self._mark
 
-    def _departed(self) -> Ending | None:
-        """The fault of ranks that have left, and that the present call of this rank needs."""
+    def _departed(self, lost_connection: bool = False) -> Ending | None:
+        """The fault of ranks that have left, and that the present call of this rank needs.
+
+        After a ``lost_connection`` any rank counts: it may have begun this call, refused it, and ended.
+        """
         position = board.position()
         if not position.call:
             return None
@@ -237,7 +244,7 @@ class RankWatch:
         missed = [
             departure
             for departure in departures
-            if departure.rank in members and departure.begun[position.scope] < position.number
+            if lost_connection or (departure.rank in members and departure.begun[position.scope] < position.number)
         ]
         if not missed:
             return None
@@ -275,7 +282,7 @@ class RankWatch:
             time.sleep(self._pause_seconds)
         verdict = self._hangs.gone(self._poll_seconds + _ROLL_CALL_SECONDS)
         if verdict is None:
-            return None
+            return self._departed(lost_connection=True)
         return Ending("fault", verdict, f"rank {verdict} is gone: it does not answer", [verdict])
 
     def _cause_of_lost_store(self) -> Ending:
@@ -307,17 +314,23 @@ class RankWatch:
         if 0 not in ending.silent or launcher_has_store():
             # Before the launcher ends this process. A process that has the store comes last.
             self._peers.kill_stopped(ending.silent, waits=False)
+        silent = len(ending.silent)
         if not self._store_is_gone:
             with contextlib.suppress(RuntimeError):
                 self._store.answer()
                 if is_error:
-                    wait_until(self._store.is_printed, _PRINT_SECONDS, self._pause_seconds)
+                    wait_until(lambda: self._is_printed_or_died(ending.rank), _PRINT_SECONDS, self._pause_seconds)
+                    silent += not self._store.is_printed()
                 self._finish()
         if ending.rank != self._rank and ending.rank not in self._peers.stopped():
             self._peers.wait_for_end(ending.rank, _END_SECONDS)
             time.sleep(_AFTERWARDS_SECONDS)
-        self._outlast_others(len(ending.silent))
+        self._outlast_others(silent)
         exit_process(lambda: self._peers.kill_stopped(ending.silent, waits=True))
+
+    def _is_printed_or_died(self, rank: int) -> bool:
+        """Return whether ``rank`` has printed its error, or will not: its program caught the error and was killed."""
+        return self._store.is_printed() or self._peers.has_ended(rank)
 
     def _lose_contact(self) -> None:
         """End this process because the store is gone, unless the process already ends."""

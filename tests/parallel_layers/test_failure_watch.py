@@ -207,3 +207,20 @@ def test_an_error_of_a_block_is_reported_and_propagates(monkeypatch: pytest.Monk
 def test_a_report_without_a_watch_does_nothing() -> None:
     assert len(run_ranks(2, _report_unwatched)) == 2
     assert len(run_ranks(1, _report_unwatched)) == 1
+
+
+def refuse_in_a_fork(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    failure_watch.refuse_after_failure()
+    child = os.fork()
+    if child == 0:
+        try:
+            failure_watch.refuse_after_failure()
+        except RuntimeError as error:
+            os._exit(7 if "this process is a fork of a rank" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_fork_of_a_rank_makes_no_collective_calls() -> None:
+    run_ranks(2, refuse_in_a_fork)

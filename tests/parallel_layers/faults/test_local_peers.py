@@ -29,6 +29,7 @@ def test_a_process_that_ends_wakes_the_wait() -> None:
         assert peers.find() == []
         assert peers.are_known
         assert peers.wait(0.05) == []
+        assert not peers.has_ended(1)
         os.kill(peer.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 10
         while peers.stopped() != [1] and time.monotonic() < deadline:
@@ -37,7 +38,8 @@ def test_a_process_that_ends_wakes_the_wait() -> None:
         peers.kill_stopped([1], waits=False)
         assert peers.wait(10.0) == [1]
         assert peers.ended == [1]
-        peers.wait_for_end(1, 10.0)
+        assert peers.wait_for_end(1, 10.0)
+        assert peers.has_ended(1)
 
 
 def test_a_process_that_has_ended_before_it_is_looked_for() -> None:

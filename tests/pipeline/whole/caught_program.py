@@ -1,6 +1,7 @@
 """A training script that catches the errors of its steps; run by test_caught_failures.
 
-Usage: caught_program.py PIPELINE_RANKS WHERE RANK, where RANK fails in step 2, in a layer or for its inputs.
+Usage: caught_program.py PIPELINE_RANKS WHERE RANK, where RANK fails in step 2: in a ``layer``, for its ``inputs``, and
+``leaves`` then, or is interrupted in a layer and makes a ``restart`` of its own.
 """
 
 import sys
@@ -19,25 +20,26 @@ FAILING = 2
 class Breaking:
     """A forward hook that fails in the second microbatch of step ``FAILING``."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: type[BaseException]) -> None:
         self.calls = 0
+        self.error = error
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         self.calls += 1
         if self.calls == 4 * (FAILING - 1) + 2:
             say_that_it_fails()
-            raise ArithmeticError("the layer broke")
+            raise self.error("the layer broke")
 
 
 def main(ranks: int, where: str, failing_rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     wrapped = NxDPPModel(make("llama"), num_microbatches=4)
     rank = torch.distributed.get_rank()
-    if rank == failing_rank and where == "layer":
+    if rank == failing_rank and where in ("layer", "restart"):
         layers = [m for name, m in wrapped.local_named_modules() if name.rpartition(".")[2].isdigit()]
-        layers[0].register_forward_hook(Breaking())
+        layers[0].register_forward_hook(Breaking(ArithmeticError if where == "layer" else KeyboardInterrupt))
     for step in range(1, STEPS + 1):
-        breaks = rank == failing_rank and where == "inputs" and step == FAILING
+        breaks = rank == failing_rank and where in ("inputs", "leaves") and step == FAILING
         if breaks:
             say_that_it_fails()
         try:
@@ -45,6 +47,11 @@ def main(ranks: int, where: str, failing_rank: int) -> None:
             print(f"rank {rank} has run step {step}", flush=True)
         except Exception as error:
             print(f"rank {rank} caught in step {step}: {error!r}", flush=True)
+            if where == "leaves":
+                break
+        except KeyboardInterrupt:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     print(f"rank {rank} is done", flush=True)
 
 

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.pipeline.whole.test_failures import run_failing
+from tests.pipeline.whole.test_failures import FOLDER, run_failing
 from tests.support.models import make, padded_batch
+from tests.support.run_program import run_program
 from tests.support.run_ranks import run_ranks
 
 REFUSED = "run_train step 2 raised ValueError: a batch of 6 (input_ids, attention_mask, labels) does not divide"
@@ -31,6 +32,23 @@ def test_no_rank_goes_on_after_a_caught_failure(where: str, failing: int, last: 
     assert [int(step) for step, _ in caught] == [2, 3, 4, 5]
     assert all("has failed on this rank, and its error was caught" in text for step, text in caught if int(step) > 3)
     assert f"rank {last} is done" in ended.output
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_refuses_a_batch_and_ends_is_named(failing: int) -> None:
+    program = str(FOLDER / "caught_program.py")
+    # The first rank has the store, which is gone with it.
+    ended = run_program(program, ["2", "leaves", str(failing)], ranks=2, first_rank_has_store=True)
+    assert ended.codes[1 - failing] == 1, ended.output
+    words = f"rank {failing} ended after run_train step 2, and rank {1 - failing} is in run_train step 2"
+    assert words in ended.output.strip().splitlines()[-1], ended.output
+
+
+def test_a_rank_does_not_start_again_after_a_failure() -> None:
+    ended = run_failing("caught_program.py", ["2", "restart", "1"], ranks=2)
+    assert "rank 0 stops because rank 1 failed" in ended.output, ended.output
+    assert "RuntimeError: run_train step 2 has failed on this rank, and its error was caught" in ended.output
+    assert ended.codes == [1, 1], ended.output
 
 
 def refuse_together(rank: int) -> None:
