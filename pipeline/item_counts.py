@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.pipeline.replica_exchange import ReplicaExchanges
 from nxdpp.tracing.input_dicts import close_inputs
 from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm
 from nxdpp.tracing.transformers_models import transformers_models
@@ -84,11 +85,15 @@ def number_of(value: Any, name: str, positive: bool = True) -> float:
     return number
 
 
-def of_all_replicas(values: list[float]) -> list[list[float]]:
-    """Return the ``values`` of each data-parallel replica; collective over the replicas, between their hosts."""
+def of_all_replicas(values: list[float], exchanges: ReplicaExchanges, name: str) -> list[list[float]]:
+    """Return the ``values`` of each data-parallel replica; collective over the replicas, between their hosts.
+
+    ``name`` is that of this one of the ``exchanges``. Raises ``RuntimeError`` for replicas in another one.
+    """
     replicas = parallel_state.get_data_parallel_size()
     if replicas == 1:
         return [values]
+    exchanges.begin(name)
     own = torch.tensor(values, dtype=torch.float64)
     everyones = [torch.empty_like(own) for _ in range(replicas)]
     with failure_watch.reported():

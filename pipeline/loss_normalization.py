@@ -24,6 +24,7 @@ from nxdpp.parallel_layers import parallel_state
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
 from nxdpp.pipeline.item_counts import REMEDY, CountItems, counted, counts_of, number_of, of_all_replicas
 from nxdpp.pipeline.partition.partition import Partition
+from nxdpp.pipeline.replica_exchange import ReplicaExchanges
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.tracing.errors import TracingError
@@ -79,13 +80,22 @@ class LossNormalization:
         rule: ``"microbatch"`` or ``"tokens"``.
         count_items: counts the items of a microbatch; ``None`` leaves that to ``num_items_in_batch``.
         loss_spec: the output that is the loss.
+        exchanges: those with the data-parallel replicas.
     """
 
-    def __init__(self, module: nn.Module, rule: str, count_items: CountItems | None, loss_spec: LossSpec) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rule: str,
+        count_items: CountItems | None,
+        loss_spec: LossSpec,
+        exchanges: ReplicaExchanges,
+    ) -> None:
         self._module = module
         self._rule = rule
         self._count_items = count_items
         self._loss_spec = loss_spec
+        self._exchanges = exchanges
         self._terms: WeakKeyDictionary[CutGraph, _Terms] = WeakKeyDictionary()
 
     @property
@@ -150,6 +160,7 @@ class LossNormalization:
         microbatches: list[dict[str, Any]],
         is_given: bool,
         counted_from: Sequence[Mapping[str, Any]] | None = None,
+        train: bool = True,
     ) -> StepLoss:
         """Return the step's loss; collective over data-parallel replicas unless each microbatch has its mean.
 
@@ -159,6 +170,7 @@ class LossNormalization:
             is_given: the user gave the number of items.
             counted_from: the microbatches before they were moved to the device, by default ``microbatches``. Labels in
                 host memory are counted without a wait for the device.
+            train: ``True`` for a training step, ``False`` for an evaluation. Replicas do not mix them.
 
         Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
         labels that cannot be counted, and for a batch without items.
@@ -167,7 +179,7 @@ class LossNormalization:
         count = len(microbatches)
         replicas = parallel_state.get_data_parallel_size()
         if is_given:
-            self._check_given(cut, on_host)
+            self._check_given(cut, on_host, train)
             return StepLoss(microbatches, [float(replicas)] * count)
         if self._rule == "microbatch":
             terms = self._known(cut)
@@ -177,7 +189,8 @@ class LossNormalization:
             items = counted(self._count_items, on_host)
         else:
             items = self._labels(self._known(cut).one_that_divides(), on_host)
-        total = sum(found for (found,) in of_all_replicas([math.fsum(items)]))
+        everyones = of_all_replicas([math.fsum(items)], self._exchanges, f"number of items {_of(train)}")
+        total = sum(found for (found,) in everyones)
         if total == 0:
             raise ValueError(
                 f"none of the {count * replicas} microbatches of the batch has an item: the loss would be 0 / 0. Leave "
@@ -202,7 +215,7 @@ class LossNormalization:
             )
         return list(known.values())
 
-    def _check_given(self, cut: CutGraph, microbatches: Sequence[Mapping[str, Any]]) -> None:
+    def _check_given(self, cut: CutGraph, microbatches: Sequence[Mapping[str, Any]], train: bool) -> None:
         terms = self._known(cut)
         if not terms.takes_number:
             raise ValueError(
@@ -214,7 +227,7 @@ class LossNormalization:
         number = float(microbatches[0][NUM_ITEMS])
         own = [counts_of(term, microbatches) for term in terms.dividing]
         known = math.fsum(own[0].values()) if own and len(own[0]) == len(microbatches) else math.nan
-        everyones = of_all_replicas([number, known])
+        everyones = of_all_replicas([number, known], self._exchanges, f"given {NUM_ITEMS} {_of(train)}")
         given = [replicas_number for replicas_number, _ in everyones]
         if len(set(given)) > 1 or (number == known != math.fsum(items for _, items in everyones)):
             raise ValueError(
@@ -222,6 +235,10 @@ class LossNormalization:
                 f"{[int(each) if each.is_integer() else each for each in given]}. Give the sum; or leave it out, and "
                 f"use loss_normalization='tokens', which counts."
             )
+
+
+def _of(train: bool) -> str:
+    return "of a training step" if train else "of an evaluation"
 
 
 def _refuse_empty(terms: Sequence[LossTerm], microbatches: Sequence[Mapping[str, Any]]) -> None:

@@ -115,7 +115,11 @@ class NxDPPModel(LocalView):
         hooks = checked_hooks(post_partition_hooks)
         arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
         arguments.check_auto_partition(auto_partition, pipeline_cuts, partition)
-        self._pipeline = Pipeline(module, config, {"broadcast_and_average_loss": broadcast_and_average_loss})
+        self._pipeline = Pipeline(
+            module,
+            config,
+            {"broadcast_and_average_loss": broadcast_and_average_loss, "use_zero1_optimizer": use_zero1_optimizer},
+        )
         self.rank = self._pipeline.rank
         self.stages = self._pipeline.partition.stages
         self.local_stages = self._pipeline.local_stages
@@ -172,7 +176,7 @@ class NxDPPModel(LocalView):
             elif self._first_step_check is None and parallel_state.get_data_parallel_size() > 1:
                 parameters = dict(self.local_named_parameters())
                 self._first_step_check = FirstStepCheck(parameters, parallel_state.get_data_parallel_group())
-            return self._return_loss(losses)
+            return self._return_loss(losses, train=True)
 
     def run_eval(self, *positional: Any, **inputs: Any) -> Any:
         """Run the forward of all microbatches without gradients; collective over all ranks.
@@ -183,7 +187,7 @@ class NxDPPModel(LocalView):
         with board.call("run_eval", "step", "pipeline", has_limit=True):
             arguments.check_not_positional(positional)
             evaluation = self._pipeline.eval_step(inputs)
-            return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses)
+            return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses, train=False)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.
@@ -240,9 +244,9 @@ class NxDPPModel(LocalView):
         """Replace the first parameter or buffer of each pair by the second; not collective."""
         self._pipeline.replace_local_tensors(replaced)
 
-    def _return_loss(self, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
+    def _return_loss(self, losses: list[torch.Tensor], train: bool) -> torch.Tensor | list[torch.Tensor] | None:
         if self.broadcast_and_average_loss:
-            return self._pipeline.mean_loss(losses)
+            return self._pipeline.mean_loss(losses, train)
         if not self.holds_last_stage:
             return None
         return losses if self.return_mb_loss else torch.stack(losses).mean()

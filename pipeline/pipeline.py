@@ -27,6 +27,7 @@ from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss_normalization import LossNormalization, StepLoss
 from nxdpp.pipeline.microbatch import join_outputs, on_device
 from nxdpp.pipeline.reference_step import ReferenceStep
+from nxdpp.pipeline.replica_exchange import ReplicaExchanges
 from nxdpp.pipeline.replica_gradients import ReplicaGradients
 from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
 from nxdpp.pipeline.split_batch import split_batch
@@ -98,8 +99,21 @@ class Pipeline:
             config.input_names,
             config.partition_batch,
         )
+        self._number = board.pipelines + 1
+        common = {
+            **(agreed or {}),
+            "number of the wrapped model": self._number,
+            "loss_normalization": config.loss_normalization,
+            "count_items_fn": config.count_items_fn is not None,
+            "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
+        }
+        self._exchanges = ReplicaExchanges({**common, "grad_scaler": config.grad_scaler is not None})
         self._normalization = LossNormalization(
-            module, config.loss_normalization, config.count_items_fn, config.output_loss_value_spec
+            module,
+            config.loss_normalization,
+            config.count_items_fn,
+            config.output_loss_value_spec,
+            self._exchanges,
         )
         self._normalization.check_example(self.partition, options, config.input_names, config.partition_batch)
         warn_of_traced_hooks(module, self.partition.layers)
@@ -109,13 +123,10 @@ class Pipeline:
             "schedule": self.schedule.name,
             "stages": self.partition.stages,
             "num_microbatches": config.num_microbatches,
-            **(agreed or {}),
+            **common,
             "writes a timeline": timeline_path is not None,
             "check_against_module": config.check_against_module,
             "check_inputs": config.check_inputs,
-            "loss_normalization": config.loss_normalization,
-            "count_items_fn": config.count_items_fn is not None,
-            "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
         }
         self._programs = ProgramCache(
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
@@ -141,12 +152,13 @@ class Pipeline:
             config.param_init_fn,
         )
         self.local_module = self.part.module
-        self._replicas = ReplicaGradients(self.local_module)
+        self._replicas = ReplicaGradients(self.local_module, self._exchanges)
         self.tied_names = self.part.aliases
         self._next_step = NextStep(module, self.part, self.partition.layers)
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
+        board.pipelines = self._number
 
     @property
     def local_stages(self) -> list[int]:
@@ -231,7 +243,7 @@ class Pipeline:
         if scaler is not None:
             scaler.begin_step(self.device)
         cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
-        cut, step = self._step_loss(cut, batch)
+        cut, step = self._step_loss(cut, batch, train=True)
         program = self._programs.program(cut, "loss")
         self._next_step.note_hooks()
         check = self._first_check()
@@ -278,7 +290,7 @@ class Pipeline:
         ends_with = self._programs.evaluation_ends_with(cut)
         step = StepLoss(batch.microbatches)
         if ends_with == "loss":
-            cut, step = self._step_loss(cut, batch)
+            cut, step = self._step_loss(cut, batch, train=False)
         program = self._programs.program(cut, ends_with)
         results = self._steps.run(
             program,
@@ -297,13 +309,15 @@ class Pipeline:
         named = [dict(zip(program.results, values, strict=True)) for values in results]
         return Evaluation(None, join_outputs([fill_output(cut.output, values) for values in named]))
 
-    def mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    def mean_loss(self, losses: Sequence[torch.Tensor], train: bool = True) -> torch.Tensor:
         """Return the mean loss of all microbatches and replicas, float32, on every rank; collective over all ranks.
 
-        ``losses`` are the result of a step on this rank.
+        ``losses`` are the result of a step on this rank, a training step or an evaluation.
         """
         last = self.schedule.placement.rank_of(self.partition.stages - 1)
         with board.call("mean_loss"), failure_watch.reported():
+            if self.holds_last_stage:
+                self._exchanges.begin(f"mean loss of {'a training step' if train else 'an evaluation'}")
             return mean_loss(losses, last, self.device)
 
     def average_gradients(self) -> None:
@@ -396,9 +410,9 @@ class Pipeline:
         given = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
         return _Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted, given, before)
 
-    def _step_loss(self, cut: CutGraph, batch: "_Batch") -> tuple[CutGraph, StepLoss]:
+    def _step_loss(self, cut: CutGraph, batch: "_Batch", train: bool) -> tuple[CutGraph, StepLoss]:
         """Return the graph of a step that ends with the loss, and the part of each microbatch in it."""
-        step = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before)
+        step = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, train)
         if step.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
             # The model's control flow depends on the number of items, which is then part of the graph.
             cut = self._programs.cut_graph_of_all(step.microbatches, self.original_module.training)

@@ -6,6 +6,7 @@ from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.pipeline.agreement.fingerprint import parameter_lines
 from nxdpp.pipeline.agreement.replicas import check_replica_values
+from nxdpp.pipeline.replica_exchange import ReplicaExchanges
 
 
 class ReplicaGradients:
@@ -13,10 +14,12 @@ class ReplicaGradients:
 
     Args:
         module: the local modules.
+        exchanges: those with the data-parallel replicas.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, exchanges: ReplicaExchanges) -> None:
         self._module = module
+        self._exchanges = exchanges
         self._verified = False
         self._changed = False
 
@@ -59,13 +62,18 @@ class ReplicaGradients:
                 self._changed = False
 
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-        average_gradients(self._module.parameters(), group, control, [number, -number, self._changed], check)
+        parameters = dict(self._module.named_parameters())
+        # Parameters are paired by their order among those that are trained.
+        trained = [f"trained {name}" for name, parameter in parameters.items() if parameter.requires_grad]
+        self._exchanges.begin("average of gradients", trained)
+        average_gradients(parameters.values(), group, control, [number, -number, self._changed], check)
 
     def verify_again(self) -> None:
         """Verify the parameters again before the next average, on all replicas."""
         self._changed = True
 
     def _compare(self, origin: str | None, seed: int) -> None:
+        self._exchanges.begin("comparison of parameters")
         parameters = list(self._module.named_parameters())
         group = parallel_state.get_data_parallel_group()
         with failure_watch.reported():

@@ -16,16 +16,22 @@ STEPS = 2
 
 def main(case: str, folder: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    rule = "tokens" if case == "evaluate_a_replica" else "microbatch"
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2, loss_normalization=rule)
     for _ in range(STEPS):
         wrapped.run_train(**padded_batch(4))
     if dist.get_rank() == 0:
         print(f"fails at {time.time()}", flush=True)
     saves = {"save": dist.get_rank() == 0, "save_of_a_replica": parallel_state.get_data_parallel_rank() == 0}
+    evaluates = {"evaluate": dist.get_rank() == 1, "evaluate_a_replica": saves["save_of_a_replica"]}
     if saves.get(case):
         save_pretrained(wrapped, folder)
-    elif case == "evaluate" and dist.get_rank() == 1:
+    elif evaluates.get(case):
         wrapped.run_eval(**padded_batch(4))
+    elif case == "models":
+        # A copy of the model, which takes its turn before it on some ranks.
+        copy = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+        (copy if parallel_state.get_pipeline_model_parallel_rank() == 0 else wrapped).run_train(**padded_batch(4))
     elif case == "skip" and parallel_state.get_data_parallel_rank() == 1:
         # A replica leaves two steps out. It also asks for another verification.
         wrapped.refresh()

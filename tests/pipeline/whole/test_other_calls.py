@@ -16,6 +16,11 @@ CASES = {
         "rank 1 is in run_train step 3, rank 2 in save_pretrained: each waits for the other",
     ),
     "evaluate": ("rank 1 is in run_eval step 1, rank 3 in run_train step 3", "was given other inputs than"),
+    "evaluate_a_replica": (
+        "in run_eval step 1 (number of items of an evaluation), and data-parallel rank 1 (rank 1) in run_train step 3",
+        "in run_eval step 1 (number of items of an evaluation), and data-parallel rank 1 (rank 3) in run_train step 3",
+    ),
+    "models": ("pipeline rank 0 (rank 0): number of the wrapped model: 2", "(rank 1): number of the wrapped model: 2"),
 }
 
 

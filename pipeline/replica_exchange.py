@@ -1,0 +1,68 @@
+"""Exchanges between data-parallel replicas, which first verify that they are about to make the same one.
+
+A backend pairs the messages of two replicas by their order alone. So each exchange begins with a hash of its name::
+
+    replica 0   run_eval: number of labels        16 bytes  ──▶  different: both raise, with both names
+    replica 1   run_train: average of gradients   16 bytes  ──▶
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.parallel_layers.faults.board import board
+from nxdpp.pipeline.agreement.fingerprint import digest, rank_name
+
+_REMEDY = "Wrap the same model with the same arguments in every data-parallel replica."
+
+
+class ReplicaExchanges:
+    """The exchanges of one pipelined model with its replicas.
+
+    Args:
+        settings: settings that decide which exchanges a step has, equal on all replicas.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = [f"{name}={value!r}" for name, value in settings.items()]
+
+    def begin(self, name: str, details: Sequence[str] = ()) -> None:
+        """Verify that all replicas begin the exchange ``name`` with the same ``details``; collective over them.
+
+        Raises ``RuntimeError`` on all of them for a difference, before a value is sent.
+        """
+        if parallel_state.get_data_parallel_size() == 1:
+            return
+        number = int.from_bytes(digest("\n".join([name, *self._settings, *details]).encode()), "little") >> 2
+        largest = torch.tensor([number, -number])
+        group = parallel_state.get_data_parallel_control_group()
+        with failure_watch.reported():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            if largest[0] != -largest[1]:
+                raise RuntimeError(_difference(name, self._settings, list(details), group))
+
+
+def _difference(name: str, settings: list[str], details: list[str], group: dist.ProcessGroup) -> str:
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, (board.position().call, name, settings, details), group=group)
+    other = next(rank for rank, theirs in enumerate(everyones) if theirs[1:] != everyones[0][1:])
+    first, second = (rank_name(group, rank, "data-parallel rank") for rank in (0, other))
+    first_call, first_name, *first_lines = everyones[0]
+    second_call, second_name, *second_lines = everyones[other]
+    if first_name != second_name and first_lines[0] == second_lines[0]:
+        return (
+            f"{first} is in {first_call} ({first_name}), and {second} in {second_call} ({second_name}). Make the same "
+            f"calls in every data-parallel replica. A run_eval is such a call with loss_normalization='tokens' and "
+            f"with broadcast_and_average_loss=True."
+        )
+    # Settings come first: they decide which details a step has.
+    kind = 0 if first_lines[0] != second_lines[0] else 1
+    there = [line for line in first_lines[kind] if line not in second_lines[kind]]
+    here = [line for line in second_lines[kind] if line not in first_lines[kind]]
+    return (
+        f"{second} has other settings than {first}:\n  {first}: {', '.join(there)[:500] or 'none of these'}\n"
+        f"  {second}: {', '.join(here)[:500] or 'none of these'}\n{_REMEDY}"
+    )
