@@ -7,7 +7,9 @@ import pytest
 from tests.pipeline.whole.test_failures import run_failing
 
 CASES = {
-    "save": ("rank 0 is in save_pretrained, rank 2 in run_train step 3: each waits for the other",),
+    "save": tuple(
+        f"rank 0 is in save_pretrained, rank {rank} in run_train step 3: each waits for the other" for rank in (1, 2, 3)
+    ),
     "save_of_a_replica": (
         "rank 0 is in save_pretrained, rank 1 in run_train step 3: each waits for the other",
         "rank 0 is in save_pretrained, rank 3 in run_train step 3: each waits for the other",
