@@ -7,7 +7,8 @@
                                                            └─▶ StepRunner     engine, channels, timeline
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -281,7 +282,7 @@ class Pipeline:
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
         parallel_state.refuse_in_debug("an evaluation")
-        with board.call("eval_step", "step", "pipeline", has_limit=True), self._steps.step(), torch.no_grad():
+        with board.call("eval_step", "step", "pipeline", has_limit=True), self._steps.step(), _kept_tensors():
             return self._eval_step(inputs)
 
     def _eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
@@ -352,8 +353,9 @@ class Pipeline:
             self._upkeep.make_equal(self._steps.transport, self.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        """Load this rank's part of a state dict; not collective."""
+        """Load this rank's part of a state dict; not collective. The replicas compare values at their next average."""
         result = self._upkeep.load(state_dict, strict, assign)
+        self._replicas.verify_again()
         self.follow()
         return result
 
@@ -417,6 +419,13 @@ class Pipeline:
             # The model's control flow depends on the number of items, which is then part of the graph.
             cut = self._programs.cut_graph_of_all(step.microbatches, self.original_module.training)
         return cut, step
+
+
+@contextmanager
+def _kept_tensors() -> Iterator[None]:
+    """No gradients, also in the caller's inference mode, whose tensors no training step could use later."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 class _Batch(NamedTuple):

@@ -7,7 +7,14 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nxdpp import NxDPPModel, parallel_state
-from tests.support.models import make, microbatches, padded_batch, reference
+from tests.support.models import (
+    gradient_differences,
+    make,
+    microbatches,
+    padded_batch,
+    reference,
+    train_in_one_process,
+)
 from tests.support.run_ranks import run_ranks
 
 
@@ -91,3 +98,20 @@ def test_the_mean_loss_reaches_every_rank() -> None:
         expected = torch.stack([whole(**part).loss for part in parts]).mean()
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     torch.testing.assert_close(losses[0], expected)
+
+
+def evaluate_in_inference_mode(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model = make("llama", layers=2)
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    batch = padded_batch(4)
+    with torch.inference_mode():
+        wrapped.run_eval(**batch)
+    wrapped.run_train(**batch)
+    train_in_one_process(whole, batch, 2)
+    assert gradient_differences(wrapped, whole) == {}
+
+
+def test_a_training_step_follows_an_evaluation_in_inference_mode() -> None:
+    run_ranks(2, evaluate_in_inference_mode)

@@ -28,6 +28,8 @@ def main(case: str, folder: str) -> None:
         save_pretrained(wrapped, folder)
     elif evaluates.get(case):
         wrapped.run_eval(**padded_batch(4))
+    elif case == "load" and parallel_state.get_data_parallel_rank() == 1:
+        wrapped.load_state_dict({name: value + 1 for name, value in wrapped.state_dict().items()})
     elif case == "models":
         # A copy of the model, which takes its turn before it on some ranks.
         copy = NxDPPModel(make("llama", layers=2), num_microbatches=2)
