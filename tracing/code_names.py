@@ -3,18 +3,23 @@
 import dis
 import re
 import sys
+from functools import lru_cache
 from types import CodeType
 
 _FRAMEWORKS = re.compile(r"(torch|transformers|numpy|nxdpp|builtins|einops|einx)(\.|$)")
+# A trace asks again and again for the same code.
+_KEPT = 1 << 14
 
 
+@lru_cache(_KEPT)
 def is_framework(module: str | None) -> bool:
     """Return whether a Python module is of torch, transformers, NumPy, nxdpp or the standard library."""
     name = module or ""
     return bool(_FRAMEWORKS.match(name)) or name.partition(".")[0] in sys.stdlib_module_names
 
 
-def names_in(code: CodeType) -> set[str]:
+@lru_cache(_KEPT)
+def names_in(code: CodeType) -> frozenset[str]:
     """Names of globals and attributes in ``code`` and the functions inside, and its strings."""
     names = set(code.co_names)
     for constant in code.co_consts:
@@ -22,12 +27,17 @@ def names_in(code: CodeType) -> set[str]:
             names |= names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
-    return names
+    return frozenset(names)
 
 
-def names_on_others(code: CodeType) -> set[str]:
+def names_on_others(code: CodeType) -> frozenset[str]:
     """Names of attributes that ``code`` reads of other objects than ``self``, and its strings."""
-    owner = code.co_qualname.rpartition(".")[0]
+    # Equal code objects may have other qualified names.
+    return _names_on_others(code, code.co_qualname.rpartition(".")[0])
+
+
+@lru_cache(_KEPT)
+def _names_on_others(code: CodeType, owner: str) -> frozenset[str]:
     is_method = bool(owner) and not owner.endswith("<locals>") and code.co_argcount > 0
     own = {"self", code.co_varnames[0]} if is_method else {"self"}
     names: set[str] = set()
@@ -44,4 +54,4 @@ def names_on_others(code: CodeType) -> set[str]:
             names |= names_on_others(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
-    return names
+    return frozenset(names)

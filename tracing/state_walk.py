@@ -207,7 +207,11 @@ class StateWalk:
                 continue
             # The trace does not run the code of layers.
             runs = not issubclass(base, nn.Module) or base in self._classes
-            own = {name: value for name, value in vars(base).items() if self._is_reached(name, value, runs)}
+            own = {
+                name: value
+                for name, value in vars(base).items()
+                if (name in self._names or name.startswith("__")) and self._is_reached(name, value, runs)
+            }
             data = {name: value for name, value in own.items() if not isinstance(value, FunctionType)}
             self.undo.append(functools.partial(set_class, base, dict(vars(base)), counters(data), self._names))
             self._visit_items(own, f"{base.__name__}.", "", depth)
