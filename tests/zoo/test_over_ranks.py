@@ -77,9 +77,8 @@ MORE_ON_TWO_STAGES: Types = {
 FOUR_STAGES: Types = {
     "masked-lm": ("mpnet",),
     "seq2seq-lm": ("t5",),
-    "image-classification": ("swin",),
 }
-MORE_ON_FOUR_STAGES: Types = {"causal-lm": ("gemma2", "llama", "qwen2_moe")}
+MORE_ON_FOUR_STAGES: Types = {"causal-lm": ("gemma2", "llama", "qwen2_moe"), "image-classification": ("swin",)}
 
 
 def train(rank: int, stages: int, types: Types) -> dict[str, list[str]]:

@@ -16,10 +16,10 @@ from tests.support.wrapped_models import batch
 
 pytestmark = pytest.mark.one_python
 
-NAMES = list(ADAPTERS)
 SAVED = [*ADAPTERS, "prompt", "p-tuning", "prefix"]
 LOADED = [*ADAPTERS, "prompt", "prefix"]
-ON_META = ["lora", "dora", "lora of t5"]
+# Other ways of PEFT are loaded in test_an_adapter_of_peft_is_loaded.
+ON_BASES = ["lora", "lora of embeddings", "modules to save", "ia3", "lora of gpt2"]
 
 
 def save_all(rank: int, folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_encoder_of_prompts_cannot_be_loaded(tmp_path: Path) -> None:
 def load_bases(rank: int, folder: Path) -> dict[str, list[list[str]]]:
     """For each adapter, the local tensors that differ after a load of the base model and of the adapter."""
     wrong = {}
-    for name in NAMES:
+    for name in ON_BASES:
         expected = adapted(name).state_dict()
         real = wrap(peft.get_peft_model(base(name, seed=9), ADAPTERS[name][1]()), 2)
         load_pretrained(real, folder / name / "adapter")
@@ -102,10 +102,10 @@ def save_bases(folder: Path, names: list[str]) -> None:
 
 
 def test_weights_of_the_base_model_are_loaded_under_the_adapter(tmp_path: Path) -> None:
-    save_bases(tmp_path, NAMES)
+    save_bases(tmp_path, ON_BASES)
 
     for wrong in run_ranks(2, load_bases, tmp_path):
-        assert wrong == {name: [[], []] for name in NAMES}
+        assert wrong == {name: [[], []] for name in ON_BASES}
 
 
 def test_copies_beside_an_adapter_take_the_values_of_the_base_model(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_copies_beside_an_adapter_take_the_values_of_the_base_model(tmp_path: Pa
 COPY = "base_model.model.lm_head.modules_to_save.default.weight"
 
 
-def load_on_meta(rank: int, folder: Path, order: list[str]) -> dict[str, list[str]]:
+def load_on_meta(rank: int, folder: Path, names: list[str], order: list[str]) -> dict[str, list[str]]:
     wrong = {}
-    for name in ON_META:
+    for name in names:
         with torch.device("meta"):
             on_meta = peft.get_peft_model(base(name), ADAPTERS[name][1]())
         model = wrap(on_meta, 2)
@@ -134,12 +134,20 @@ def load_on_meta(rank: int, folder: Path, order: list[str]) -> dict[str, list[st
     return wrong
 
 
-@pytest.mark.parametrize("order", [["base", "adapter"], ["adapter", "base"]])
-def test_an_adapted_model_on_the_meta_device(order: list[str], tmp_path: Path) -> None:
-    save_bases(tmp_path, ON_META)
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (["lora", "lora of t5"], ["base", "adapter"]),
+        (["dora"], ["adapter", "base"]),
+        pytest.param(["dora"], ["base", "adapter"], marks=pytest.mark.sweep),
+        pytest.param(["lora", "lora of t5"], ["adapter", "base"], marks=pytest.mark.sweep),
+    ],
+)
+def test_an_adapted_model_on_the_meta_device(names: list[str], order: list[str], tmp_path: Path) -> None:
+    save_bases(tmp_path, names)
 
-    for wrong in run_ranks(2, load_on_meta, tmp_path, order):
-        assert wrong == {name: [] for name in ON_META}
+    for wrong in run_ranks(2, load_on_meta, tmp_path, names, order):
+        assert wrong == {name: [] for name in names}
 
 
 def test_an_adapter_of_another_form_is_refused(tmp_path: Path) -> None:

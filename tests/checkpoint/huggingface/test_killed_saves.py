@@ -76,9 +76,22 @@ def save(model: Any, folder: Path, bytes_of_a_file: int) -> None:
 WHOLE, SHARDS = 10**9, 20_000
 
 
-@pytest.mark.parametrize("other", [{}, {"layers": 3}], ids=["same configuration", "other configuration"])
-@pytest.mark.parametrize("after", [WHOLE, SHARDS])
-@pytest.mark.parametrize("before", [WHOLE, SHARDS])
+MORE_LAYERS = {"layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "other"),
+    [
+        (WHOLE, WHOLE, {}),
+        (WHOLE, SHARDS, MORE_LAYERS),
+        (SHARDS, WHOLE, MORE_LAYERS),
+        (SHARDS, SHARDS, {}),
+        (SHARDS, SHARDS, MORE_LAYERS),
+        pytest.param(WHOLE, WHOLE, MORE_LAYERS, marks=pytest.mark.sweep),
+        pytest.param(WHOLE, SHARDS, {}, marks=pytest.mark.sweep),
+        pytest.param(SHARDS, WHOLE, {}, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_checkpoint_loads_whenever_the_save_is_killed(
     before: int, after: int, other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

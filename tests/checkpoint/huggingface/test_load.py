@@ -59,7 +59,8 @@ def test_a_rank_reads_its_own_tensors_once(name: str, tmp_path: Path, read: list
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
 def test_values_have_the_dtypes_of_the_model(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
-    for name in ("llama", "mixtral"):
+    # Mixtral has tensors that are converted, and plain ones.
+    for name in ("llama", "mixtral") if stored == torch.float32 else ("mixtral",):
         make(name).to(stored).save_pretrained(tmp_path / name)
         expected = type(make(name)).from_pretrained(tmp_path / name, dtype=wanted).state_dict()
         for model in (make(name, seed=5).to(wanted), on_meta(name).to(wanted)):

@@ -28,8 +28,15 @@ PARTITIONS: dict[str, tuple[int, Arguments]] = {
     "first and last stage on one rank": (2, {"schedule": "zb-v"}),
     "four ranks": (4, {}),
 }
-# Four ranks are cut in the same way.
-EACH = [pytest.param(name, marks=pytest.mark.sweep if name == "two ranks" else ()) for name in PARTITIONS]
+
+
+def partitions(*swept: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.sweep if name in swept else ()) for name in PARTITIONS]
+
+
+# Four ranks are cut as two are. They load in test_one_partition_loads_what_another_saves.
+SAVED = partitions("two ranks")
+LOADED = partitions("two ranks of two stages", "four ranks")
 
 
 def save_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> None:
@@ -57,7 +64,7 @@ def load_all(rank: int, ranks: int, arguments: Arguments, folder: Path) -> dict[
     return wrong
 
 
-@pytest.mark.parametrize("partition", EACH)
+@pytest.mark.parametrize("partition", SAVED)
 def test_saved_files_equal_those_of_transformers(partition: str, tmp_path: Path) -> None:
     ranks, arguments = PARTITIONS[partition]
     run_ranks(ranks, save_all, ranks, arguments, tmp_path)
@@ -76,7 +83,7 @@ def test_saved_files_equal_those_of_transformers(partition: str, tmp_path: Path)
             assert (tmp_path / name / file).read_text() == (tmp_path / "theirs" / name / file).read_text()
 
 
-@pytest.mark.parametrize("partition", EACH)
+@pytest.mark.parametrize("partition", LOADED)
 def test_files_of_transformers_are_loaded(partition: str, tmp_path: Path) -> None:
     for name in NAMES:
         # Several files, split differently from the pipeline.
