@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
@@ -64,6 +65,15 @@ class GradScaler(torch.amp.GradScaler):
         """Return the gradient with which the backward of ``loss`` begins: the scale, in its shape and dtype."""
         scaled: torch.Tensor = super().scale(torch.ones_like(loss))
         return scaled.to(loss.dtype)
+
+    def check_unscaled(self) -> None:
+        """Raise ``RuntimeError`` unless ``unscale_`` was called since the last ``update``."""
+        stages = [state["stage"] for state in self._per_optimizer_states.values()]
+        if self.is_enabled() and OptState.UNSCALED not in stages:
+            raise RuntimeError(
+                "the gradients are scaled, and so would be their norm: call scaler.unscale_(optimizer) before "
+                "clip_grad_norm_. scaler.step(optimizer) then leaves the scale out."
+            )
 
     def scale(self, outputs: Any) -> Any:
         """Return ``outputs`` times the scale: other losses of this rank, with a backward of their own.

@@ -232,6 +232,11 @@ def get_pipeline_model_parallel_group(as_list: bool = False) -> ProcessGroup | l
     return _ranks_of_groups("pipeline") if as_list else _with_groups().mesh.get_group("pipeline")
 
 
+def get_model_parallel_group() -> ProcessGroup:
+    """Group of the pipeline and tensor ranks of this rank's replica; its first use is collective over it."""
+    return _with_groups().model_group
+
+
 def get_pipeline_control_group() -> ProcessGroup:
     """Gloo group over this rank's pipeline group, for tensors and objects in CPU memory.
 

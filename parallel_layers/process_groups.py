@@ -1,6 +1,7 @@
 """Process groups of this rank: the device mesh, and the extra groups of the pipeline dimension."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 import torch
@@ -55,6 +56,17 @@ class ProcessGroups:
         """The global ranks, int64 of shape (pipeline, data, tensor)."""
         return self.mesh.mesh
 
+    @cached_property
+    def model_group(self) -> ProcessGroup:
+        """Group of the pipeline and tensor ranks of this rank's replica; its first use is collective over it."""
+        for one, other in (("pipeline", "tensor"), ("tensor", "pipeline")):
+            if self.size(one) == 1:
+                return self.mesh.get_group(other)
+        ranks = self.mesh_of_ranks[:, self.rank("data")].flatten().tolist()
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, ProcessGroup)
+        return group
+
     def destroy(self) -> None:
         """Destroy the groups, or the whole world if nxdpp started it; collective over all ranks."""
         if self.started_world:
@@ -65,6 +77,7 @@ class ProcessGroups:
             self.control_group,
             self.replica_control_group,
             *self.transfer_groups.all,
+            *([self.model_group] if "model_group" in vars(self) else []),
         ]
         for group in dict.fromkeys(groups):
             if group is not self.world:

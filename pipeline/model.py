@@ -189,6 +189,26 @@ class NxDPPModel(LocalView):
             evaluation = self._pipeline.eval_step(inputs)
             return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses, train=False)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
+
+        Collective over all ranks, between ``run_train`` and the optimizer's step. ``norm_type`` is the order of the
+        norm, above 0 or infinity. The norm is a float32 tensor without dimensions, equal on all ranks. It is that of
+        ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model: that function sees this rank's gradients alone.
+
+        Raises:
+            ValueError: for a ``max_norm`` or ``norm_type`` that is not above 0, and for sparse gradients.
+            RuntimeError: with ``use_zero1_optimizer=True`` and several replicas: the gradients are averaged later. Also
+                before ``grad_scaler.unscale_``, and in the debug mode.
+        """
+        if self.use_zero1_optimizer and parallel_state.get_data_parallel_size() > 1:
+            raise RuntimeError(
+                "use_zero1_optimizer=True leaves the average of gradients over replicas to the optimizer, so they "
+                "cannot be clipped before its step. Have the optimizer clip them after the average, or set "
+                "use_zero1_optimizer=False."
+            )
+        return self._pipeline.clip_grad_norm(max_norm, norm_type)
+
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.
 

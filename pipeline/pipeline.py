@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nxdpp.parallel_layers import failure_watch, move_model_to_device, parallel_state
+from nxdpp.parallel_layers import clip_grad_norm, failure_watch, move_model_to_device, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
@@ -330,6 +330,16 @@ class Pipeline:
             self._replicas.verify(self.part.origin, self.part.seed)
             number = board.calls_of("run_train") + board.calls_of("train_step")
             self._replicas.average(self.part.origin, self.part.seed, number)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
+
+        Collective over all ranks, after the average over replicas. Takes, returns and raises as
+        ``parallel_layers.clip_grad_norm`` does. Raises ``RuntimeError`` for gradients that ``grad_scaler`` has scaled.
+        """
+        if self.config.grad_scaler is not None:
+            self.config.grad_scaler.check_unscaled()
+        return clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

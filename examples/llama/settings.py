@@ -37,6 +37,7 @@ class Settings:
     seq_length: int
     num_microbatches: int
     learning_rate: float
+    max_grad_norm: float
     seed: int
     dtype: torch.dtype
     output: Path
@@ -134,9 +135,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--learning-rate",
-        type=_learning_rate,
+        type=_above_zero,
         default=1.5e-3,
         help="peak; it rises for a tenth of the steps and then falls on a cosine to a twentieth [%(default)s]",
+    )
+    parser.add_argument(
+        "--max-grad-norm",
+        type=_above_zero,
+        default=1.0,
+        metavar="NORM",
+        help="gradients of a larger norm, that of the whole model, are scaled down to it [%(default)s]",
     )
     parser.add_argument(
         "--seed", type=_at_least(0), default=0, help="seed of the initial weights and the batches [%(default)s]"
@@ -178,7 +186,7 @@ def _at_least(smallest: int) -> Callable[[str], int]:
     return whole_number
 
 
-def _learning_rate(text: str) -> float:
+def _above_zero(text: str) -> float:
     try:
         number = float(text)
     except ValueError:

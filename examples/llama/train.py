@@ -70,6 +70,8 @@ def train(settings: Settings) -> None:
             assert isinstance(loss, torch.Tensor)
             if not loss.isfinite():
                 raise RuntimeError(f"the loss of step {step} is {loss.item()}: {advice(step)}")
+            # nxdpp: the norm is that of the whole model; torch's clip_grad_norm_ would see this rank's part.
+            model.clip_grad_norm_(settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()

@@ -6,6 +6,9 @@ only the contributions of the step to ``.grad``. Earlier, summed gradients are s
     before    rank 0: G         rank 3: G            (equal, from an earlier accumulation)
     step      rank 0: a         rank 3: b
     after     rank 0: G+(a+b)   rank 3: G+(a+b)
+
+Every copy but that of the first owner has ``parameter.shared = True``, as in NeuronX Distributed. The norm of the whole
+model's gradients counts such a parameter once, see ``parallel_layers/gradient_norm.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,6 +58,7 @@ class TiedWeights:
         self._rank = rank
         self._sends: list[tuple[Work, torch.Tensor]] = []
         self._accumulated: list[torch.Tensor | None] = []
+        self._mark()
 
     def follow(self) -> None:
         """Find the parameters again after a replacement.
@@ -81,6 +85,7 @@ class TiedWeights:
                 )
             self._weights[place] = replace(weight, name=name)
             self._parameters[place] = now[name]
+        self._mark()
 
     def set_aside(self) -> None:
         """Take earlier gradients out of ``.grad``, before the step's first backward; on every rank."""
@@ -104,6 +109,11 @@ class TiedWeights:
         while self._sends:
             self._sends.pop()[0].wait()
         self._accumulated = []
+
+    def _mark(self) -> None:
+        """Set ``shared`` of each copy, ``True`` but on the first owner: norms and counts take a weight once."""
+        for weight, parameter in zip(self._weights, self._parameters, strict=True):
+            parameter.shared = self._rank != weight.ranks[0]  # type: ignore[attr-defined]
 
     def _sum(self, parameter: nn.Parameter, weight: TiedWeight, transport: Transport) -> torch.Tensor:
         """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens."""

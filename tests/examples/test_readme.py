@@ -32,7 +32,7 @@ def _train(rank: int, side: str) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def test_three_lines_make_a_pipeline_that_trains() -> None:
+def test_the_changed_lines_make_a_pipeline_that_trains() -> None:
     before = _train(0, "-")
     ranks = run_ranks(4, _train, "+")
 

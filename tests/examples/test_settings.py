@@ -47,13 +47,14 @@ def test_every_flag_is_used(tmp_path: Path) -> None:
     settings = read_settings(
         f"--config {_config(tmp_path)} --data {text} --steps 3 --batch-size 6 --seq-length 32 "
         f"--num-microbatches 2 --learning-rate 0.5 --seed 7 --dtype bfloat16 --output {tmp_path / 'a' / 'b'} "
-        "--pipeline-parallel-size 1".split()
+        "--pipeline-parallel-size 1 --max-grad-norm 0.25".split()
     )
 
     assert settings.config.hidden_size == 32
     assert settings.corpus.train_files == (text,)
     assert (settings.steps, settings.batch_size, settings.seq_length) == (3, 6, 32)
     assert (settings.num_microbatches, settings.learning_rate, settings.seed) == (2, 0.5, 7)
+    assert settings.max_grad_norm == 0.25
     assert settings.dtype == torch.bfloat16
     assert (tmp_path / "a" / "b").is_dir()
 

@@ -86,6 +86,9 @@ def _unwrapped_training(model: LlamaForCausalLM) -> tuple[list[float], dict[str,
         parts = [model(input_ids=ids, labels=ids).loss for ids in batch.chunk(MICROBATCHES)]
         for part in parts:
             (part / MICROBATCHES).backward()
+        norms = [parameter.grad.norm().double() for parameter in model.parameters() if parameter.grad is not None]
+        # Added up in float64, the norm is the same number in any order.
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.stack(norms).norm().float())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(torch.stack(parts).mean().item())
