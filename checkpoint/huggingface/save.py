@@ -43,13 +43,15 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
 
     Raises:
         ValueError: before any write, for tensors on the meta device and for unsupported dtypes. Also for an adapter
-            where ``directory`` has a whole model, and the other way round.
+            where ``directory`` has a whole model, and the other way round, and for an empty name.
         NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
             (``add_adapter``), tensor parallelism, and tensors with parts on several ranks.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
     check_wrapped(model, "save_pretrained")
     parallel_state.refuse_in_debug("save_pretrained")
+    if not os.fspath(directory):
+        raise ValueError("directory='' has no name: give one, '.' for the working directory.")
     failure_watch.refuse_after_failure()
     with board.call("save_pretrained"):
         _save(model, directory)

@@ -155,6 +155,13 @@ def test_an_unwrapped_model_is_refused(unwrapped: Any, tmp_path: Path) -> None:
         save_pretrained(unwrapped, tmp_path)
 
 
+def test_a_directory_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="directory='' has no name"):
+        save_pretrained(wrap(make("llama")), "")
+    assert not list(tmp_path.iterdir())
+
+
 def test_changes_after_wrapping_are_saved(tmp_path: Path) -> None:
     wrapped = wrap(make("llama"))
     wrapped.to(torch.bfloat16)
