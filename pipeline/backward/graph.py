@@ -190,7 +190,7 @@ class _Graph:
             run.add(exit_.split_node)
             node_type = self.types[exit_.split_node]
             name = node_type.__name__
-            if issubclass(node_type, _FunctionBase) or name in AT_ONCE or name == _UNKNOWN:
+            if name in AT_ONCE or name == _UNKNOWN or _is_whole_function(node_type):
                 return True
         return any(is_hooked(self.nodes[n], saved) for n in run for saved in saved_names(self.types[n]))
 
@@ -249,6 +249,13 @@ class _Graph:
                     if large and not isinstance(saved.data, nn.Parameter):
                         found.append((name, saved))
         return found
+
+
+def _is_whole_function(node_type: type) -> bool:
+    """Return whether a node is a Python ``autograd.Function`` that may not run once for each of its gradients."""
+    if not issubclass(node_type, _FunctionBase):
+        return False
+    return not getattr(getattr(node_type, "_forward_cls", None), "computes_each_gradient_alone", False)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -43,7 +43,8 @@ class SplitBackward:
     microbatches. They are added to ``.grad``, and the hooks of the parameters run. Some parameters' gradients cannot
     wait, and :meth:`input_gradients` computes them:
 
-    - those of an operation that computes all its gradients at once: a Python ``autograd.Function``, a fused attention;
+    - those of an operation that computes all its gradients at once: a fused attention, a Python ``autograd.Function``
+      unless its class has ``computes_each_gradient_alone = True``;
     - those in a region under saved-tensor hooks (``torch.utils.checkpoint``): it would be recomputed a second time.
 
     When the graph depends on the data, a parameter may be immediate in one microbatch and not in another. Its sum then
@@ -159,7 +160,8 @@ def _run_split_nodes(
     def run_nodes(_: torch.Tensor) -> None:
         while split_nodes:
             node, given, takes = split_nodes.popleft()
-            made = node(*given)
+            # A Python function's node is not callable.
+            made = node(*given) if callable(node) else node.apply(*given)
             for place, edge in takes:
                 gradient = made[place] if isinstance(made, tuple) else made
                 if gradient is not None:

@@ -1,0 +1,123 @@
+"""Collective operations of a tensor group along one dimension, by torch's functional collectives.
+
+A collective that is started returns at once: the operations of ``torch.ops._c10d_functional`` give a tensor whose
+content comes later, and ``wait`` waits for it. Tensors without values (meta tensors, the fake tensors of a trace) get
+results of the right shape, and nothing is sent.
+"""
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed import ProcessGroup
+
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.faults.board import board
+
+_ops = torch.ops._c10d_functional
+
+
+def size_of(group: ProcessGroup | None) -> int:
+    """Number of ranks of ``group``; ``None`` stands for this rank's tensor group."""
+    return parallel_state.get_tensor_model_parallel_size() if group is None else dist.get_world_size(group)
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This rank's index in ``group``; ``None`` stands for its tensor group."""
+    return parallel_state.get_tensor_model_parallel_rank() if group is None else dist.get_rank(group)
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the started collective that fills ``tensor``, and return it; nothing to wait for is no error."""
+    if has_values(tensor):
+        _ops.wait_tensor(tensor)
+        board.moved()
+    return tensor
+
+
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return the sum over ``group``, as a new tensor."""
+    if size_of(group) == 1:
+        return tensor
+    return wait(start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group))
+
+
+def start_all_reduce(tensor: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Start the sum over ``group`` in the memory of ``tensor``, or of a copy if it is not contiguous."""
+    tensor = tensor.contiguous()
+    if size_of(group) > 1 and has_values(tensor):
+        _ops.all_reduce_(tensor, "sum", _name(group))
+    return tensor
+
+
+def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return the tensors of all ranks of ``group``, joined along ``dim``."""
+    size = size_of(group)
+    if size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    shape = list(tensor.shape)
+    shape[dim] *= size
+    if not has_values(tensor):
+        return tensor.new_empty(shape)
+    joined = wait(_ops.all_gather_into_tensor(tensor.contiguous(), size, _name(group)))
+    if dim == 0:
+        return joined
+    return joined.view(size, *tensor.shape).movedim(0, dim).reshape(shape)
+
+
+def reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of the sum over ``group``.
+
+    Raises ``ValueError`` for a size that does not divide.
+    """
+    return wait(start_reduce_scatter(tensor, dim, group))
+
+
+def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Start ``reduce_scatter``; the content of the result comes later."""
+    size = size_of(group)
+    if size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    shape = list(tensor.shape)
+    shape[dim] = _part_size(tensor, dim, size)
+    if not has_values(tensor):
+        return tensor.new_empty(shape)
+    # The parts of the ranks lie one after the other.
+    parts = tensor.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size * shape[0], *shape[1:])
+    started: torch.Tensor = _ops.reduce_scatter_tensor(parts.contiguous(), "sum", size, _name(group))
+    return started
+
+
+def own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Return this rank's part of ``tensor`` along ``dim``, contiguous; nothing is sent.
+
+    Raises ``ValueError`` for a size that does not divide.
+    """
+    size = size_of(group)
+    if size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    part = _part_size(tensor, dim, size)
+    return tensor.narrow(dim, rank_in(group) * part, part).contiguous()
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has values; meta and fake tensors have none."""
+    return not (tensor.is_meta or is_fake(tensor))
+
+
+def _part_size(tensor: torch.Tensor, dim: int, size: int) -> int:
+    if tensor.shape[dim] % size:
+        raise ValueError(
+            f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} does not divide by the tensor-parallel size: "
+            f"{tensor.shape[dim]} = {size} * {tensor.shape[dim] // size} + {tensor.shape[dim] % size}. Pad it to a "
+            f"multiple of {size}."
+        )
+    return tensor.shape[dim] // size
+
+
+def _name(group: ProcessGroup | None) -> str:
+    board.moved()
+    group = parallel_state.get_tensor_model_parallel_group() if group is None else group
+    return str(group.group_name)

@@ -1,0 +1,355 @@
+"""Embedding and linear layers divided over the tensor-parallel ranks, with the names of NeuronX Distributed.
+
+A pair of linear layers needs one all-reduce in the forward and one in the backward, as in "Megatron-LM: Training
+Multi-Billion Parameter Language Models Using Model Parallelism" (Shoeybi et al., 2019)::
+
+    x (S, B, H)      ColumnParallelLinear            RowParallelLinear
+    rank 0   x ───▶  rows 0..n of the weight  ─ y0 ▶ columns 0..n  ─┐
+    rank 1   x ───▶  rows n..  of the weight  ─ y1 ▶ columns n..   ─┴▶ all-reduce ─▶ (S, B, O) on both
+
+With ``sequence_parallel_enabled`` each rank has a part of the sequence outside of the pair (Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022): the first layer gathers it, the second one
+reduce-scatters. ``sequence_dimension`` is 0 by default, ``(S, B, H)``; 1 is for ``(B, S, H)``.
+
+The initial values are those of ``torch.nn.Linear`` and ``torch.nn.Embedding`` of the whole size, whatever the
+tensor-parallel size, and so is the state of the generator afterwards. They are drawn on the CPU.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional, init
+
+from nxdpp.parallel_layers import mappings, parallel_state
+from nxdpp.parallel_layers.overlapped_linear import overlapped_linear
+from nxdpp.parallel_layers.sliced_weights import InitMethod, fill_parameter
+from nxdpp.parallel_layers.tensor_attributes import set_tensor_model_parallel_attributes
+
+
+class ParallelLayer(nn.Module):
+    """Base of the layers: the part of each parameter that this rank has.
+
+    Raises ``RuntimeError`` before ``initialize_model_parallel``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor_parallel_size = parallel_state.get_tensor_model_parallel_size()
+
+    def _add_part(
+        self, name: str, shape: tuple[int, ...], dim: int, stride: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        """Register the unwritten parameter ``name``, this rank's part along ``dim``."""
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device or None))
+        set_tensor_model_parallel_attributes(parameter, True, dim, stride, self.tensor_parallel_size)
+        self.register_parameter(name, parameter)
+
+    def _check_group(self) -> None:
+        size = parallel_state.get_tensor_model_parallel_size()
+        if size != self.tensor_parallel_size:
+            raise RuntimeError(
+                f"a {type(self).__name__} was built for a tensor-parallel size of {self.tensor_parallel_size}, and "
+                f"runs with {size}: build the model after initialize_model_parallel"
+            )
+
+
+class ParallelEmbedding(ParallelLayer):
+    """``torch.nn.Embedding`` whose rows, the tokens, are divided over the tensor-parallel ranks.
+
+    The number of rows is padded to a multiple of the tensor-parallel size. The rows behind ``num_embeddings`` are zero,
+    and no id can reach them.
+
+    Args:
+        num_embeddings: size of the vocabulary.
+        embedding_dim: size ``H`` of an embedding.
+        init_method: initialises the whole weight ``(num_embeddings, H)`` in place. As in real scripts for NeuronX
+            Distributed, an integer or ``None`` in its place is the ``padding_idx``.
+        dtype: of the weight.
+        device: of the weight, by default that of the context.
+        padding_idx: id whose embedding starts as zeros and gets no gradient.
+        sequence_parallel_enabled: return this rank's part of the sequence.
+        sequence_dimension: the dimension of the sequence.
+
+    Shape: ids ``(...)`` -> ``(..., H)``.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod | int | None = init.normal_,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not callable(init_method):
+            init_method, padding_idx = init.normal_, init_method if padding_idx is None else padding_idx
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx={padding_idx} is not an id of a vocabulary of {num_embeddings}")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
+        self.num_embeddings_per_partition = math.ceil(num_embeddings / self.tensor_parallel_size)
+        self.start_index = parallel_state.get_tensor_model_parallel_rank() * self.num_embeddings_per_partition
+        self.end_index = self.start_index + self.num_embeddings_per_partition
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self._init_method: InitMethod = init_method
+        self.weight: nn.Parameter
+        self._add_part("weight", (self.num_embeddings_per_partition, embedding_dim), 0, 1, dtype, device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight."""
+        self.init_weight_cpu()
+
+    def init_weight_cpu(self) -> None:
+        """Initialise the weight from numbers that are drawn on the CPU."""
+        fill_parameter(self.weight, self.num_embeddings, self._init_whole)
+
+    def _init_whole(self, whole: torch.Tensor) -> None:
+        self._init_method(whole)
+        if self.padding_idx is not None:
+            whole[self.padding_idx].fill_(0)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``(..., H)`` of the ids ``(...)``; ``IndexError`` for an id outside."""
+        self._check_group()
+        if self.tensor_parallel_size == 1:
+            return functional.embedding(input_, self.weight, self.padding_idx)
+        elsewhere = (input_ < self.start_index) | (input_ >= self.end_index)
+        outside = (input_ < 0) | (input_ >= self.num_embeddings)
+        rows = (input_ - self.start_index).masked_fill(elsewhere, 0)
+        # An id that no rank has stays outside of the rows: torch's own error follows, on all ranks.
+        rows = rows.masked_fill(outside, self.num_embeddings_per_partition)
+        parts = functional.embedding(rows, self.weight, self._own_padding_row()).masked_fill(elsewhere[..., None], 0)
+        if self.sequence_parallel_enabled:
+            return mappings.reduce_scatter_to_sequence_parallel_region(parts, self.sequence_dimension)
+        return mappings.reduce_from_tensor_model_parallel_region(parts)
+
+    def _own_padding_row(self) -> int | None:
+        if self.padding_idx is None or not self.start_index <= self.padding_idx < self.end_index:
+            return None
+        return self.padding_idx - self.start_index
+
+    def extra_repr(self) -> str:
+        """Sizes, in the form of ``torch.nn.Embedding``."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tensor_parallel_size={self.tensor_parallel_size}"
+
+
+class _ParallelLinear(ParallelLayer):
+    """Weight ``(output_size, input_size)`` divided along ``dim``, and a bias."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        dim: int,
+        stride: int,
+        init_method: InitMethod | None,
+        sequence_parallel_enabled: bool,
+        sequence_dimension: int | None,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.output_size, self.stride = input_size, output_size, stride
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self._dim, self._init_method = dim, init_method
+        size = self.tensor_parallel_size
+        divided, name = ((output_size, "output_size"), (input_size, "input_size"))[dim]
+        if stride < 1 or divided % (size * stride):
+            blocks = "" if stride == 1 else f" times stride={stride}"
+            raise ValueError(
+                f"{type(self).__name__} divides {name}={divided}, which is no multiple of the tensor-parallel size "
+                f"{size}{blocks}: give a multiple of {size * stride}"
+            )
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+
+    def reset_parameters(self) -> None:
+        """Initialise weight and bias."""
+        self.init_weight_cpu()
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
+            fill_parameter(self.bias, self.output_size, lambda whole: init.uniform_(whole, -bound, bound))
+
+    def init_weight_cpu(self) -> None:
+        """Initialise the weight from numbers that are drawn on the CPU."""
+        rows = (self.output_size, self.input_size)[self._dim]
+        fill_parameter(self.weight, rows, self._init_method or _init_as_torch)
+
+    def extra_repr(self) -> str:
+        """Sizes, in the form of ``torch.nn.Linear``."""
+        return (
+            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
+            f"tensor_parallel_size={self.tensor_parallel_size}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``torch.nn.Linear`` whose outputs are divided over the tensor-parallel ranks.
+
+    The all-reduce of the input-gradient runs while the weight-gradient is computed.
+
+    Args:
+        input_size: size ``I`` of an input.
+        output_size: size ``O`` of an output, a multiple of the tensor-parallel size.
+        bias: add a bias, which is divided too.
+        gather_output: return the whole output on each rank, else this rank's part.
+        sequence_parallel_enabled: gather the sequence first; each rank gives its part.
+        dtype: of the parameters.
+        device: of the parameters, by default that of the context.
+        stride: number of blocks of outputs that are divided each, such as 3 for a fused query, key and value.
+        init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
+        sequence_dimension: the dimension of the sequence.
+
+    Shape: ``(..., I)`` -> ``(..., O)`` with ``gather_output``, else ``(..., O / ranks)``; two dimensions or more under
+    sequence parallelism.
+
+    Raises:
+        ValueError: for an ``output_size`` that does not divide.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+        *,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        sequence_dimension: int | None = None,
+    ) -> None:
+        super().__init__(input_size, output_size, 0, stride, init_method, sequence_parallel_enabled, sequence_dimension)
+        self.gather_output = gather_output
+        self.output_size_per_partition = output_size // self.tensor_parallel_size
+        self._add_part("weight", (self.output_size_per_partition, input_size), 0, stride, dtype, device)
+        if bias:
+            self._add_part("bias", (self.output_size_per_partition,), 0, stride, dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the product ``(..., O)`` or this rank's part of it."""
+        self._check_group()
+        sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
+        output = column_parallel(input_, self.weight, self.bias, sequence_dimension)
+        if not self.gather_output or self.tensor_parallel_size == 1:
+            return output
+        gathered = mappings.gather_from_tensor_model_parallel_region(output)
+        return gathered if self.stride == 1 else self._in_order(gathered)
+
+    def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Order the outputs by block and rank; they come by rank and block."""
+        by_rank = gathered.unflatten(-1, (self.tensor_parallel_size, self.stride, -1))
+        return by_rank.transpose(-3, -2).flatten(-3)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``torch.nn.Linear`` whose inputs are divided over the tensor-parallel ranks.
+
+    Args:
+        input_size: size ``I`` of an input, a multiple of the tensor-parallel size.
+        output_size: size ``O`` of an output.
+        bias: add a bias, of which each rank has a copy.
+        input_is_parallel: each rank gives its part of the input, as a column-parallel layer returns it.
+        sequence_parallel_enabled: return this rank's part of the sequence.
+        dtype: of the parameters.
+        device: of the parameters, by default that of the context.
+        stride: number of blocks of inputs that are divided each.
+        init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
+        sequence_dimension: the dimension of the sequence.
+
+    Shape: ``(..., I / ranks)`` with ``input_is_parallel``, else ``(..., I)`` -> ``(..., O)``.
+
+    Raises:
+        ValueError: for an ``input_size`` that does not divide, and for sequence parallelism without
+            ``input_is_parallel``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+        *,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        sequence_dimension: int | None = None,
+    ) -> None:
+        if sequence_parallel_enabled and not input_is_parallel:
+            raise ValueError(
+                "RowParallelLinear with sequence_parallel_enabled=True needs input_is_parallel=True: its input is the "
+                "whole sequence, divided along the last dimension, as a ColumnParallelLinear returns it"
+            )
+        super().__init__(input_size, output_size, 1, stride, init_method, sequence_parallel_enabled, sequence_dimension)
+        self.input_is_parallel = input_is_parallel
+        self.input_size_per_partition = input_size // self.tensor_parallel_size
+        self._add_part("weight", (output_size, self.input_size_per_partition), 1, stride, dtype, device)
+        if bias:
+            parameter = nn.Parameter(torch.empty(output_size, dtype=dtype, device=device or None))
+            set_tensor_model_parallel_attributes(parameter, False, -1)
+            # Each rank adds it to its part of the sequence.
+            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+            self.bias = parameter
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the product ``(..., O)``, under sequence parallelism this rank's part of the sequence."""
+        self._check_group()
+        if self.tensor_parallel_size == 1:
+            return functional.linear(input_, self.weight, self.bias)
+        if not self.input_is_parallel:
+            input_ = self._own_blocks(input_)
+        product = functional.linear(input_, self.weight)
+        if self.sequence_parallel_enabled:
+            total = mappings.reduce_scatter_to_sequence_parallel_region(product, self.sequence_dimension)
+        else:
+            total = mappings.reduce_from_tensor_model_parallel_region(product)
+        return total if self.bias is None else total + self.bias
+
+    def _own_blocks(self, input_: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the input; of each block for a ``stride`` above 1."""
+        if self.stride > 1:
+            by_block = input_.unflatten(-1, (self.stride, self.tensor_parallel_size, -1))
+            input_ = by_block.transpose(-3, -2).flatten(-3)
+        return mappings.scatter_to_tensor_model_parallel_region(input_)
+
+
+def column_parallel(
+    input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sequence_dimension: int | None = None
+) -> torch.Tensor:
+    """Return ``input_ @ weight.T + bias`` for this rank's rows; the gradient of the input is that of all ranks.
+
+    With a ``sequence_dimension`` the input is this rank's part of the sequence.
+    """
+    if parallel_state.get_tensor_model_parallel_size() == 1:
+        return functional.linear(input_, weight, bias)
+    if torch.is_grad_enabled() and input_.requires_grad and weight.requires_grad:
+        return overlapped_linear(input_, weight, bias, sequence_dimension=sequence_dimension)
+    if sequence_dimension is not None:
+        input_ = mappings.gather_from_sequence_parallel_region(input_, sequence_dimension)
+    else:
+        input_ = mappings.copy_to_tensor_model_parallel_region(input_)
+    return functional.linear(input_, weight, bias)
+
+
+def _init_as_torch(weight: torch.Tensor) -> None:
+    init.kaiming_uniform_(weight, a=math.sqrt(5))

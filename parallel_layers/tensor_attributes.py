@@ -1,0 +1,79 @@
+"""Attributes of parameters under tensor parallelism, with the names of NeuronX Distributed.
+
+Clipping and checkpoints read them::
+
+    tensor_model_parallel      True: each tensor-parallel rank holds a part; False or missing: all hold the same
+    partition_dim              dimension along which the whole tensor is divided, -1 if it is not
+    partition_stride           number of blocks that are divided each: 3 for a fused query, key and value
+    num_partitions             number of parts: the tensor-parallel size, or less where several ranks hold one part
+    sequence_parallel_enabled  True: each tensor-parallel rank has the gradient of its part of the sequence
+    shared                     True: copy of a tied weight whose gradient another pipeline rank counts
+
+Moves and materialisation keep the attributes of a parameter.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.parallel_layers import parallel_state
+
+_DEFAULTS: dict[str, Any] = {
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "partition_stride": 1,
+    "num_partitions": 1,
+}
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int = 1
+) -> None:
+    """Mark ``tensor`` as a part of a whole that is divided along ``dim``, or as the whole."""
+    values = (is_parallel, dim, stride, num_partitions)
+    for name, value in zip(_DEFAULTS, values, strict=True):
+        setattr(tensor, name, value)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Give ``tensor`` the attributes of a whole one where it has none."""
+    for name, value in _DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Give ``destination_tensor`` the attributes that ``source_tensor`` has."""
+    for name in (*_DEFAULTS, "sequence_parallel_enabled"):
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
+
+
+def is_tensor_parallel(tensor: torch.Tensor) -> bool:
+    """Return whether each tensor-parallel rank holds a part of the tensor."""
+    return bool(getattr(tensor, "tensor_model_parallel", False))
+
+
+def is_sequence_parallel(tensor: torch.Tensor) -> bool:
+    """Return whether the gradient of ``tensor`` is that of this rank's part of the sequence only."""
+    return bool(getattr(tensor, "sequence_parallel_enabled", False))
+
+
+def mark_sequence_parallel(module: nn.Module) -> None:
+    """Mark the replicated parameters of ``module``, which is given a part of the sequence on each rank.
+
+    Norms between sequence-parallel layers are such modules. A rank's gradient of their parameters is that of its part
+    of the sequence; ``sequence_parallel.allreduce_sequence_parallel_gradients`` adds them up.
+    """
+    for parameter in module.parameters():
+        if not is_tensor_parallel(parameter):
+            parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
+    """Return whether this rank counts ``param`` in a sum over tensor-parallel ranks.
+
+    Each rank counts its parts; rank 0 counts the tensors that all of them hold.
+    """
+    return is_tensor_parallel(param) or parallel_state.get_tensor_model_parallel_rank() == 0
