@@ -5,6 +5,8 @@ content comes later, and ``wait`` waits for it. Tensors without values (meta ten
 results of the right shape, and nothing is sent.
 """
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import is_fake
@@ -34,18 +36,22 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def all_reduce(tensor: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """Return the sum over ``group``, as a new tensor."""
+def all_reduce(
+    tensor: torch.Tensor, group: ProcessGroup | None = None, operation: Literal["sum", "max"] = "sum"
+) -> torch.Tensor:
+    """Return the sum or the maximum over ``group``, as a new tensor."""
     if size_of(group) == 1:
         return tensor
-    return wait(start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group))
+    return wait(start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation))
 
 
-def start_all_reduce(tensor: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """Start the sum over ``group`` in the memory of ``tensor``, or of a copy if it is not contiguous."""
+def start_all_reduce(
+    tensor: torch.Tensor, group: ProcessGroup | None = None, operation: Literal["sum", "max"] = "sum"
+) -> torch.Tensor:
+    """Start ``all_reduce`` in the memory of ``tensor``, or of a copy if it is not contiguous."""
     tensor = tensor.contiguous()
     if size_of(group) > 1 and has_values(tensor):
-        _ops.all_reduce_(tensor, "sum", _name(group))
+        _ops.all_reduce_(tensor, operation, _name(group))
     return tensor
 
 

@@ -88,8 +88,9 @@ class ParallelEmbedding(ParallelLayer):
         sequence_dimension: int | None = None,
     ) -> None:
         super().__init__()
-        if not callable(init_method):
-            init_method, padding_idx = init.normal_, init_method if padding_idx is None else padding_idx
+        if init_method is None or isinstance(init_method, int):
+            padding_idx = init_method if padding_idx is None else padding_idx
+            init_method = init.normal_
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx={padding_idx} is not an id of a vocabulary of {num_embeddings}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -323,7 +324,8 @@ class RowParallelLinear(_ParallelLinear):
             total = mappings.reduce_scatter_to_sequence_parallel_region(product, self.sequence_dimension)
         else:
             total = mappings.reduce_from_tensor_model_parallel_region(product)
-        return total if self.bias is None else total + self.bias
+        output: torch.Tensor = total if self.bias is None else total + self.bias
+        return output
 
     def _own_blocks(self, input_: torch.Tensor) -> torch.Tensor:
         """This rank's part of the input; of each block for a ``stride`` above 1."""

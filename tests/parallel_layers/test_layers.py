@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_state
+from nxdpp.parallel_layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    collectives,
+    parallel_state,
+)
 from nxdpp.parallel_layers.utils import local_slice
 from tests.support.run_ranks import run_ranks
 
@@ -168,8 +174,6 @@ def _compare_gradients_of_pair(part: Any, whole: Any) -> None:
 
 def _overlap() -> None:
     """The all-reduce of the input-gradient starts before the weight-gradient's product, and is awaited after it."""
-    from nxdpp.parallel_layers import overlapped_linear
-
     order: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -183,10 +187,9 @@ def _overlap() -> None:
     x = _random(5, INPUT).requires_grad_()
     output = layer(x).sum()
     layer.weight.register_hook(lambda gradient: order.append("weight-gradient"))
-    with (
-        mock.patch.object(overlapped_linear, "start_all_reduce", noted("start", overlapped_linear.start_all_reduce)),
-        mock.patch.object(overlapped_linear, "wait", noted("wait", overlapped_linear.wait)),
-    ):
+    where = "nxdpp.parallel_layers.overlapped_linear"
+    start = mock.patch(f"{where}.start_all_reduce", noted("start", collectives.start_all_reduce))
+    with start, mock.patch(f"{where}.wait", noted("wait", collectives.wait)):
         output.backward()
     assert order == ["start", "weight-gradient", "wait"]
 

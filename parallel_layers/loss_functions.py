@@ -1,0 +1,126 @@
+"""Cross-entropy of logits whose vocabulary is divided over the tensor-parallel ranks.
+
+The logits of all ranks are never in one place: ranks exchange three numbers a token. Float32 copies exist for a few
+rows at a time, and the softmax is computed again in the backward::
+
+    logits (N, V / ranks)  ─▶ maximum (N)                        all-reduce
+                           ─▶ sum of exponentials, label's logit  all-reduce ─▶ loss (N)
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from nxdpp.parallel_layers.collectives import all_reduce, has_values, rank_in, size_of
+
+IGNORED_LABEL = -100
+
+# Rows of logits are converted to float32 up to this size at a time.
+_BYTES_AT_ONCE = 1 << 24
+
+
+def parallel_cross_entropy(
+    parallel_logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Return the loss of each label, without a reduction, as in NeuronX Distributed.
+
+    It is ``torch.nn.functional.cross_entropy(..., ignore_index=-100, reduction="none")`` of the gathered logits. The
+    loss of a label of -100 is 0. So torch's mean is ``loss.sum() / (labels != -100).sum()``, and ``loss.mean()`` equals
+    it where no label is ignored. Logits in float16 and bfloat16 are computed in float32, the dtype of their loss.
+
+    Args:
+        parallel_logits: this rank's part ``(..., V / ranks)``; the gradient has this shape and dtype. They must stay
+            unchanged until the backward.
+        labels: int64 ``(...)``, the same on all ranks, from 0 to ``V - 1`` or -100.
+        label_smoothing: the share of the uniform distribution in the target, from 0 to 1, as in torch.
+
+    Returns:
+        The losses ``(...)``, the same on all ranks.
+
+    Raises:
+        ValueError: for a smoothing outside of 0 to 1, and for shapes that do not fit.
+        IndexError: for a label outside of the vocabulary, on the CPU. CUDA has torch's assertion on the device.
+    """
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={label_smoothing} must be from 0.0 to 1.0")
+    if parallel_logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(parallel_logits.shape)}: logits "
+            f"have one more dimension, this rank's part of the vocabulary"
+        )
+    losses: torch.Tensor = _ParallelCrossEntropy.apply(parallel_logits, labels, label_smoothing)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+        """Compute the losses, and keep the logits and the logarithm of the sum of exponentials."""
+        rows, ids = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        vocabulary = logits.shape[-1] * size_of(None)
+        index, elsewhere = _own_columns(ids, logits.shape[-1], vocabulary)
+        dtype = _computed_in(logits)
+        largest = all_reduce(rows.amax(-1).to(dtype), operation="max")
+        # Per row: sum of exponentials, logit of the label, and for the smoothing the sum of the logits.
+        sums = largest.new_zeros(2 + (smoothing > 0), len(rows))
+        for part in _parts(rows):
+            shifted = rows[part].to(dtype) - largest[part, None]
+            if smoothing > 0:
+                sums[2, part] = shifted.sum(-1)
+            sums[1, part] = shifted.gather(-1, index[part, None]).squeeze(-1)
+            sums[0, part] = shifted.exp_().sum(-1)
+        sums[1].masked_fill_(elsewhere, 0)
+        sums = all_reduce(sums)
+        normaliser = sums[0].log()
+        losses = normaliser - sums[1]
+        if smoothing > 0:
+            losses = losses.mul_(1 - smoothing).add_(normaliser - sums[2] / vocabulary, alpha=smoothing)
+        losses.masked_fill_(ids == IGNORED_LABEL, 0)
+        ctx.save_for_backward(logits, ids, normaliser.add_(largest))
+        ctx.smoothing = smoothing
+        return losses.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Compute ``(softmax - target) * gradient`` for this rank's columns."""
+        logits, ids, normaliser = ctx.saved_tensors
+        rows, smoothing = logits.reshape(-1, logits.shape[-1]), ctx.smoothing
+        vocabulary = logits.shape[-1] * size_of(None)
+        index, elsewhere = _own_columns(ids, logits.shape[-1], vocabulary)
+        scale = gradients[0].reshape(-1).to(normaliser.dtype).masked_fill(ids == IGNORED_LABEL, 0)
+        on_label = torch.full_like(scale, smoothing - 1).masked_fill_(elsewhere, 0)
+        result = torch.empty_like(rows)
+        for part in _parts(rows):
+            softmax = (rows[part].to(normaliser.dtype) - normaliser[part, None]).exp_()
+            softmax.scatter_add_(-1, index[part, None], on_label[part, None])
+            if smoothing > 0:
+                softmax.sub_(smoothing / vocabulary)
+            # An infinite logit must not make a row of an ignored label not-a-number.
+            result[part] = softmax.mul_(scale[part, None]).masked_fill_(scale[part, None] == 0, 0)
+        return result.view(logits.shape), None, None
+
+
+def _own_columns(ids: torch.Tensor, columns: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each label on this rank, 0 for one that is elsewhere, and which ones are elsewhere."""
+    outside = ((ids < 0) | (ids >= vocabulary)) & (ids != IGNORED_LABEL)
+    if ids.device.type == "cpu" and has_values(ids) and bool(outside.any()):
+        raise IndexError(
+            f"label {int(ids[outside][0])} is outside of the vocabulary of {vocabulary} = {size_of(None)} * {columns}; "
+            f"{IGNORED_LABEL} is ignored"
+        )
+    index = ids - rank_in(None) * columns
+    elsewhere = (index < 0) | (index >= columns)
+    # On a device torch's own assertion follows for a label outside.
+    return index.masked_fill(elsewhere, 0).masked_fill(outside, columns), elsewhere
+
+
+def _computed_in(logits: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _parts(rows: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows that are computed at once."""
+    count = max(1, _BYTES_AT_ONCE // max(1, rows.shape[-1] * 4))
+    for start in range(0, len(rows), count):
+        yield slice(start, start + count)
