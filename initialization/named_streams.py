@@ -8,11 +8,12 @@ own stream a parameter gets the same numbers under any partition::
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from nxdpp.initialization.written_tensors import written_tensors
 
@@ -70,8 +71,19 @@ class NamedStreams(TorchDispatchMode):
         """Return whether any random number was drawn from a stream."""
         return self._has_drawn
 
+    def name(self, tensor: torch.Tensor, name: str | None) -> str | None:
+        """Give ``tensor`` a name, or take it away for ``None``; return the name that it had."""
+        before = self._names.pop(_key(tensor), None)
+        if name is not None:
+            self._names[_key(tensor)] = name
+        return before
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of ``tensor``, if it has one."""
+        return self._names.get(_key(tensor))
+
     def _stream(self, written: list[torch.Tensor]) -> tuple[str, str]:
-        name = self._names.get(_key(written[0])) if written else None
+        name = self.name_of(written[0]) if written else None
         return ("module", self._module) if name is None else ("tensor", name)
 
     def _draw(self, stream: tuple[str, str], func: Any, args: Any, kwargs: Any) -> Any:
@@ -87,6 +99,22 @@ class NamedStreams(TorchDispatchMode):
         finally:
             torch.set_rng_state(before)
         return result
+
+
+@contextmanager
+def drawn_as(temporary: torch.Tensor, tensor: torch.Tensor) -> Iterator[None]:
+    """Draw numbers for ``temporary`` from the stream of ``tensor``, to which they are copied later.
+
+    A module that has a part of a tensor draws the whole one so, a piece at a time. Without named streams it does
+    nothing.
+    """
+    streams = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, NamedStreams)]
+    before = [mode.name(temporary, mode.name_of(tensor)) for mode in streams]
+    try:
+        yield
+    finally:
+        for mode, name in zip(streams, before, strict=True):
+            mode.name(temporary, name)
 
 
 def _stream_seed(seed: int, kind: str, name: str) -> int:

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional, init
 
 from nxdpp.parallel_layers import mappings, parallel_state
+from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
 from nxdpp.parallel_layers.overlapped_linear import overlapped_linear
-from nxdpp.parallel_layers.sliced_weights import InitMethod, fill_parameter
 from nxdpp.parallel_layers.tensor_attributes import set_tensor_model_parallel_attributes
 
 
@@ -111,12 +111,11 @@ class ParallelEmbedding(ParallelLayer):
 
     def init_weight_cpu(self) -> None:
         """Initialise the weight from numbers that are drawn on the CPU."""
-        fill_parameter(self.weight, self.num_embeddings, self._init_whole)
-
-    def _init_whole(self, whole: torch.Tensor) -> None:
-        self._init_method(whole)
-        if self.padding_idx is not None:
-            whole[self.padding_idx].fill_(0)
+        fill_parameter(self.weight, self.num_embeddings, self._init_method)
+        row = self._own_padding_row()
+        if row is not None:
+            with torch.no_grad():
+                self.weight[row].fill_(0)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``(..., H)`` of the ids ``(...)``; ``IndexError`` for an id outside."""
@@ -254,7 +253,8 @@ class ColumnParallelLinear(_ParallelLinear):
     def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
         """Order the outputs by block and rank; they come by rank and block."""
         by_rank = gathered.unflatten(-1, (self.tensor_parallel_size, self.stride, -1))
-        return by_rank.transpose(-3, -2).flatten(-3)
+        ordered: torch.Tensor = by_rank.transpose(-3, -2).flatten(-3)
+        return ordered
 
 
 class RowParallelLinear(_ParallelLinear):
