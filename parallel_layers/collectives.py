@@ -96,7 +96,7 @@ def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | N
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
-    """Return this rank's part of ``tensor`` along ``dim``, contiguous; nothing is sent.
+    """Return a copy of this rank's part of ``tensor`` along ``dim``; nothing is sent.
 
     Raises ``ValueError`` for a size that does not divide.
     """
@@ -105,7 +105,8 @@ def own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) 
         return tensor
     dim = dim % tensor.dim()
     part = _part_size(tensor, dim, size)
-    return tensor.narrow(dim, rank_in(group) * part, part).contiguous()
+    # A copy: a view would keep the whole alive.
+    return tensor.narrow(dim, rank_in(group) * part, part).clone(memory_format=torch.contiguous_format)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -44,11 +44,6 @@ def parallel_cross_entropy(
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must be from 0.0 to 1.0")
-    if parallel_logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(parallel_logits.shape)}: logits "
-            f"have one more dimension, this rank's part of the vocabulary"
-        )
     losses: torch.Tensor = _ParallelCrossEntropy.apply(parallel_logits, labels, label_smoothing)  # type: ignore[no-untyped-call]
     return losses
 
@@ -57,6 +52,11 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
         """Compute the losses, and keep the logits and the logarithm of the sum of exponentials."""
+        if logits.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: logits "
+                f"have one more dimension, this rank's part of the vocabulary"
+            )
         rows, ids = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         vocabulary = logits.shape[-1] * size_of(None)
         index, elsewhere = _own_columns(ids, logits.shape[-1], vocabulary)

@@ -17,46 +17,62 @@ NeuronX Distributed has the sequence in dimension 0, ``(S, B, H)``. A model with
 ``ValueError``. With one rank each mapping returns its input.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from nxdpp.parallel_layers.collectives import all_gather, all_reduce, own_part, reduce_scatter, size_of
 
-_Operation = Callable[[torch.Tensor], torch.Tensor]
+
+class _Collective(NamedTuple):
+    """A collective along ``dim``; plain data, since a traced graph is compared between ranks."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "own_part"]
+    dim: int = 0
+
+    def run(self, tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+        """Run the collective over ``group``."""
+        if self.kind == "all_reduce":
+            return all_reduce(tensor, group)
+        function = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "own_part": own_part}[self.kind]
+        return function(tensor, self.dim, group)
+
+
+_SUM = _Collective("all_reduce")
 
 
 class _Mapping(torch.autograd.Function):
     """A collective, and another one for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, there: _Operation | None, back: _Operation | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, there: _Collective | None, back: _Collective | None, group: ProcessGroup | None
+    ) -> torch.Tensor:
         """Run ``there``, or return an alias for ``None``."""
-        ctx.back = back
+        ctx.back, ctx.group = back, group
         # An alias that may be changed in place, unlike a view.
-        return tensor.detach() if there is None else there(tensor)
+        return tensor.detach() if there is None else there.run(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Run ``back`` on the gradient."""
         (gradient,) = gradients
-        return gradient if ctx.back is None else ctx.back(gradient), None, None
+        return gradient if ctx.back is None else ctx.back.run(gradient, ctx.group), None, None, None
 
 
 def copy_to_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: ProcessGroup | None = None
 ) -> torch.Tensor:
     """Return the input; its gradient is the sum of all ranks' gradients."""
-    return _map(input_, process_group, None, lambda gradient: all_reduce(gradient, process_group))
+    return _map(input_, process_group, None, _SUM)
 
 
 def reduce_from_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: ProcessGroup | None = None
 ) -> torch.Tensor:
     """Return the sum of all ranks' tensors."""
-    return _map(input_, process_group, lambda tensor: all_reduce(tensor, process_group), None)
+    return _map(input_, process_group, _SUM, None)
 
 
 def scatter_to_tensor_model_parallel_region(
@@ -80,8 +96,8 @@ def scatter_to_tensor_model_parallel_region_with_dim(
     return _map(
         input_,
         process_group,
-        lambda tensor: own_part(tensor, partition_dim, process_group),
-        lambda gradient: all_gather(gradient, partition_dim, process_group),
+        _Collective("own_part", partition_dim),
+        _Collective("all_gather", partition_dim),
     )
 
 
@@ -92,8 +108,8 @@ def gather_from_tensor_model_parallel_region_with_dim(
     return _map(
         input_,
         process_group,
-        lambda tensor: all_gather(tensor, gather_dim, process_group),
-        lambda gradient: own_part(gradient, gather_dim, process_group),
+        _Collective("all_gather", gather_dim),
+        _Collective("own_part", gather_dim),
     )
 
 
@@ -104,8 +120,8 @@ def reduce_scatter_to_tensor_model_parallel_region_with_dim(
     return _map(
         input_,
         process_group,
-        lambda tensor: reduce_scatter(tensor, partition_dim, process_group),
-        lambda gradient: all_gather(gradient, partition_dim, process_group),
+        _Collective("reduce_scatter", partition_dim),
+        _Collective("all_gather", partition_dim),
     )
 
 
@@ -132,8 +148,8 @@ def gather_from_sequence_parallel_region(
     return _map(
         input_,
         process_group,
-        lambda tensor: all_gather(tensor, sequence_dimension, process_group),
-        lambda gradient: reduce_scatter(gradient, sequence_dimension, process_group),
+        _Collective("all_gather", sequence_dimension),
+        _Collective("reduce_scatter", sequence_dimension),
     )
 
 
@@ -145,9 +161,9 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def _map(
-    input_: torch.Tensor, group: ProcessGroup | None, there: _Operation | None, back: _Operation | None
+    input_: torch.Tensor, group: ProcessGroup | None, there: _Collective | None, back: _Collective | None
 ) -> torch.Tensor:
     if size_of(group) == 1:
         return input_
-    mapped: torch.Tensor = _Mapping.apply(input_, there, back)  # type: ignore[no-untyped-call]
+    mapped: torch.Tensor = _Mapping.apply(input_, there, back, group)  # type: ignore[no-untyped-call]
     return mapped

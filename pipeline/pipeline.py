@@ -17,6 +17,7 @@ from torch import nn
 
 from nxdpp.parallel_layers import clip_grad_norm, failure_watch, move_model_to_device, parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.sequence_parallel import StepGradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
@@ -154,6 +155,7 @@ class Pipeline:
         )
         self.local_module = self.part.module
         self._replicas = ReplicaGradients(self.local_module, self._exchanges)
+        self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._next_step = NextStep(module, self.part, self.partition.layers)
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
@@ -255,6 +257,7 @@ class Pipeline:
                 check.run(step.microbatches, step.scales)
 
         self.part.tied.set_aside()
+        self._sequence.set_aside()
         results = self._steps.run(
             program,
             step.microbatches,
@@ -268,6 +271,7 @@ class Pipeline:
         )
         self._next_step.note_verified()
         with failure_watch.reported():
+            self._sequence.add_up()
             self.part.tied.add_up(self._steps.transport(self.device))
         losses = [result[0] for result in results if result]
         if check is not None:

@@ -1,0 +1,78 @@
+"""Tensor-parallel layers in a pipeline, 2 x 2 ranks: the numbers of one process under each kind of schedule."""
+
+from typing import Any
+
+import torch
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
+from nxdpp.parallel_layers.utils import local_slice
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_parallel_models import Model, ParallelLayer, ParallelModel
+
+LAYERS, VOCABULARY, MICROBATCHES = 4, 12, 3
+# Name of the schedule, stages a rank.
+SCHEDULES = [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)]
+
+
+def _batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(VOCABULARY, (2 * MICROBATCHES, 4), generator=generator) for name in ("input_ids", "labels")
+    }
+
+
+def _wrap(module: torch.nn.Module, schedule: str, chunks: int) -> NxDPPModel:
+    return NxDPPModel(
+        module,
+        transformer_layer_cls=ParallelLayer,
+        num_microbatches=MICROBATCHES,
+        virtual_pipeline_size=chunks,
+        schedule=schedule,
+    )
+
+
+def _check(schedule: str, chunks: int, sequence: bool) -> dict[str, float]:
+    torch.manual_seed(2)
+    model = _wrap(ParallelModel(LAYERS, VOCABULARY, sequence), schedule, chunks)
+    torch.manual_seed(2)
+    whole = Model(LAYERS, VOCABULARY)
+    # Two calls before a step: the earlier gradients are summed already.
+    for seed in range(2):
+        loss = model.run_train(**_batch(seed))
+        expected = whole(**_batch(seed))
+        expected.backward()
+        if model.holds_last_stage:
+            assert isinstance(loss, torch.Tensor)
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+    # The step has done it.
+    allreduce_sequence_parallel_gradients(model.local_parameters())
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    found = {}
+    for name, parameter in model.local_named_parameters():
+        full = whole.get_parameter(name).grad
+        assert full is not None
+        dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
+        theirs = full if dim < 0 else local_slice(full, dim, rank, 2, stride)
+        torch.testing.assert_close(parameter.grad, theirs, rtol=1e-5, atol=1e-6, msg=f"{name} {schedule} {sequence}")
+        assert parameter.grad is not None
+        found[name] = float(parameter.grad.double().sum())
+    return found
+
+
+def _cases(rank: int) -> list[Any]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    results = [_check(*schedule, sequence) for sequence in (False, True) for schedule in SCHEDULES]
+    parallel_state.destroy_model_parallel()
+    return results
+
+
+def test_schedules_equal_one_process() -> None:
+    ranks = run_ranks(4, _cases, timeout=120.0)
+    # Of two schedules with the same order of microbatches, the gradients are the same bits.
+    for first in (0, len(SCHEDULES)):
+        one, split = (
+            {(rank % 2, name): value for rank, cases in enumerate(ranks) for name, value in cases[case].items()}
+            for case in (first, first + 1)
+        )
+        assert one == split
