@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from nxdpp.initialization.named_streams import drawn_as
 from nxdpp.initialization.recorder import is_recording
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.tensor_attributes import copies_of
 
 InitMethod = Callable[[torch.Tensor], object]
 """Initialises a whole tensor in place, such as ``torch.nn.init.normal_``."""
@@ -52,7 +53,7 @@ def fill_parameter(parameter: nn.Parameter, size: int, init_method: InitMethod) 
         return
     with torch.no_grad():
         values = parameter if parameter.device.type == "cpu" else torch.empty_like(parameter, device="cpu")
-        part = _Part(values, vars(parameter)["partition_dim"], vars(parameter)["partition_stride"], size)
+        part = _Part(values, parameter, size)
         if part.is_whole:
             init_method(values)
         else:
@@ -62,16 +63,18 @@ def fill_parameter(parameter: nn.Parameter, size: int, init_method: InitMethod) 
 
 
 class _Part:
-    """A part ``values`` of a tensor that is divided along ``dim``, -1 for the whole."""
+    """``values`` of this rank's part, which ``parameter`` describes."""
 
-    def __init__(self, values: torch.Tensor, dim: int, stride: int, size: int) -> None:
+    def __init__(self, values: torch.Tensor, parameter: nn.Parameter, size: int) -> None:
+        attributes = vars(parameter)
+        dim, stride, ranks = (attributes[name] for name in ("partition_dim", "partition_stride", "num_partitions"))
         self._values = values
         self._dim = dim
         self._shape = list(values.shape)
-        ranks, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
         self.is_whole = dim < 0 or (ranks == 1 and size == values.shape[dim])
         if self.is_whole:
             return
+        rank = parallel_state.get_tensor_model_parallel_rank() // copies_of(parameter)
         self._shape[dim] = size
         chunk = values.shape[dim] // stride
         starts = [(block * ranks + rank) * chunk for block in range(stride)]

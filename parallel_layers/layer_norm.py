@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from nxdpp.parallel_layers.tensor_attributes import mark_sequence_parallel
+from nxdpp.parallel_layers.tensor_attributes import KeepsAttributes, mark_sequence_parallel
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(KeepsAttributes, nn.LayerNorm):
     """``torch.nn.LayerNorm`` with the argument ``sequence_parallel_enabled``.
 
     With it the gradients of its parameters are summed over the tensor-parallel ranks, see ``sequence_parallel``.

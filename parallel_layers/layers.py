@@ -24,11 +24,11 @@ from torch.nn import functional, init
 
 from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
-from nxdpp.parallel_layers.overlapped_linear import overlapped_linear
-from nxdpp.parallel_layers.tensor_attributes import set_tensor_model_parallel_attributes
+from nxdpp.parallel_layers.overlapped_linear import Part, overlapped_linear
+from nxdpp.parallel_layers.tensor_attributes import KeepsAttributes, set_tensor_model_parallel_attributes
 
 
-class ParallelLayer(nn.Module):
+class ParallelLayer(KeepsAttributes):
     """Base of the layers: the part of each parameter that this rank has.
 
     Raises ``RuntimeError`` before ``initialize_model_parallel``.
@@ -39,11 +39,11 @@ class ParallelLayer(nn.Module):
         self.tensor_parallel_size = parallel_state.get_tensor_model_parallel_size()
 
     def _add_part(
-        self, name: str, shape: tuple[int, ...], dim: int, stride: int, dtype: torch.dtype, device: Any
+        self, name: str, shape: tuple[int, ...], dim: int, stride: int, dtype: torch.dtype, device: Any, copies: int = 1
     ) -> None:
-        """Register the unwritten parameter ``name``, this rank's part along ``dim``."""
+        """Register the unwritten parameter ``name``, this rank's part along ``dim``; ``copies`` ranks have each."""
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device or None))
-        set_tensor_model_parallel_attributes(parameter, True, dim, stride, self.tensor_parallel_size)
+        set_tensor_model_parallel_attributes(parameter, True, dim, stride, self.tensor_parallel_size // copies)
         self.register_parameter(name, parameter)
 
     def _check_group(self) -> None:
@@ -182,7 +182,7 @@ class _ParallelLinear(ParallelLayer):
     def init_weight_cpu(self) -> None:
         """Initialise the weight from numbers that are drawn on the CPU."""
         rows = (self.output_size, self.input_size)[self._dim]
-        fill_parameter(self.weight, rows, self._init_method or _init_as_torch)
+        fill_parameter(self.weight, rows, self._init_method or init_as_torch)
 
     def extra_repr(self) -> str:
         """Sizes, in the form of ``torch.nn.Linear``."""
@@ -244,7 +244,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Return the product ``(..., O)`` or this rank's part of it."""
         self._check_group()
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
-        output = column_parallel(input_, self.weight, self.bias, sequence_dimension)
+        (output,) = column_parallel(input_, [Part(self.weight, self.bias)], sequence_dimension)
         if not self.gather_output or self.tensor_parallel_size == 1:
             return output
         gathered = mappings.gather_from_tensor_model_parallel_region(output)
@@ -336,22 +336,23 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def column_parallel(
-    input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sequence_dimension: int | None = None
-) -> torch.Tensor:
-    """Return ``input_ @ weight.T + bias`` for this rank's rows; the gradient of the input is that of all ranks.
+    input_: torch.Tensor, parts: list[Part], sequence_dimension: int | None = None
+) -> list[torch.Tensor]:
+    """Return ``input_ @ weight.T + bias`` for this rank's rows of each weight; the input's gradient is of all ranks.
 
     With a ``sequence_dimension`` the input is this rank's part of the sequence.
     """
     if parallel_state.get_tensor_model_parallel_size() == 1:
-        return functional.linear(input_, weight, bias)
-    if torch.is_grad_enabled() and input_.requires_grad and weight.requires_grad:
-        return overlapped_linear(input_, weight, bias, sequence_dimension=sequence_dimension)
+        return [functional.linear(input_, *part) for part in parts]
+    if torch.is_grad_enabled() and input_.requires_grad and any(part.weight.requires_grad for part in parts):
+        return overlapped_linear(input_, parts, sequence_dimension=sequence_dimension)
     if sequence_dimension is not None:
         input_ = mappings.gather_from_sequence_parallel_region(input_, sequence_dimension)
     else:
         input_ = mappings.copy_to_tensor_model_parallel_region(input_)
-    return functional.linear(input_, weight, bias)
+    return [functional.linear(input_, *part) for part in parts]
 
 
-def _init_as_torch(weight: torch.Tensor) -> None:
+def init_as_torch(weight: torch.Tensor) -> None:
+    """Initialise a whole weight as ``torch.nn.Linear`` does."""
     init.kaiming_uniform_(weight, a=math.sqrt(5))

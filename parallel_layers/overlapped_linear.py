@@ -31,40 +31,47 @@ class Sequence(NamedTuple):
     group: ProcessGroup | None
 
 
+class Part(NamedTuple):
+    """This rank's rows of a weight ``(O, I)``, and its bias ``(O,)`` or ``None``."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 def overlapped_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: ProcessGroup | None = None,
-    sequence_dimension: int | None = None,
-) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` of shape ``(..., O)``; the gradient of ``x`` is the sum over ``group``.
+    x: torch.Tensor, parts: list[Part], group: ProcessGroup | None = None, sequence_dimension: int | None = None
+) -> list[torch.Tensor]:
+    """Return ``x @ weight.T + bias`` of shape ``(..., O)`` for each part.
+
+    The gradient of ``x`` is the sum over the parts and over ``group``, in one message. With several parts there are
+    nodes 2, 4 and 5 of each, and node 3 runs after all nodes 4.
 
     Args:
         x: ``(..., I)``, the same on all ranks; under sequence parallelism this rank's part of the sequence.
-        weight: ``(O, I)``, this rank's rows.
-        bias: ``(O,)``, or ``None``.
+        parts: weights and biases.
         group: this rank's tensor group by default.
         sequence_dimension: the dimension of ``x`` along which the sequence is divided; ``None`` for no division.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(dtype)
+        parts = [Part(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
     with torch.autocast(device, enabled=False):
         sequence = None if sequence_dimension is None else Sequence(sequence_dimension, group)
         shape = x.shape
         if sequence is None:
             x = x.reshape(-1, shape[-1])
         finished = _Finish.apply(x)  # type: ignore[no-untyped-call]
-        token = _Weight.apply(finished.detach(), weight, bias, sequence)  # type: ignore[no-untyped-call]
+        tokens = [_Weight.apply(finished.detach(), *part, sequence) for part in parts]  # type: ignore[no-untyped-call]
         started = _Start.apply(finished, group, sequence)  # type: ignore[no-untyped-call]
-        product = functional.linear(
-            started.reshape(-1, shape[-1]), weight.detach(), None if bias is None else bias.detach()
-        )
-        joined: torch.Tensor = _Join.apply(product, token)  # type: ignore[no-untyped-call]
+        rows = started.reshape(-1, shape[-1])
+        products = [
+            functional.linear(rows, weight.detach(), None if bias is None else bias.detach()) for weight, bias in parts
+        ]
+        joined = [_Join.apply(*both) for both in zip(products, tokens, strict=True)]  # type: ignore[no-untyped-call]
         outer = shape[:-1] if sequence is None else started.shape[:-1]
-        return joined.view(*outer, weight.shape[0])
+        return [each.view(*outer, each.shape[-1]) for each in joined]
 
 
 class _Finish(torch.autograd.Function):
@@ -108,21 +115,24 @@ class _Weight(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return a tensor without memory that has the shape of the product."""
         ctx.save_for_backward(x)
-        ctx.sequence, ctx.has_bias = sequence, bias is not None
+        ctx.sequence = sequence
         rows = x.numel() // x.shape[-1]
         if sequence is not None:
             rows *= size_of(sequence.group)
         return weight.new_zeros(()).expand(rows, weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None, None]:
         """Compute both gradients from that of the product."""
         (gradient,) = gradients
-        (x,) = ctx.saved_tensors
-        if ctx.sequence is not None:
-            x = all_gather(x, ctx.sequence.dim, ctx.sequence.group)
-        weight_gradient = gradient.t().mm(x.reshape(-1, x.shape[-1]))
-        return None, weight_gradient, gradient.sum(0) if ctx.has_bias else None, None
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        weight_gradient = None
+        if needs_weight:
+            (x,) = ctx.saved_tensors
+            if ctx.sequence is not None:
+                x = all_gather(x, ctx.sequence.dim, ctx.sequence.group)
+            weight_gradient = gradient.t().mm(x.reshape(-1, x.shape[-1]))
+        return None, weight_gradient, gradient.sum(0) if needs_bias else None, None
 
 
 class _Join(torch.autograd.Function):

@@ -12,7 +12,9 @@ Clipping and checkpoints read them::
 Moves and materialisation keep the attributes of a parameter.
 """
 
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -74,6 +76,35 @@ def mark_sequence_parallel(module: nn.Module) -> None:
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
     """Return whether this rank counts ``param`` in a sum over tensor-parallel ranks.
 
-    Each rank counts its parts; rank 0 counts the tensors that all of them hold.
+    A rank counts a part that it alone holds. Of several ranks with one part, or with the whole, the first counts it.
     """
-    return is_tensor_parallel(param) or parallel_state.get_tensor_model_parallel_rank() == 0
+    return parallel_state.get_tensor_model_parallel_rank() % copies_of(param) == 0
+
+
+def copies_of(param: torch.Tensor) -> int:
+    """Number of neighbouring tensor-parallel ranks that hold the same part as this rank, or the same whole."""
+    size = parallel_state.get_tensor_model_parallel_size()
+    return size // int(getattr(param, "num_partitions", size)) if is_tensor_parallel(param) else size
+
+
+class KeepsAttributes(nn.Module):
+    """Module whose parameters keep their attributes where torch replaces them: ``to("meta")``, ``copy.deepcopy``."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = dict(self._parameters)
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._restore(before)
+        return result  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied._restore(self._parameters)
+        return copied
+
+    def _restore(self, before: Mapping[str, nn.Parameter | None]) -> None:
+        for name, parameter in self._parameters.items():
+            old = before.get(name)
+            if parameter is not None and old is not None and parameter is not old:
+                vars(parameter).update({key: value for key, value in vars(old).items() if key not in vars(parameter)})

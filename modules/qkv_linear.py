@@ -1,0 +1,161 @@
+"""Linear layers of query, key and value for grouped-query attention, with the name of NeuronX Distributed."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import init
+
+from nxdpp.parallel_layers import mappings
+from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
+from nxdpp.parallel_layers.kv_groups import kv_shared_group
+from nxdpp.parallel_layers.layers import ParallelLayer, column_parallel, init_as_torch
+from nxdpp.parallel_layers.overlapped_linear import Part
+
+_NAMES = ("q", "k", "v")
+
+
+class GQAQKVColumnParallelLinear(ParallelLayer):
+    """Query, key and value as column-parallel layers of one input, whose gradient takes one all-reduce.
+
+    There may be fewer key-value heads than ranks. ``kv_size_multiplier`` neighbouring ranks then hold a copy of the
+    same heads, and the gradients of the copies are summed. Rank ``r`` has part ``r // kv_size_multiplier``. With a
+    multiplier of ranks / key-value heads it is the head that the rank's query heads use in a model of one process.
+    NeuronX Distributed has part ``r % (ranks / multiplier)``, and orders the query heads to fit.
+
+    The parameters are ``weight_q``, ``weight_k``, ``weight_v``, ``bias_q``, ``bias_k`` and ``bias_v``. Their initial
+    values are those of three ``torch.nn.Linear`` in this order.
+
+    Args:
+        input_size: size ``I`` of an input.
+        output_sizes: sizes of the whole query, and of the whole key and value: ``[heads * D, kv_heads * D]``.
+        bias: add biases.
+        gather_output: return the whole query, key and value on each rank, without copies.
+        sequence_parallel_enabled: gather the sequence first; each rank gives its part.
+        dtype, device, init_method, sequence_dimension: as those of ``ColumnParallelLinear``.
+        kv_size_multiplier: number of ranks that hold each part of key and value.
+        fuse_qkv: ``True`` is refused: one weight could not be clipped, saved and loaded where only parts of it are
+            copies. The layer has one message for the three products all the same.
+
+    Shape: ``(..., I)`` -> query ``(..., Q / ranks)``, key and value ``(..., KV * kv_size_multiplier / ranks)``.
+
+    Raises:
+        ValueError: for sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        sequence_parallel_enabled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | int | None = None,
+        kv_size_multiplier: int = 1,
+        *,
+        init_method: InitMethod | None = None,
+        sequence_dimension: int | None = None,
+        fuse_qkv: bool = False,
+    ) -> None:
+        super().__init__()
+        if fuse_qkv:
+            raise ValueError(
+                "fuse_qkv=True is not supported: the weights of query, key and value are three parameters, with one "
+                "message for the gradient of their input. Give fuse_qkv=False."
+            )
+        query, key_value = output_sizes
+        self._check_sizes(query, key_value, kv_size_multiplier)
+        self.input_size, self.output_sizes = input_size, (query, key_value)
+        self.kv_size_multiplier = kv_size_multiplier
+        self.gather_output = gather_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self._init_method = init_method
+        self.weight_q: nn.Parameter
+        self.weight_k: nn.Parameter
+        self.weight_v: nn.Parameter
+        self.bias_q: nn.Parameter | None
+        self.bias_k: nn.Parameter | None
+        self.bias_v: nn.Parameter | None
+        for name in _NAMES:
+            copies, size = (1, query) if name == "q" else (kv_size_multiplier, key_value)
+            rows = size * copies // self.tensor_parallel_size
+            self._add_part(f"weight_{name}", (rows, input_size), 0, 1, dtype, device, copies)
+            if bias:
+                self._add_part(f"bias_{name}", (rows,), 0, 1, dtype, device, copies)
+            else:
+                self.register_parameter(f"bias_{name}", None)
+        # All ranks make the groups here.
+        kv_shared_group(kv_size_multiplier)
+        self.reset_parameters()
+
+    def _check_sizes(self, query: int, key_value: int, multiplier: int) -> None:
+        ranks = self.tensor_parallel_size
+        if multiplier < 1 or ranks % multiplier:
+            raise ValueError(
+                f"kv_size_multiplier={multiplier} does not divide the tensor-parallel size {ranks}: so many ranks have "
+                f"the same key and value heads"
+            )
+        if query % ranks or key_value * multiplier % ranks:
+            raise ValueError(
+                f"GQAQKVColumnParallelLinear divides query={query} and key_value={key_value} * "
+                f"kv_size_multiplier={multiplier} over {ranks} ranks: give multiples of {ranks}, with whole heads"
+            )
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights and biases."""
+        bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
+        for name, size in zip(_NAMES, self._whole_sizes(), strict=True):
+            fill_parameter(self.get_parameter(f"weight_{name}"), size, self._init_method or init_as_torch)
+            if self.bias_q is not None:
+                fill_parameter(
+                    self.get_parameter(f"bias_{name}"), size, lambda whole: init.uniform_(whole, -bound, bound)
+                )
+
+    def init_weight_cpu(self) -> None:
+        """Initialise the weights from numbers that are drawn on the CPU."""
+        for name, size in zip(_NAMES, self._whole_sizes(), strict=True):
+            fill_parameter(self.get_parameter(f"weight_{name}"), size, self._init_method or init_as_torch)
+
+    def _whole_sizes(self) -> tuple[int, int, int]:
+        query, key_value = self.output_sizes
+        return query, key_value, key_value
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value, or this rank's parts of them."""
+        self._check_group()
+        parts = [
+            Part(self.weight_q, self.bias_q),
+            self._shared(self.weight_k, self.bias_k),
+            self._shared(self.weight_v, self.bias_v),
+        ]
+        dim = self.sequence_dimension if self.sequence_parallel_enabled else None
+        query, key, value = column_parallel(input_, parts, dim)
+        if self.gather_output:
+            query = mappings.gather_from_tensor_model_parallel_region(query)
+            key, value = self._gathered(key), self._gathered(value)
+        return query, key, value
+
+    def _shared(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Part:
+        """The parameters, whose gradients are summed over the ranks with copies."""
+        group = kv_shared_group(self.kv_size_multiplier)
+        if group is None:
+            return Part(weight, bias)
+        copied = mappings.copy_to_tensor_model_parallel_region
+        return Part(copied(weight, group), None if bias is None else copied(bias, group))
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, the first copy of each; that copy gets the gradient."""
+        gathered = mappings.gather_from_tensor_model_parallel_region(part)
+        by_part = gathered.unflatten(-1, (-1, self.kv_size_multiplier, part.shape[-1]))
+        whole: torch.Tensor = by_part[..., 0, :].flatten(-2)
+        return whole
+
+    def extra_repr(self) -> str:
+        """Sizes and the number of copies."""
+        return (
+            f"input_size={self.input_size}, output_sizes={list(self.output_sizes)}, bias={self.bias_q is not None}, "
+            f"kv_size_multiplier={self.kv_size_multiplier}, tensor_parallel_size={self.tensor_parallel_size}"
+        )
