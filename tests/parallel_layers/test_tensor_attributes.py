@@ -1,0 +1,86 @@
+"""Attributes of tensor-parallel parameters, and the moves and copies that keep them."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp.parallel_layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    move_model_to_device,
+    parallel_state,
+)
+from nxdpp.parallel_layers.layer_norm import LayerNorm
+from nxdpp.parallel_layers.utils import (
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+
+NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "sequence_parallel_enabled")
+EXPECTED: dict[str, tuple[Any, ...]] = {
+    "0.weight": (True, 0, 1, 2, None),
+    "1.weight": (None, None, None, None, True),
+    "1.bias": (None, None, None, None, True),
+    "2.weight": (True, 0, 3, 2, None),
+    "2.bias": (True, 0, 3, 2, None),
+    "3.weight": (True, 1, 1, 2, None),
+    "3.bias": (False, -1, 1, 1, True),
+}
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Sequential]:
+    parallel_state.initialize_debug(tensor_model_parallel_rank=1, tensor_model_parallel_size=2)
+    yield nn.Sequential(
+        ParallelEmbedding(9, 6),
+        LayerNorm(6, sequence_parallel_enabled=True),
+        ColumnParallelLinear(6, 12, stride=3, gather_output=False),
+        RowParallelLinear(12, 6, input_is_parallel=True, sequence_parallel_enabled=True),
+    )
+    parallel_state.destroy_model_parallel()
+
+
+def _attributes(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(getattr(p, key, None) for key in NAMES) for name, p in model.named_parameters()}
+
+
+def test_attributes(model: nn.Sequential) -> None:
+    assert _attributes(model) == EXPECTED
+    counted = {
+        name for name, parameter in model.named_parameters() if param_is_not_tensor_parallel_duplicate(parameter)
+    }
+    assert counted == {"0.weight", "2.weight", "2.bias", "3.weight"}
+
+
+def test_moves_and_copies_keep_them(model: nn.Sequential) -> None:
+    assert _attributes(copy.deepcopy(model)) == EXPECTED
+    assert _attributes(model.to(torch.bfloat16)) == EXPECTED
+    before = model[0].weight
+    model.to("meta")
+    assert model[0].weight is not before
+    assert _attributes(model) == EXPECTED
+    assert _attributes(model.to_empty(device="cpu")) == EXPECTED
+    move_model_to_device(model, "meta")
+    assert _attributes(model) == EXPECTED
+
+
+def test_copies_share_what_their_originals_share(model: nn.Sequential) -> None:
+    head = ColumnParallelLinear(6, 10, bias=False)
+    head.weight = model[0].weight  # type: ignore[assignment]
+    copied = copy.deepcopy(nn.Sequential(model, head))
+    assert copied[1].weight is copied[0][0].weight  # type: ignore[index]
+
+
+def test_defaults_and_copies_of_attributes(model: nn.Sequential) -> None:
+    tensor = torch.zeros(1)
+    set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
+    assert tuple(getattr(tensor, name, None) for name in NAMES) == (False, -1, 1, 1, None)
+    other = torch.zeros(1)
+    copy_tensor_model_parallel_attributes(other, model[3].bias)  # type: ignore[arg-type]
+    assert tuple(getattr(other, name) for name in NAMES) == EXPECTED["3.bias"]
