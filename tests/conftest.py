@@ -1,8 +1,9 @@
-"""Environment variables and threads of all tests.
+"""Environment variables, threads and garbage collection of all tests.
 
 The single-process references have one thread, like the ranks: the order of a sum can depend on the threads.
 """
 
+import gc
 import os
 
 # OpenMP reads this variable when torch is loaded.
@@ -19,3 +20,9 @@ from tests.support.torchvision_operators import define_missing_operators
 
 torch.set_num_threads(1)
 define_missing_operators()
+
+
+def pytest_collection_finish() -> None:
+    """Leave the objects of imported modules out of garbage collections, as ``tests/support/preloaded.py`` does."""
+    gc.collect()
+    gc.freeze()
