@@ -73,7 +73,12 @@ def groups_of_a_rank(backend: str, ranks: int, pipeline: int, rank: int = 0) -> 
         return device_mesh.DeviceMesh("cpu", *arguments, **others)
 
     device: Any = SimpleNamespace(type="cuda" if backend == "nccl" else "cpu")
-    store: Any = SimpleNamespace(add=lambda key, amount: ranks, set=lambda key, value: None, wait=lambda keys: None)
+    store: Any = SimpleNamespace(
+        add=lambda key, amount: ranks,
+        set=lambda key, value: None,
+        wait=lambda keys: None,
+        compare_set=lambda key, expected, value: value.encode(),
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with (
@@ -196,7 +201,7 @@ def requests_a_second(seconds: float = 1.0, connections: int = 4) -> float:
 def rows(backend: str, ranks: int, pipeline: int, shards: int, gigabytes: float, rate: float) -> dict[str, str]:
     """The figures of a world on ``backend``; ``rate`` is the requests a second of the store."""
     groups = groups_of_a_rank(backend, ranks, pipeline, rank=1)
-    start = requests_at(start_store.store_of_start, ranks) + 2  # the wait for the groups of all ranks
+    start = requests_at(start_store.store_of_start, ranks) + 3  # the sizes, and the wait for the groups of all ranks
     gloo = sum(requests_at(start_gloo, group.size) for group in groups.own if group.backend == "gloo")
     exchanges = requests_at(exchange, ranks)
     replicas = ranks // pipeline

@@ -17,6 +17,7 @@ DIMENSIONS = ("pipeline", "data", "tensor")
 
 # Number of times that this process has built groups, equal on all ranks.
 _built = count()
+_compared = count()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,11 @@ class ProcessGroups:
 def build_groups(
     tensor: int, pipeline: int, world_size: int, started_world: bool, device: torch.device, store: Store
 ) -> ProcessGroups:
-    """Create the groups, on all ranks the same ones in the same order; collective over all ranks."""
+    """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
+
+    Raises ``ValueError`` for other sizes than those of the rank that came first.
+    """
+    _check_sizes_of_ranks(tensor, pipeline, store)
     ranks = torch.arange(world_size).view(pipeline, world_size // (tensor * pipeline), tensor)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=DIMENSIONS)
     pipelines = ranks_along(ranks, "pipeline")
@@ -106,6 +111,14 @@ def build_groups(
     return ProcessGroups(
         mesh, device, control_group, replica_control_group, transfer_groups, world, started_world, exchange
     )
+
+
+def _check_sizes_of_ranks(tensor: int, pipeline: int, store: Store) -> None:
+    """Raise before a group is made: ranks would wait for each other in different groups."""
+    own = f"tensor_model_parallel_size={tensor}, pipeline_model_parallel_size={pipeline}"
+    first = store.compare_set(f"nxdpp_sizes_{next(_compared)}", "", own).decode()
+    if first != own:
+        raise ValueError(f"another rank has {first}, and rank {dist.get_rank()} {own}. Give all ranks the same sizes.")
 
 
 def _wait_for_all_ranks(world_size: int, store: Store) -> None:

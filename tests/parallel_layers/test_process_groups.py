@@ -1,9 +1,12 @@
 """Building of the process groups."""
 
 import time
+from itertools import repeat
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from nxdpp.parallel_layers import parallel_state, process_groups, transfer_groups
 from tests.support.run_ranks import run_ranks
@@ -31,3 +34,13 @@ def test_no_rank_goes_on_before_all_ranks_have_their_groups() -> None:
     own, goes_on = zip(*run_ranks(3, _initialize), strict=True)
     assert max(own) - min(own) > 0.5
     assert min(goes_on) >= max(own)
+
+
+def test_other_sizes_on_a_rank_are_refused_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "_compared", repeat(0))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    store = HashStore()
+    process_groups._check_sizes_of_ranks(1, 2, store)
+    process_groups._check_sizes_of_ranks(1, 2, store)
+    with pytest.raises(ValueError, match=r"another rank has .*pipeline_model_parallel_size=2, and rank 1 .*size=4"):
+        process_groups._check_sizes_of_ranks(1, 4, store)
