@@ -21,14 +21,23 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen3.modeling_qwen3",
+    "rich.console",
+    "rich.table",
+    "nxdpp.initialization.deferred_init",
     "nxdpp.parallel_layers.parallel_state",
     "nxdpp.pipeline.activation_checkpoint",
     "nxdpp.pipeline.model",
+    "nxdpp.checkpoint.huggingface.load",
+    "nxdpp.checkpoint.huggingface.save",
 )
 
 for name in MODULES:
     with suppress(Exception):
         import_module(name)
+
+with suppress(Exception):
+    # A load and a save need hundreds of compiled patterns, which transformers keeps.
+    import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
 gc.collect()
 gc.freeze()
