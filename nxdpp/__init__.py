@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.config import PipelineConfig
     from nxdpp.pipeline.model import NxDPPModel
     from nxdpp.pipeline.pipeline import Pipeline
+    from nxdpp.trainer.config import neuronx_distributed_config
+    from nxdpp.trainer.optimizer import initialize_parallel_optimizer
+    from nxdpp.trainer.trainer import initialize_parallel_model
 
 __all__ = [
     "GradScaler",
@@ -26,7 +29,10 @@ __all__ = [
     "apply_checkpoint",
     "deferred_init",
     "init_on_device",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
     "load_pretrained",
+    "neuronx_distributed_config",
     "parallel_state",
     "save_pretrained",
 ]
@@ -39,7 +45,10 @@ _MODULES = {
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "init_on_device": "nxdpp.initialization.init_on_device",
+    "initialize_parallel_model": "nxdpp.trainer.trainer",
+    "initialize_parallel_optimizer": "nxdpp.trainer.optimizer",
     "load_pretrained": "nxdpp.checkpoint.huggingface.load",
+    "neuronx_distributed_config": "nxdpp.trainer.config",
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
 }
 

@@ -1,0 +1,14 @@
+"""Trainer API of NeuronX Distributed: one configuration, a wrapped model and a wrapped optimizer."""
+
+from nxdpp.trainer.config import neuronx_distributed_config
+from nxdpp.trainer.model import NxDModel
+from nxdpp.trainer.optimizer import NxDOptimizer, initialize_parallel_optimizer
+from nxdpp.trainer.trainer import initialize_parallel_model
+
+__all__ = [
+    "NxDModel",
+    "NxDOptimizer",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "neuronx_distributed_config",
+]

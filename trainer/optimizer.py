@@ -1,0 +1,147 @@
+"""NxDOptimizer: an optimizer whose step averages and clips the gradients, as the trainer wraps it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.parallel_layers import clip_grad_norm, failure_watch, parallel_state
+from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.gradient_average import average_gradients
+from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
+from nxdpp.trainer.config import check_sizes
+
+
+def initialize_parallel_optimizer(
+    nxd_config: dict[str, Any], optimizer_class: type[Optimizer], parameters: Iterable[Any], **defaults: Any
+) -> "NxDOptimizer":
+    """Make an optimizer whose ``step`` does the rest of a training step: average, clip, update; not collective.
+
+    Args:
+        nxd_config: of ``neuronx_distributed_config``.
+        optimizer_class: a class such as ``torch.optim.AdamW``.
+        parameters: those of this rank, or groups of them, after ``initialize_parallel_model``.
+        defaults: options of the class.
+
+    Raises:
+        ValueError: for ``use_fp32_grad_acc`` with parameters in half precision, and as the class does.
+        RuntimeError: for a configuration of other sizes than the job's.
+    """
+    check_sizes(nxd_config)
+    given = list(parameters)
+    dtypes = {parameter.dtype for parameter in _parameters(given) if parameter.requires_grad}
+    halves = [dtype for dtype in dtypes if dtype.itemsize < torch.float32.itemsize]
+    if halves and nxd_config["mixed_precision_config"]["use_fp32_grad_acc"]:
+        raise ValueError(
+            f"use_fp32_grad_acc=True is not supported for parameters in {halves[0]}: gradients accumulate in the dtype "
+            f"of their parameters. Keep the parameters in float32, and run the steps under torch.autocast."
+        )
+    return NxDOptimizer(optimizer_class(given, **defaults), nxd_config)
+
+
+class NxDOptimizer(Optimizer):
+    """The optimizer of ``initialize_parallel_optimizer``: ``optimizer`` with another ``step``.
+
+    All else is that of ``optimizer``: groups, state, ``zero_grad``, ``state_dict``. Learning-rate schedulers of torch
+    take it.
+
+    Args:
+        optimizer: of any class.
+        nxd_config: of ``neuronx_distributed_config``.
+    """
+
+    def __init__(self, optimizer: Optimizer, nxd_config: Mapping[str, Any]) -> None:
+        # The base class is for isinstance alone: groups and state are those of the optimizer.
+        self.optimizer = optimizer
+        self.nxd_config = nxd_config
+        self._grad_norm: torch.Tensor | None = None
+        self._steps = 0
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of the whole model's gradients before they were clipped in the last step; ``None`` without clipping."""
+        return self._grad_norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients of the replicas, clip them, and step; collective over all ranks.
+
+        In a pipeline ``run_train`` has averaged them. Gradients of sequence-parallel parameters are summed, if the
+        configuration says so. Returns what ``closure`` returns. Raises ``RuntimeError`` where replicas are in different
+        steps.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = list(_parameters(self.param_groups))
+        self._steps += 1
+        if self.nxd_config["sequence_parallel"]:
+            allreduce_sequence_parallel_gradients(parameters)
+        if self.nxd_config["pipeline_parallel_size"] == 1:
+            self._average(parameters)
+        options = self.nxd_config["optimizer_config"]
+        if options["grad_clipping"]:
+            self._grad_norm = clip_grad_norm(parameters, options["max_grad_norm"])
+        self.optimizer.step()
+        return loss
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, on all replicas alike."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the optimizer."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"NxDOptimizer({self.optimizer!r})"
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        number = self._steps
+
+        def check(largest: list[int]) -> None:
+            last, first = largest[0], -largest[1]
+            if last != first:
+                raise RuntimeError(
+                    f"a data-parallel replica is in step {first} of its optimizer, and another in step {last}: this "
+                    f"rank is in step {number}. Make each call of step() on every rank."
+                )
+
+        group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+        with board.call("NxDOptimizer.step"), failure_watch.reported():
+            average_gradients(parameters, group, control, [number, -number], check)
+
+
+def _parameters(groups: Iterable[Any]) -> Iterable[nn.Parameter]:
+    """The parameters in a list of parameters, of groups, or of parameters with names."""
+    for each in groups:
+        if isinstance(each, Mapping):
+            of_group = each["params"]
+            yield from _parameters([of_group] if isinstance(of_group, torch.Tensor) else of_group)
+        else:
+            yield each[1] if isinstance(each, tuple) else each

@@ -1,0 +1,102 @@
+"""Model of a training: built, padded, cut into stages, checkpointed and moved as the configuration says."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.initialization.init_on_device import init_on_device
+from nxdpp.parallel_layers import move_model_to_device, parallel_state
+from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
+from nxdpp.pipeline.agreement.replicas import check_replica_values
+from nxdpp.pipeline.local.part import LocalPart
+from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.tracing import listings
+from nxdpp.tracing.layers import find_layer_classes, layer_names
+from nxdpp.trainer.config import check_sizes
+from nxdpp.trainer.model import NxDModel
+
+
+def initialize_parallel_model(
+    nxd_config: dict[str, Any], model_fn: Callable[..., nn.Module], *model_args: Any, **model_kwargs: Any
+) -> NxDModel:
+    """Build ``model_fn(*model_args, **model_kwargs)`` and wrap it for training; collective over all ranks.
+
+    The model is on the rank's device then, with its initial weights. Every rank builds the same model: seed before the
+    call. Replicas are compared by a sample of their parameters.
+
+    Args:
+        nxd_config: of ``neuronx_distributed_config``.
+        model_fn: builds the model.
+        model_args, model_kwargs: its arguments.
+
+    Raises:
+        ValueError, TypeError: for options that do not fit the model.
+        RuntimeError: for a configuration of other sizes than the job's, for parameters without initial weights, and
+            for replicas with other parameters.
+    """
+    check_sizes(nxd_config)
+    init, pipeline = nxd_config["model_init_config"], nxd_config["pipeline_config"] or {}
+    on_meta = init["meta_device_init"]
+    with init_on_device(torch.device("meta")) if on_meta else nullcontext():
+        module = model_fn(*model_args, **model_kwargs)
+    if not isinstance(module, nn.Module) or isinstance(module, NxDPPModel | NxDModel):
+        raise TypeError(f"model_fn must return a module that is not wrapped, not a {type(module).__name__}.")
+    param_init_fn = pipeline.get("param_init_fn")
+    if on_meta and init["param_init_fn"] is not None:
+        param_init_fn = init["param_init_fn"]
+    if nxd_config["pipeline_parallel_size"] > 1:
+        zero1 = nxd_config["optimizer_config"]["zero_one_enabled"]
+        wrapped = NxDPPModel(module, **{"use_zero1_optimizer": zero1, **pipeline, "param_init_fn": param_init_fn})
+        _checkpoint(wrapped, nxd_config["activation_checkpoint_config"])
+        wrapped.move_model_to_device()
+        return NxDModel(wrapped, nxd_config)
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        names = [name for name, _ in listings.named_parameters(module, remove_duplicate=False)]
+        owners = {name: {0} for name in names}
+        LocalPart(module, owners, 0, (), torch.initial_seed(), param_init_fn).materialise()
+    _checkpoint(_Whole(module, pipeline.get("transformer_layer_cls")), nxd_config["activation_checkpoint_config"])
+    move_model_to_device(module, parallel_state.local_device())
+    check_replica_values(module.named_parameters(), None, parallel_state.get_data_parallel_group())
+    return NxDModel(module, nxd_config)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A model on one rank, as ``apply_checkpoint`` takes it."""
+
+    original_module: nn.Module
+    transformer_layer_cls: Any
+    rank: int = 0
+
+    @property
+    def layers(self) -> list[str]:
+        classes = find_layer_classes(self.original_module, self.transformer_layer_cls)
+        return layer_names(self.original_module, classes)
+
+    @property
+    def stage_layers(self) -> list[str]:
+        return self.layers
+
+    def local_named_modules(self, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.original_module.named_modules(**kwargs)
+
+
+def _checkpoint(model: Any, config: Any) -> None:
+    """Recompute the modules that ``activation_checkpoint_config`` names. Raises ``ValueError`` if there are none."""
+    if config is None:
+        return
+    if config == "full":
+        apply_checkpoint(model)
+        return
+    classes = tuple(config) if isinstance(config, tuple | list) else (config,)
+    whole: Mapping[str, nn.Module] = dict(model.original_module.named_modules())
+    names = [name for name, module in whole.items() if isinstance(module, classes)]
+    if not names:
+        found = ", ".join(sorted({type(module).__name__ for module in whole.values()}))
+        wanted = ", ".join(each.__name__ for each in classes)
+        raise ValueError(f"activation_checkpoint_config: the model has no {wanted}. It has: {found}.")
+    apply_checkpoint(model, names)
