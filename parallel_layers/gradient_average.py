@@ -1,12 +1,13 @@
 """Average of the gradients over the data-parallel ranks.
 
-Gradients are packed into flat buckets with one all-reduce each, after the last microbatch. The method is that of
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (Li et al., 2020).
+Gradients are packed into flat buckets with one all-reduce each. The method is that of "PyTorch Distributed: Experiences
+on Accelerating Data Parallel Training" (Li et al., 2020). ``overlapped_average`` starts buckets during the backward.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,19 +21,26 @@ _BUCKET_BYTES = 25 * 2**20
 # One bucket is sent while the next one is packed; more would only take memory.
 _BUCKETS_IN_FLIGHT = 2
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
 
 @dataclass(frozen=True)
-class _Reduction:
+class Reduction:
     """A bucket whose all-reduce is in flight."""
 
     gradients: list[torch.Tensor]
     flat: torch.Tensor
     work: dist.Work
 
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of the flat copy; 0 for a sum in place."""
+        return 0 if self.flat.data_ptr() == self.gradients[0].data_ptr() else self.flat.nbytes
+
     def finish(self) -> None:
         """Wait for the mean and copy it back into the gradients."""
         self.work.wait()
-        if self.flat.data_ptr() == self.gradients[0].data_ptr():
+        if not self.copied_bytes:
             return
         parts = self.flat.split([gradient.numel() for gradient in self.gradients])
         for gradient, part in zip(self.gradients, parts, strict=True):
@@ -65,70 +73,84 @@ def average_gradients(
     size = dist.get_world_size(group)
     if size == 1 or not trained:
         return
-    gradients = _gradients_of_any_rank(trained, control, notes, check)
-    in_flight: deque[_Reduction] = deque()
+    largest = largest_flags(trained, control, notes)
+    if check is not None:
+        check(largest[: len(notes)])
+    average_tensors(gradients_of_any_rank(trained, largest[len(notes) :]), group)
+
+
+def average_tensors(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    """Replace each of ``gradients`` by its mean over ``group``, in place; collective over ``group``.
+
+    All ranks give tensors of the same shapes and dtypes in the same order.
+    """
+    size = dist.get_world_size(group)
+    in_flight: deque[Reduction] = deque()
     with torch.no_grad():
-        for bucket in _buckets(gradients):
+        for bucket in buckets(gradients):
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 in_flight.popleft().finish()
             board.moved()
-            in_flight.append(_start(bucket, group, size))
+            in_flight.append(start(bucket, group, size))
         while in_flight:
             in_flight.popleft().finish()
             board.moved()
 
 
-def _gradients_of_any_rank(
-    trained: list[nn.Parameter],
-    control: ProcessGroup,
-    notes: Sequence[int],
-    check: Callable[[list[int]], None] | None,
-) -> list[torch.Tensor]:
-    """Gradients that any rank has, the same list on all ranks; missing ones become zeros on this rank."""
+def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
+    """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
     present = [parameter.grad is not None for parameter in trained]
     flags = torch.tensor([*notes, *present], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
-    largest = flags.tolist()
-    if check is not None:
-        check(largest[: len(notes)])
+    largest: list[int] = flags.tolist()
+    return largest
+
+
+def gradients_of_any_rank(trained: Sequence[nn.Parameter], anywhere: Sequence[int]) -> list[torch.Tensor]:
+    """Return the gradients that any rank has, the same list on all ranks; missing ones become zeros on this rank."""
     gradients = []
-    for parameter, anywhere in zip(trained, largest[len(notes) :], strict=True):
-        if not anywhere:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.layout != torch.strided:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be "
-                "averaged in buckets: build its embedding with sparse=False"
-            )
-        gradients.append(parameter.grad)
+    for parameter, is_anywhere in zip(trained, anywhere, strict=True):
+        if is_anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(dense(parameter.grad, parameter))
     return gradients
 
 
-def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Buckets of one dtype and device with at most ``_BUCKET_BYTES``, the same on all ranks."""
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for alike in groups.values():
-        bucket: list[torch.Tensor] = []
-        filled = 0
-        for gradient in alike:
-            if bucket and filled + gradient.nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(gradient)
-            filled += gradient.nbytes
-        yield bucket
+def dense(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return ``gradient`` of ``parameter``. Raises ``ValueError`` for a sparse one."""
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be "
+            "averaged in buckets: build its embedding with sparse=False"
+        )
+    return gradient
 
 
-def _start(bucket: list[torch.Tensor], group: ProcessGroup, size: int) -> _Reduction:
-    alone = len(bucket) == 1 and bucket[0].is_contiguous()
-    # The only gradient of a bucket is summed in place.
+def buckets(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
+    """Give buckets of one dtype and device with at most ``_BUCKET_BYTES``, the first full one first.
+
+    They are the same on all ranks that give tensors of the same shapes in the same order.
+    """
+    filling: dict[tuple[torch.dtype, torch.device], list[_Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        bucket = filling.setdefault(kind, [])
+        if bucket and filled[kind] + tensor.nbytes > _BUCKET_BYTES:
+            yield bucket
+            filling[kind] = bucket = []
+        filled[kind] = tensor.nbytes + (filled[kind] if bucket else 0)
+        bucket.append(tensor)
+    yield from filling.values()
+
+
+def start(bucket: list[torch.Tensor], group: ProcessGroup, size: int, in_place: bool = True) -> Reduction:
+    """Start the all-reduce of ``bucket``. With ``in_place`` the only gradient of a bucket is summed in its memory."""
+    alone = in_place and len(bucket) == 1 and bucket[0].is_contiguous()
     flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
     # Divided before they are summed: the sum of many float16 gradients may overflow where their mean does not.
     flat.div_(size)
     work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None
-    return _Reduction(bucket, flat, work)
+    return Reduction(bucket, flat, work)

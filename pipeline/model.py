@@ -1,15 +1,18 @@
 """NxDPPModel: NeuronX Distributed's names and arguments over ``Pipeline``."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import fx, nn
 
+from nxdpp.optimizer.zero1_check import FirstStepCheck
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.grad_scaler import GradScaler
+from nxdpp.parallel_layers.overlapped_average import AverageReport
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.item_counts import CountItems
@@ -21,7 +24,6 @@ from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec
-from nxdpp.pipeline.zero1_check import FirstStepCheck
 from nxdpp.schedules.chosen import Written
 
 
@@ -144,6 +146,24 @@ class NxDPPModel(LocalView):
         self._pipeline.follow()
 
     @property
+    def last_average(self) -> AverageReport:
+        """Figures of the average of gradients in the last step: bytes sent, those sent early, and the wait for them."""
+        return self._pipeline.average_report
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which ``run_train`` does not average gradients over data-parallel replicas.
+
+        Gradients add up on each replica, and the next ``run_train`` outside averages their sum::
+
+            with model.no_sync():
+                model.run_train(**first)
+            model.run_train(**second)
+
+        Every rank enters it for the same steps. ``use_zero1_optimizer=True`` leaves out all averages anyway.
+        """
+        return self._pipeline.no_sync()
+
+    @property
     def last_busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._pipeline.busy_share
@@ -161,7 +181,8 @@ class NxDPPModel(LocalView):
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Run forward and backward of all microbatches; collective over all ranks.
 
-        Gradients of the loss (``loss_normalization``) are added to ``.grad`` and averaged over data-parallel replicas.
+        Gradients of the loss (``loss_normalization``) are added to ``.grad`` and averaged over data-parallel replicas,
+        except in ``no_sync()``.
         Takes ``inputs`` by name, and raises, as ``Pipeline.train_step`` does. ``num_items_in_batch`` is the number of
         all replicas; the loss is then the sum of what the model returns.
 
@@ -170,10 +191,9 @@ class NxDPPModel(LocalView):
         """
         with board.call("run_train", "step", "pipeline", has_limit=True):
             arguments.check_not_positional(positional)
-            losses = self._pipeline.train_step(inputs)
-            if not self.use_zero1_optimizer:
-                self._pipeline.average_gradients()
-            elif self._first_step_check is None and parallel_state.get_data_parallel_size() > 1:
+            losses = self._pipeline.train_step(inputs, average=not self.use_zero1_optimizer)
+            is_handed_over = self.use_zero1_optimizer and parallel_state.get_data_parallel_size() > 1
+            if is_handed_over and self._first_step_check is None:
                 parameters = dict(self.local_named_parameters())
                 self._first_step_check = FirstStepCheck(parameters, parallel_state.get_data_parallel_group())
             return self._return_loss(losses, train=True)

@@ -17,6 +17,7 @@ from torch import nn
 
 from nxdpp.parallel_layers import clip_grad_norm, failure_watch, move_model_to_device, parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.overlapped_average import AverageReport, LastBackward, OverlappedAverage
 from nxdpp.parallel_layers.sequence_parallel import StepGradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
@@ -158,6 +159,7 @@ class Pipeline:
         self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._next_step = NextStep(module, self.part, self.partition.layers)
+        self._averages = True
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
@@ -178,6 +180,11 @@ class Pipeline:
         """The device of this rank's stages."""
         parameter = next(self.local_module.parameters(), None)
         return parallel_state.local_device() if parameter is None else parameter.device
+
+    @property
+    def average_report(self) -> AverageReport:
+        """Figures of the last average of gradients that began during a step."""
+        return self._replicas.report
 
     @property
     def busy_share(self) -> float:
@@ -208,12 +215,12 @@ class Pipeline:
             if ends_with == "loss":
                 self._normalization.check(cut)
 
-    def train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def train_step(self, inputs: Mapping[str, Any], average: bool = False) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches; collective over the pipeline.
 
         Gradients of the loss, a mean over microbatches or labels (``loss_normalization``), are added to ``.grad``. The
-        average over data-parallel replicas is that of the whole batch; it is not taken here. The first step compares
-        the parameters of the replicas, and is collective over all ranks.
+        average over data-parallel replicas is that of the whole batch. It is taken with ``average``, and begins during
+        the last backwards. The first step compares the parameters of the replicas, and is collective over all ranks.
 
         Args:
             inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
@@ -234,9 +241,13 @@ class Pipeline:
         """
         parallel_state.refuse_in_debug("a training step")
         with board.call("train_step", "step", "pipeline", has_limit=True), self._steps.step():
-            return self._train_step(inputs)
+            try:
+                return self._train_step(inputs, average and self._averages)
+            except BaseException:
+                self._replicas.abandon()
+                raise
 
-    def _train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _train_step(self, inputs: Mapping[str, Any], average: bool) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
         batch = self._microbatches(inputs)
@@ -268,6 +279,8 @@ class Pipeline:
             once_verified=once_verified,
             scales=step.scales,
             values=self._next_step.unverified_values(),
+            watch=self._begin_average if average else None,
+            leaves_average=not self._averages,
         )
         self._next_step.note_verified()
         with failure_watch.reported():
@@ -278,6 +291,9 @@ class Pipeline:
             plans = cut.plans([cut.loss(self.config.output_loss_value_spec)])
             check.compare(losses, plans)
             self._check_first = False
+        if average:
+            with failure_watch.reported():
+                self._replicas.finish()
         return step.scaled(losses)
 
     def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
@@ -332,8 +348,26 @@ class Pipeline:
         """
         with board.call("average_gradients"), failure_watch.reported():
             self._replicas.verify(self.part.origin, self.part.seed)
-            number = board.calls_of("run_train") + board.calls_of("train_step")
-            self._replicas.average(self.part.origin, self.part.seed, number)
+            self._replicas.average(self.part.origin, self.part.seed, _training_steps())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the average over data-parallel replicas out of the training steps of the block.
+
+        Gradients add up on each replica. The next step outside of the block, or ``average_gradients``, averages their
+        sum. Not collective; every rank must enter it for the same steps. The sums of tied weights over stages are
+        taken in each step.
+        """
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
+
+    def _begin_average(self, last: Sequence[LastBackward]) -> OverlappedAverage | None:
+        tied = self.part.tied.parameters
+        with failure_watch.reported():
+            return self._replicas.begin(self.part.origin, self.part.seed, _training_steps(), last, tied)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
@@ -440,6 +474,10 @@ def _kept_tensors() -> Iterator[None]:
     """No gradients, also in the caller's inference mode, whose tensors no training step could use later."""
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
+
+
+def _training_steps() -> int:
+    return board.calls_of("run_train") + board.calls_of("train_step")
 
 
 class _Batch(NamedTuple):

@@ -26,8 +26,11 @@ from nxdpp.pipeline.last_used import LastUsed
 
 # Above the tags of all other messages of the group.
 _TAG = 2**31 - 1
-# Number, digest, 1 for a new signature, bytes of the text that follows, calls; then the hashes of the inputs.
+# Number, digest, 1 for a new signature plus 2 in no_sync(), bytes of the text that follows, calls; then the hashes of
+# the inputs.
 _HEAD = 5
+# Added to the third number in no_sync().
+_IN_NO_SYNC = 2
 _REMEDY = "Wrap the same model with the same arguments on every rank of a pipeline, and give all the same inputs."
 _HABITS = """\
 All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
@@ -83,6 +86,7 @@ class StepVerifier:
         refused: str | None = None,
         values: RankValues | None = None,
         calls: int = 0,
+        leaves_average: bool = False,
     ) -> int:
         """Raise ``RuntimeError`` unless the previous rank is about to run the same step.
 
@@ -96,13 +100,14 @@ class StepVerifier:
             number: how many steps this rank has begun.
             refused: the last step that this rank alone may have refused; it explains another number.
             calls: number of calls of all ranks that this rank has begun. It may differ.
+            leaves_average: ``True`` for a step in ``no_sync()``.
             values: of this rank's parameters, to compare them with those of the ranks before it; for a new signature.
         """
         self._origin = step.origin or self._origin
         header = self._sent.numpy()
         while self._sends:
             self._sends.pop().wait()
-        header[:_HEAD] = number, step_digest, is_new, 0, calls
+        header[:_HEAD] = number, step_digest, is_new + _IN_NO_SYNC * leaves_average, 0, calls
         header[_HEAD:] = inputs.words()
         self._values = Values()
         if self._rank > 0:
@@ -136,8 +141,14 @@ class StepVerifier:
             raise RuntimeError(self._other_number(theirs[0], ours[0], refused_there, refused))
         if theirs[1] != ours[1]:
             raise RuntimeError(self._difference(self._heard.get(theirs[1]), step))
+        if theirs[2] // _IN_NO_SYNC != ours[2] // _IN_NO_SYNC:
+            inside, outside = (self._rank, previous) if ours[2] >= _IN_NO_SYNC else (previous, self._rank)
+            raise RuntimeError(
+                f"{self._name(inside)} runs a step in no_sync(), and {self._name(outside)} runs it outside: only some "
+                f"gradients would be averaged over the data-parallel replicas. Enter no_sync() on every rank."
+            )
         if theirs[2] != ours[2]:
-            changed, unchanged = (self._rank, previous) if ours[2] else (previous, self._rank)
+            changed, unchanged = (self._rank, previous) if ours[2] % _IN_NO_SYNC else (previous, self._rank)
             raise RuntimeError(
                 f"{self._name(changed)} has been refreshed, moved or loaded, and {self._name(unchanged)} has not: "
                 f"their stages would wait for each other. Call refresh() on every rank."

@@ -60,6 +60,11 @@ class TiedWeights:
         self._accumulated: list[torch.Tensor | None] = []
         self._mark()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's copies."""
+        return list(self._parameters)
+
     def follow(self) -> None:
         """Find the parameters again after a replacement.
 

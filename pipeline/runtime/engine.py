@@ -11,12 +11,13 @@ The engine compiles the list of actions once into bound calls. Each step makes t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.overlapped_average import LastBackward
 from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
 from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
@@ -36,6 +37,8 @@ _RECEIVES = {
     ActionKind.RECEIVE_GRADIENT: Direction.GRADIENT,
 }
 _SENDS = {ActionKind.SEND_ACTIVATION: Direction.ACTIVATION, ActionKind.SEND_GRADIENT: Direction.GRADIENT}
+
+_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,16 @@ class EngineConfig:
     loss_gradient: LossGradient = torch.ones_like
 
 
+class LastBackwardWatch(Protocol):
+    """Follows the last backward of each stage in a step, to average gradients meanwhile."""
+
+    def before_last(self, stage: int) -> None:
+        """Note that the last action of ``stage`` that computes gradients begins."""
+
+    def after_last(self, stage: int) -> None:
+        """Note that this action has ended."""
+
+
 class Engine:
     """The steps of one rank for inputs of one signature.
 
@@ -80,6 +93,7 @@ class Engine:
 
     Attributes:
         timer: the share of the last step in which this rank computed.
+        last_backwards: the last backward of each stage of a training step, in the order of the actions.
     """
 
     def __init__(
@@ -119,18 +133,30 @@ class Engine:
                 self.timer,
                 config.loss_gradient,
             )
+        self.last_backwards = [
+            LastBackward(actions[at].stage, list(programs[actions[at].stage].module.parameters()))
+            for at in sorted(_last_backwards(actions).values())
+        ]
+        self._watch: LastBackwardWatch | None = None
         self._calls, self._called_for = self._compile(actions, releases)
         # Without a reference to this engine, which the board would keep alive.
         self._describe_call = partial(_text_of_call, self._called_for)
 
-    def run(self, inputs: Sequence[dict[str, Any]], scales: Sequence[float] | None = None) -> list[list[Any]]:
+    def run(
+        self,
+        inputs: Sequence[dict[str, Any]],
+        scales: Sequence[float] | None = None,
+        watch: LastBackwardWatch | None = None,
+    ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
         ``inputs`` are the model's inputs of each microbatch, for example ``input_ids`` of (B, T). ``scales`` are the
-        factors of their losses in the loss of the step, by default that of a mean. Returns the last stage's results of
-        each microbatch, in order and not scaled, on the rank of that stage, and nothing on others. An exception gets a
-        note with its action, is reported to the other ranks, and raised.
+        factors of their losses in the loss of the step, by default that of a mean. ``watch`` is told of each stage's
+        last backward. Returns the last stage's results of each microbatch, in order and not scaled, on the rank of
+        that stage, and nothing on others. An exception gets a note with its action, is reported to the other ranks,
+        and raised.
         """
+        self._watch = watch
         self.timer.start()
         for runner in self._runners.values():
             runner.begin(inputs, scales)
@@ -149,6 +175,7 @@ class Engine:
             failure_watch.report(error)
             raise
         finally:
+            self._watch = None
             board.end_actions()
         self.timer.stop()
         results: dict[int, list[Any]] = {}
@@ -188,6 +215,7 @@ class Engine:
     ) -> tuple[list[Callable[[], None]], list[Action]]:
         """The calls of a step, and the action of each."""
         last_sends = {(action.stage, action.kind, action.microbatch): i for i, action in enumerate(actions)}
+        last_backwards = set(_last_backwards(actions).values())
         finished = iter(releases)
         calls: list[Callable[[], None]] = []
         called_for: list[Action] = []
@@ -196,6 +224,8 @@ class Engine:
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
                 if self._recorder is not None:
                     new = [self._recorder.computing(action, call) for call in new]
+                if i in last_backwards:
+                    new = [partial(self._watched, action.stage, call) for call in new]
                 new += [self._release(send) for send in next(finished, ())]
             calls += new
             called_for += [action] * len(new)
@@ -219,6 +249,15 @@ class Engine:
         }
         return [partial(computes[action.kind], microbatch)]
 
+    def _watched(self, stage: int, backward: Callable[[], None]) -> None:
+        """Make the last ``backward`` of ``stage``, between two calls of the watch."""
+        if self._watch is None:
+            backward()
+            return
+        self._watch.before_last(stage)
+        backward()
+        self._watch.after_last(stage)
+
     def _release(self, send: Action) -> Callable[[], None]:
         (channel,) = self._remote(send)
         return partial(channel.release, _SENDS[send.kind], send.microbatch)
@@ -229,6 +268,11 @@ class Engine:
         channels = (self._channels_out if to_destinations else self._channels_in)[action.stage]
         wanted = channels.values() if action.peer is None else [channels[action.peer]]
         return [channel for channel in wanted if isinstance(channel, RemoteChannel)]
+
+
+def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
+    """The index of the last action of each stage that computes gradients."""
+    return {action.stage: i for i, action in enumerate(actions) if action.kind in _BACKWARDS}
 
 
 def _incoming(plan: StagePlan) -> list[Boundary]:

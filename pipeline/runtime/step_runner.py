@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.overlapped_average import LastBackward
 from nxdpp.pipeline.agreement.input_hash import InputHasher
 from nxdpp.pipeline.agreement.same_values import RankValues
 from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Transport
-from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
+from nxdpp.pipeline.runtime.engine import Engine, EngineConfig, LastBackwardWatch
 from nxdpp.pipeline.stages.loss import LossGradient
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
@@ -117,6 +118,8 @@ class StepRunner:
         once_verified: Callable[[], None] | None = None,
         scales: Sequence[float] | None = None,
         values: RankValues | None = None,
+        watch: Callable[[Sequence[LastBackward]], LastBackwardWatch | None] | None = None,
+        leaves_average: bool = False,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
@@ -129,6 +132,8 @@ class StepRunner:
             origin: the random numbers that this rank's initial weights are from; ``None`` when none were drawn.
             once_verified: called when all ranks are known to run the same step, before it; may be collective.
             values: of this rank's parameters, in the first step after a change of them; ``None`` in others.
+            watch: gives the watch of the stages' last backwards, once the step is verified.
+            leaves_average: ``True`` for a step in ``no_sync()``, which must be equal on all ranks.
             scales: factor of each microbatch's loss in the loss that is differentiated, by default that of a mean.
 
         Returns:
@@ -150,7 +155,15 @@ class StepRunner:
             inputs = self._hasher.of_step(given, known is None)
             begun = board.begun
             begun["world"] = self._verifier.check(
-                step, digest, known is None, inputs, begun["pipeline"], self._refused, values, begun["world"]
+                step,
+                digest,
+                known is None,
+                inputs,
+                begun["pipeline"],
+                self._refused,
+                values,
+                begun["world"],
+                leaves_average,
             )
         self._is_verified, self._refused = True, None
         if once_verified is not None:
@@ -158,7 +171,7 @@ class StepRunner:
         # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
         with failure_watch.reported(), nullcontext() if self._timeline is None else self._timeline.step(device, train):
-            results = engine.run(microbatches, scales)
+            results = engine.run(microbatches, scales, None if watch is None else watch(engine.last_backwards))
         self._timer = engine.timer
         # Keep the engine of a new signature.
         if known is None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from nxdpp.parallel_layers import gradient_average, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_gradients
+from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
 from tests.support.run_ranks import run_ranks
 
 SHAPES = ((7,), (3, 5), (), (40, 10), (1,), (0, 4), (16, 2, 2))
@@ -121,8 +122,31 @@ def _large(rank: int) -> list[float]:
     return [p.grad[0].item() for p in (alone, first, second) if p.grad is not None]
 
 
+def _given(rank: int) -> None:
+    """Average a list of gradients under NxD's name, in their memory."""
+    gradients = [_gradient(rank, index) for index in range(14)]
+    first = gradients[0]
+    bucket_allreduce_gradients(gradients)
+    for index, gradient in enumerate(gradients):
+        both = [_gradient(other, index) / 2 for other in range(2)]
+        assert torch.equal(gradient, both[0] + both[1])
+    assert first is gradients[0]
+    with pytest.raises(TypeError, match=r"has None in it: leave out parameters without a gradient"):
+        bucket_allreduce_gradients([first, None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"no expert parallelism"):
+        bucket_allreduce_gradients([first], reduce_over_ep_group=True)
+    with pytest.raises(ValueError, match=r"sparse=False"):
+        bucket_allreduce_gradients([torch.zeros(2, 2).to_sparse()])
+
+
+def _large_and_given(rank: int) -> list[float]:
+    found = _large(rank)
+    _given(rank)
+    return found
+
+
 def test_a_mean_within_float16_whose_sum_is_not() -> None:
-    assert run_ranks(2, _large) == [[60000.0] * 3] * 2
+    assert run_ranks(2, _large_and_given) == [[60000.0] * 3] * 2
 
 
 def _within_data_groups(rank: int) -> float:

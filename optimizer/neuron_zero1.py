@@ -1,0 +1,102 @@
+"""NeuronZero1Optimizer: NeuronX Distributed's name and arguments over ``Zero1Optimizer``."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nxdpp.optimizer.zero1 import Zero1Optimizer
+from nxdpp.parallel_layers import parallel_state
+
+_Groups = Sequence[Sequence[int]]
+
+
+class NeuronZero1Optimizer(Zero1Optimizer):
+    """``Zero1Optimizer`` with the arguments of NeuronX Distributed's class of this name.
+
+    Args:
+        params, optimizer_class, optimizer_dtype, grad_clipping, defaults: as of ``Zero1Optimizer``.
+        max_norm: largest norm of the gradients; ``None`` is 1.0.
+        pin_layout: no meaning here: there is no compiled graph whose layout could change.
+        sharding_groups: the data-parallel groups, which are the default. Others are refused.
+        grad_norm_groups: the tensor-parallel or model-parallel groups. The norm is always that over all ranks.
+        lazy_init: ``False``.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: largest size of a message, in MiB; 0 is 25. One layout
+            serves both, so two sizes must be equal.
+        use_grad_acc_hook: ``False``. Gradients accumulate in the dtype of their parameters.
+        save_master_weights: ``True`` or ``False``; ``state_dict`` always has the master copies.
+        higher_cc_precision: ``False``. Gradients are averaged in their dtype.
+
+    Raises ``ValueError`` for an argument that cannot be honoured, and otherwise as ``Zero1Optimizer`` does.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        optimizer_dtype: torch.dtype | None = None,
+        grad_clipping: bool = True,
+        max_norm: float | None = None,
+        pin_layout: bool = True,
+        sharding_groups: _Groups | None = None,
+        grad_norm_groups: _Groups | None = None,
+        lazy_init: bool = False,
+        bucket_cap_mb_all_gather: float = 0,
+        bucket_cap_mb_reduce_scatter: float = 0,
+        use_grad_acc_hook: bool = False,
+        save_master_weights: bool = False,
+        higher_cc_precision: bool = False,
+        **defaults: Any,
+    ) -> None:
+        data, tensor = (
+            parallel_state.get_data_parallel_group(as_list=True),
+            parallel_state.get_tensor_model_parallel_group(as_list=True),
+        )
+        _check_groups("sharding_groups", sharding_groups, {"data-parallel groups": data})
+        _check_groups(
+            "grad_norm_groups",
+            grad_norm_groups,
+            {"tensor-parallel groups": tensor, "model-parallel groups": _model_groups(tensor)},
+        )
+        if lazy_init:
+            raise ValueError("lazy_init=True is not supported: make the optimizer after move_model_to_device().")
+        if use_grad_acc_hook or higher_cc_precision:
+            raise ValueError(
+                "use_grad_acc_hook=True and higher_cc_precision=True are not supported: gradients accumulate and are "
+                "averaged in the dtype of their parameters. Keep the parameters in float32 and run the steps under "
+                "torch.autocast."
+            )
+        sizes = {size for size in (bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) if size}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"bucket_cap_mb_all_gather={bucket_cap_mb_all_gather} and bucket_cap_mb_reduce_scatter="
+                f"{bucket_cap_mb_reduce_scatter} differ, and one layout serves both: give the same number."
+            )
+        super().__init__(
+            params,
+            optimizer_class,
+            optimizer_dtype,
+            grad_clipping,
+            max_norm,
+            bucket_cap_mb=sizes.pop() if sizes else 25,
+            **defaults,
+        )
+
+
+def _model_groups(tensor: _Groups) -> _Groups:
+    """The ranks of each replica of the model: its pipeline and tensor ranks."""
+    pipelines = parallel_state.get_pipeline_model_parallel_group(as_list=True)
+    of_rank = {rank: number for number, group in enumerate(tensor) for rank in group}
+    return list({frozenset(r for rank in pipe for r in tensor[of_rank[rank]]): None for pipe in pipelines})  # type: ignore[misc]
+
+
+def _check_groups(argument: str, given: _Groups | None, allowed: dict[str, _Groups]) -> None:
+    if given is None:
+        return
+    sets = {frozenset(group) for group in given}
+    if not any(sets == {frozenset(group) for group in groups} for groups in allowed.values()):
+        names = " or the ".join(f"{name} {[sorted(group) for group in groups]}" for name, groups in allowed.items())
+        raise ValueError(
+            f"{argument}={[list(group) for group in given]} are other ranks than the {names}: leave it out."
+        )

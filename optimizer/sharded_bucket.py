@@ -1,0 +1,208 @@
+"""Bucket of parameters, of which each data-parallel rank keeps an equal part for its optimizer.
+
+The parameters lie one after the other in a flat vector, padded to a multiple of the ranks. For two ranks::
+
+    flat vector      a a a a a a b b b b c c c ·
+    rank 0           a a a a a a b
+    rank 1                         b b b c c c ·
+
+Gradients are reduce-scattered in this layout, and parameters all-gathered. The pieces are what the optimizer sees.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from nxdpp.optimizer.master_copy import master_dtype, take_changes
+
+BUCKET_BYTES = 25 * 2**20
+
+# torch 2.13 names them anew, and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of an optimizer: its index over all groups, its group, and its name where one is given."""
+
+    parameter: nn.Parameter
+    index: int
+    group: int
+    name: str | None = None
+
+
+@dataclass(eq=False)
+class Piece:
+    """Elements ``start`` to ``stop`` of a flattened parameter, at ``offset`` of the rank's part of the bucket.
+
+    ``tensor`` has the values that the optimizer changes, of shape ``(stop - start,)``: a view of the parameter, or of a
+    master copy.
+    """
+
+    member: Member
+    start: int
+    stop: int
+    offset: int
+    tensor: nn.Parameter = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The data-parallel ranks that share the parameters; ``group`` is not used for one rank.
+
+    ``dtype`` is that of the values that the optimizer changes, by default at least float32.
+    """
+
+    rank: int
+    size: int
+    group: ProcessGroup | None
+    dtype: torch.dtype | None = None
+
+
+class ShardedBucket:
+    """Parameters of one dtype and device, and this rank's part of them.
+
+    Attributes:
+        members: the parameters, in the order of the flat vector.
+        pieces: this rank's part. Padding belongs to no piece.
+    """
+
+    def __init__(self, members: Sequence[Member], sharding: Sharding) -> None:
+        self.members = list(members)
+        self._sharding = sharding
+        first = members[0].parameter
+        self._dtype, self._device = first.dtype, first.device
+        self._numel = sum(member.parameter.numel() for member in members)
+        self._shard_numel = -(-self._numel // sharding.size)
+        dtype = master_dtype(self._dtype, sharding.dtype)
+        self._master: torch.Tensor | None = None
+        if dtype != self._dtype or not all(member.parameter.is_contiguous() for member in members):
+            self._master = torch.zeros(self._shard_numel, dtype=dtype, device=self._device)
+        self.pieces = list(self._cut())
+        self._versions = self._own_versions()
+        self._reduced: torch.Tensor | None = None
+
+    def follow(self) -> None:
+        """Follow parameters whose values or memory a program has changed since the last step.
+
+        Raises ``RuntimeError`` for a parameter of another dtype or on another device.
+        """
+        for piece in self.pieces:
+            parameter = piece.member.parameter
+            if (parameter.dtype, parameter.device) != (self._dtype, self._device):
+                raise RuntimeError(
+                    f"a parameter of shape {list(parameter.shape)} was {self._dtype} on {self._device} when its "
+                    f"optimizer was made, and is {parameter.dtype} on {parameter.device}: make the optimizer after the "
+                    f"model is moved."
+                )
+            values = _flat(parameter)[piece.start : piece.stop]
+            if self._master is None:
+                if piece.tensor.data_ptr() != values.data_ptr():
+                    piece.tensor.data = values
+            elif self._versions[id(parameter)] != (parameter._version, parameter.data_ptr()):
+                take_changes(piece.tensor.data, values)
+
+    def has_gradients(self, present: Sequence[bool]) -> bool:
+        """Return whether a parameter has a gradient on any rank, by ``present`` for all parameters by index."""
+        return any(present[member.index] for member in self.members)
+
+    def start_reduction(self) -> dist.Work | None:
+        """Start to average the gradients over the ranks; each gets its own part. Missing gradients count as zeros."""
+        size = self._sharding.size
+        flat = torch.zeros(self._shard_numel * size, dtype=self._dtype, device=self._device)
+        parts = flat[: self._numel].split([member.parameter.numel() for member in self.members])
+        for member, part in zip(self.members, parts, strict=True):
+            if member.parameter.grad is not None:
+                part.view_as(member.parameter).copy_(member.parameter.grad)
+        if size == 1:
+            self._reduced = flat
+            return None
+        # Divided before they are summed, as the average without sharding does.
+        flat.div_(size)
+        self._reduced = torch.empty_like(flat[: self._shard_numel])
+        work: dist.Work | None = _reduce_scatter(self._reduced, flat, group=self._sharding.group, async_op=True)
+        return work
+
+    def give_gradients(self, present: Sequence[bool]) -> None:
+        """Give the averaged gradients to the pieces, in the dtype of their values."""
+        assert self._reduced is not None, "the reduction comes first"
+        for piece in self.pieces:
+            if present[piece.member.index]:
+                own = self._reduced[piece.offset : piece.offset + piece.stop - piece.start]
+                piece.tensor.grad = own.to(piece.tensor.dtype)
+        self._reduced = None
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of the pieces."""
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    def start_gathering(self) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start to send all ranks the pieces; return the flat vector that receives them."""
+        own = torch.zeros(self._shard_numel, dtype=self._dtype, device=self._device)
+        for piece in self.pieces:
+            own[piece.offset : piece.offset + piece.stop - piece.start] = piece.tensor.detach()
+        if self._sharding.size == 1:
+            return own, None
+        flat = torch.empty(self._shard_numel * self._sharding.size, dtype=self._dtype, device=self._device)
+        return flat, _all_gather(flat, own, group=self._sharding.group, async_op=True)
+
+    def take(self, flat: torch.Tensor) -> None:
+        """Give the parameters the values of ``flat``, the gathered vector."""
+        parts = flat[: self._numel].split([member.parameter.numel() for member in self.members])
+        for member, part in zip(self.members, parts, strict=True):
+            member.parameter.detach().copy_(part.view_as(member.parameter))
+        self._versions = self._own_versions()
+
+    def masters(self) -> Iterator[Piece]:
+        """The pieces that are no views of their parameters."""
+        return iter(self.pieces if self._master is not None else ())
+
+    def _cut(self) -> Iterator[Piece]:
+        """Cut this rank's part of the flat vector into pieces."""
+        begin = self._sharding.rank * self._shard_numel
+        at = 0
+        for member in self.members:
+            numel = member.parameter.numel()
+            start, stop = max(begin - at, 0), min(begin + self._shard_numel - at, numel)
+            if start < stop:
+                values = _flat(member.parameter)[start:stop]
+                offset = at + start - begin
+                if self._master is not None:
+                    own = self._master[offset : offset + stop - start]
+                    values = own.copy_(values)
+                yield Piece(member, start, stop, offset, nn.Parameter(values))
+            at += numel
+
+    def _own_versions(self) -> dict[int, tuple[int, int]]:
+        parameters = [piece.member.parameter for piece in self.pieces]
+        return {id(parameter): (parameter._version, parameter.data_ptr()) for parameter in parameters}
+
+
+def make_buckets(members: Sequence[Member], sharding: Sharding, limit: int = BUCKET_BYTES) -> list[ShardedBucket]:
+    """Return buckets of up to ``limit`` bytes, or of a single larger parameter; the same on all replicas."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
+    for member in members:
+        alike.setdefault((member.parameter.dtype, member.parameter.device), []).append(member)
+    buckets = []
+    for group in alike.values():
+        bucket: list[Member] = []
+        filled = 0
+        for member in group:
+            if bucket and filled + member.parameter.nbytes > limit:
+                buckets.append(ShardedBucket(bucket, sharding))
+                bucket, filled = [], 0
+            bucket.append(member)
+            filled += member.parameter.nbytes
+        buckets.append(ShardedBucket(bucket, sharding))
+    return buckets
+
+
+def _flat(parameter: nn.Parameter) -> torch.Tensor:
+    """The values in row-major order, a view where the parameter is contiguous."""
+    return parameter.detach().reshape(-1)

@@ -1,0 +1,360 @@
+"""Zero1Optimizer: an elementwise optimizer whose state is sharded over the data-parallel ranks (ZeRO, stage 1).
+
+::
+
+    gradients of this rank ─ reduce-scatter ─▶ averaged gradient of its pieces ─ clip ─▶ base_optimizer.step()
+    parameters             ◀─ all-gather ───── its pieces                      ◀─────────┘
+
+The method is that of "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2019).
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.optimizer.elementwise import check_elementwise
+from nxdpp.optimizer.grad_norm import clip_pieces
+from nxdpp.optimizer.sharded_bucket import Member, Piece, ShardedBucket, Sharding, make_buckets
+from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.parallel_layers.faults.board import board
+
+# One bucket is sent while the next one is packed.
+_IN_FLIGHT = 2
+
+
+class Shard(NamedTuple):
+    """A part of a parameter that this rank keeps, in row-major order.
+
+    Attributes:
+        parameter: index among the parameters of all groups.
+        name: of the parameter, where the optimizer was made from named parameters; else ``None``.
+        group: index of its parameter group.
+        shape: of the whole parameter.
+        start, stop: the range of its flattened elements.
+    """
+
+    parameter: int
+    name: str | None
+    group: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Zero1Optimizer(Optimizer):
+    """An elementwise optimizer over the data-parallel ranks, each of which keeps an equal part of the state.
+
+    ``step`` averages the gradients over the data-parallel ranks, so the model leaves that to it
+    (``use_zero1_optimizer=True``). Gradients that are averaged already stay as they are: the mean of equal numbers is
+    that number, at the cost of a second message. ``.grad`` of a parameter stays the gradient of this rank.
+
+    ``param_groups`` has the parameters and their options; learning-rate schedulers and ``add_param_group`` work on it.
+    Every replica makes it with the same parameters, after the model is moved and loaded.
+
+    Args:
+        params: parameters, groups of them, or pairs of name and parameter. Those that require a gradient are sharded.
+        optimizer_class: class of an elementwise optimizer, such as ``torch.optim.AdamW``.
+        optimizer_dtype: of the values and state; by default float32 for half parameters, else that of the parameter.
+        grad_clipping: clip the gradients by their norm over all ranks, each parameter counted once.
+        max_norm: largest norm.
+        bucket_cap_mb: largest size of a message, in MiB.
+        optimizer_defaults: options of ``optimizer_class``.
+
+    Attributes:
+        base_optimizer: of ``optimizer_class``, over this rank's pieces.
+        grad_norm: the norm before clipping in the last step, of shape (); ``None`` before, and without clipping.
+
+    Raises:
+        TypeError, ValueError: for an optimizer that is not elementwise, and for options that it refuses.
+        RuntimeError: before ``initialize_model_parallel``, and for parameters on the meta device.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        optimizer_dtype: torch.dtype | None = None,
+        grad_clipping: bool = True,
+        max_norm: float | None = 1.0,
+        bucket_cap_mb: float = 25.0,
+        **optimizer_defaults: Any,
+    ) -> None:
+        if optimizer_dtype is not None and not optimizer_dtype.is_floating_point:
+            raise ValueError(f"optimizer_dtype must be a floating dtype such as torch.float32, not {optimizer_dtype}.")
+        max_norm = 1.0 if max_norm is None else float(max_norm)
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, not {max_norm}. grad_clipping=False does not clip.")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be above 0, not {bucket_cap_mb}.")
+        options = check_elementwise(optimizer_class, optimizer_defaults, parallel_state.local_device())
+        self.grad_clipping = grad_clipping
+        self.max_norm = max_norm
+        self.grad_norm: torch.Tensor | None = None
+        self._bucket_bytes = int(bucket_cap_mb * 2**20)
+        self._sharding = _sharding(optimizer_dtype)
+        self._buckets: list[ShardedBucket] = []
+        self._steps = 0
+        self._layout = 0
+        self._is_made = False
+        super().__init__(params, options)
+        self._members = self._all_members()
+        _refuse_meta(member.parameter for member in self._members)
+        self._buckets = self._new_buckets(self._members)
+        pieces: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
+        for piece in self._pieces():
+            pieces[piece.member.group].append(piece.tensor)
+        groups = [{**_options(group), "params": own} for group, own in zip(self.param_groups, pieces, strict=True)]
+        self.base_optimizer = optimizer_class(groups, **optimizer_defaults)
+        # State is that of the pieces.
+        self.state = self.base_optimizer.state
+        self._is_made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, on all replicas alike; not collective."""
+        super().add_param_group(param_group)
+        if self._is_made:
+            self.base_optimizer.add_param_group({**_options(self.param_groups[-1]), "params": []})
+            self._add_members()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients, clip them, step this rank's pieces and gather the parameters.
+
+        Collective over all ranks. A gradient that is missing on some replicas counts as zeros there; parameters
+        without a gradient on all replicas stay as they are. Returns what ``closure`` returns.
+
+        Raises:
+            RuntimeError: where replicas are in different steps or have other parameters, before anything is changed.
+            ValueError: for sparse gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parallel_state.refuse_in_debug("a step of Zero1Optimizer")
+        _refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
+        with board.call("Zero1Optimizer.step", has_limit=True), failure_watch.reported(), torch.no_grad():
+            self._step()
+        return loss
+
+    def shards(self) -> Iterator[tuple[Shard, nn.Parameter, dict[str, Any]]]:
+        """Give each part of a parameter that this rank keeps, its values, and its state; not collective."""
+        for piece in self._ordered():
+            yield _shard(piece), piece.tensor, self.base_optimizer.state.get(piece.tensor, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state; not collective.
+
+        ``state`` has the state of each shard by number, ``shards`` describes them, ``masters`` has their values where
+        these are no views of parameters. ``param_groups`` has the options, with indices of the parameters.
+        """
+        pieces = self._ordered()
+        masters = {id(piece) for bucket in self._buckets for piece in bucket.masters()}
+        indices = {id(member.parameter): member.index for member in self._members}
+        return {
+            "state": {
+                number: dict(self.base_optimizer.state[piece.tensor])
+                for number, piece in enumerate(pieces)
+                if piece.tensor in self.base_optimizer.state
+            },
+            "param_groups": [
+                {**_options(group), "params": [indices[id(parameter)] for parameter in group["params"]]}
+                for group in self.param_groups
+            ],
+            "shards": [_shard(piece)._asdict() for piece in pieces],
+            "masters": {number: piece.tensor.detach() for number, piece in enumerate(pieces) if id(piece) in masters},
+            "data_parallel": {"rank": self._sharding.rank, "size": self._sharding.size},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of this rank has returned; not collective.
+
+        Raises ``ValueError`` for the state of another rank, of another number of ranks or of other parameters, before
+        anything is changed.
+        """
+        pieces = self._ordered()
+        own = {"rank": self._sharding.rank, "size": self._sharding.size}
+        given = state_dict.get("data_parallel")
+        if given != own:
+            raise ValueError(
+                f"the state is that of data-parallel {given}, and this rank is {own}: each rank loads what it has "
+                f"saved, with the same number of data-parallel ranks."
+            )
+        expected = [_shard(piece)._asdict() for piece in pieces]
+        for ours, theirs in zip(expected, state_dict["shards"], strict=False):
+            if {**ours, "name": None} != {**theirs, "shape": tuple(theirs["shape"]), "name": None}:
+                raise ValueError(f"the state has {theirs}, and the optimizer {ours} in its place: {_SAME_PARAMETERS}")
+        groups = state_dict["param_groups"]
+        lengths = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
+        if len(expected) != len(state_dict["shards"]) or lengths[0] != lengths[1]:
+            raise ValueError(
+                f"the state has {len(state_dict['shards'])} shards in groups of {lengths[0]} parameters, and the "
+                f"optimizer {len(expected)} in groups of {lengths[1]}: {_SAME_PARAMETERS}"
+            )
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(_options(saved))
+        self._give_options()
+        base = self.base_optimizer.state_dict()["param_groups"]
+        self.base_optimizer.load_state_dict({"state": state_dict["state"], "param_groups": base})
+        self.state = self.base_optimizer.state
+        with torch.no_grad():
+            for number, values in state_dict["masters"].items():
+                pieces[number].tensor.copy_(values)
+
+    def _step(self) -> None:
+        self._add_members()
+        for bucket in self._buckets:
+            bucket.follow()
+        self._give_options()
+        self._steps += 1
+        present = self._present_anywhere()
+        buckets = [bucket for bucket in self._buckets if bucket.has_gradients(present)]
+        # Average.
+        reductions: deque[dist.Work | None] = deque()
+        for bucket in buckets:
+            _wait(reductions, _IN_FLIGHT - 1)
+            reductions.append(bucket.start_reduction())
+        _wait(reductions)
+        for bucket in buckets:
+            bucket.give_gradients(present)
+        # Clip.
+        if self.grad_clipping:
+            self.grad_norm = clip_pieces((piece for bucket in buckets for piece in bucket.pieces), self.max_norm)
+        # Step and gather.
+        self.base_optimizer.step()
+        gathered: deque[tuple[ShardedBucket, torch.Tensor]] = deque()
+        works: deque[dist.Work | None] = deque()
+        for bucket in buckets:
+            bucket.drop_gradients()
+            if len(gathered) == _IN_FLIGHT:
+                _take(gathered, works)
+            flat, work = bucket.start_gathering()
+            gathered.append((bucket, flat))
+            works.append(work)
+        while gathered:
+            _take(gathered, works)
+
+    def _present_anywhere(self) -> list[bool]:
+        """Return for each parameter whether a replica has its gradient. Raises as ``step`` does."""
+        parameters = [member.parameter for member in self._members]
+        present = [parameter.grad is not None for parameter in parameters]
+        if self._sharding.size > 1:
+            control = parallel_state.get_data_parallel_control_group()
+            # The first message has a length that all replicas know.
+            numbers = (self._steps, self._layout, len(present))
+            head = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64)
+            dist.all_reduce(head, dist.ReduceOp.MAX, control)
+            largest, smallest = head[:3].tolist(), (-head[3:]).tolist()
+            if largest != smallest:
+                raise RuntimeError(_different(largest, smallest))
+            flags = torch.tensor(present, dtype=torch.uint8)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, control)
+            present = [bool(flag) for flag in flags.tolist()]
+        return present
+
+    def _add_members(self) -> None:
+        """Shard parameters that were added, and those that require a gradient since the last step."""
+        known = {member.index for bucket in self._buckets for member in bucket.members}
+        self._members = self._all_members()
+        new = [m for m in self._members if m.parameter.requires_grad and m.index not in known]
+        if not new:
+            return
+        _refuse_meta(member.parameter for member in new)
+        buckets = self._new_buckets(new)
+        self._buckets += buckets
+        for piece in (piece for bucket in buckets for piece in bucket.pieces):
+            self.base_optimizer.param_groups[piece.member.group]["params"].append(piece.tensor)
+
+    def _new_buckets(self, members: Sequence[Member]) -> list[ShardedBucket]:
+        buckets = make_buckets(
+            [member for member in members if member.parameter.requires_grad], self._sharding, self._bucket_bytes
+        )
+        text = [[(m.index, m.group, tuple(m.parameter.shape), m.parameter.dtype) for m in b.members] for b in buckets]
+        self._layout = zlib.crc32(repr(text).encode(), self._layout)
+        return buckets
+
+    def _all_members(self) -> list[Member]:
+        members: list[Member] = []
+        for number, group in enumerate(self.param_groups):
+            names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
+            for name, parameter in zip(names, group["params"], strict=True):
+                members.append(Member(parameter, len(members), number, name))
+        return members
+
+    def _pieces(self) -> Iterator[Piece]:
+        return (piece for bucket in self._buckets for piece in bucket.pieces)
+
+    def _ordered(self) -> list[Piece]:
+        """The pieces in the order of the base optimizer's state."""
+        by_tensor = {id(piece.tensor): piece for piece in self._pieces()}
+        return [by_tensor[id(tensor)] for group in self.base_optimizer.param_groups for tensor in group["params"]]
+
+    def _give_options(self) -> None:
+        """Give the base optimizer the options that schedulers and programs have set."""
+        for group, base in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
+            base.update(_options(group))
+
+
+_SAME_PARAMETERS = "make the optimizer with the same parameters in the same order."
+
+
+def _sharding(dtype: torch.dtype | None) -> Sharding:
+    size = parallel_state.get_data_parallel_size()
+    group = parallel_state.get_data_parallel_group() if size > 1 else None
+    return Sharding(parallel_state.get_data_parallel_rank(), size, group, dtype)
+
+
+def _refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
+    if any(parameter.is_meta for parameter in parameters):
+        raise RuntimeError(
+            "parameters on the meta device have no values to shard: make the optimizer after move_model_to_device()."
+        )
+
+
+def _refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which cannot be averaged in "
+                f"buckets: build its embedding with sparse=False"
+            )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _shard(piece: Piece) -> Shard:
+    member = piece.member
+    return Shard(member.index, member.name, member.group, tuple(member.parameter.shape), piece.start, piece.stop)
+
+
+def _wait(works: deque[dist.Work | None], leave: int = 0) -> None:
+    while len(works) > leave:
+        work = works.popleft()
+        if work is not None:
+            work.wait()
+        board.moved()
+
+
+def _take(gathered: deque[tuple[ShardedBucket, torch.Tensor]], works: deque[dist.Work | None]) -> None:
+    _wait(works, len(works) - 1)
+    bucket, flat = gathered.popleft()
+    bucket.take(flat)
+
+
+def _different(largest: Sequence[int], smallest: Sequence[int]) -> str:
+    if largest[1:] != smallest[1:]:
+        return (
+            f"the data-parallel replicas give Zero1Optimizer different parameters ({smallest[2]} and {largest[2]}, of "
+            f"different layouts). Make it with the same parameters, and set the same requires_grad, on every replica."
+        )
+    return (
+        f"a data-parallel replica is in step {smallest[0]} of its Zero1Optimizer, and another in step {largest[0]}: "
+        f"make each call of step() on every rank."
+    )

@@ -1,0 +1,294 @@
+"""Average of gradients that begins during the last backwards of a step, bucket by bucket.
+
+A stage's gradients are final at the end of its last backward in this rank's step. During that backward a gradient is
+final once autograd has accumulated it. Buckets are sent in one order, that of their expected completion::
+
+    last backward of stage 3    ─ bucket 0 ▶ ─ bucket 1 ▶ ...
+    last backward of stage 1    ─ bucket 2 ▶ ...
+    sums of tied weights        ─ last bucket ▶
+    then                        exchange of the missing gradients, end of all messages
+
+The order is the same on all replicas: it follows from the parameters, the schedule and the step before, and a hash of
+it is compared. Nothing waits for another replica before the last action, but for the numbers of the step. So transfers
+of the pipeline, in other groups, never wait for the average.
+"""
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.gradient_average import (
+    Reduction,
+    average_tensors,
+    buckets,
+    dense,
+    gradients_of_any_rank,
+    largest_flags,
+    start,
+)
+
+# Copies that are sent during backwards take at most so much memory.
+_COPIED_BYTES = 256 * 2**20
+
+# References to a storage that only one tensor uses: the tensor's own, and the storage object's.
+_OWN_USES = 2
+
+_NO_STAGE = -1
+
+
+class AverageReport(NamedTuple):
+    """Figures of the average of one step.
+
+    Attributes:
+        sent_bytes: gradients of this rank that were averaged.
+        early_bytes: those whose all-reduce began before the end of this rank's last backward.
+        wait_seconds: time of the host between the end of the step's actions and that of the average.
+    """
+
+    sent_bytes: int
+    early_bytes: int
+    wait_seconds: float
+
+    @property
+    def early_share(self) -> float:
+        """Share of the bytes, between 0 and 1, whose all-reduce began before the end of the last backward."""
+        return self.early_bytes / self.sent_bytes if self.sent_bytes else 0.0
+
+
+class LastBackward(NamedTuple):
+    """The last action of ``stage`` in a rank's step that adds to the gradients of ``parameters``."""
+
+    stage: int
+    parameters: Sequence[nn.Parameter]
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters whose gradients are sent together; ``remaining`` are not final yet."""
+
+    parameters: list[nn.Parameter]
+    remaining: set[int] = field(default_factory=set)
+    reduction: Reduction | None = None
+    is_sent: bool = False
+
+
+class OverlappedAverage:
+    """Averages the gradients of one rank over the replicas, step after step.
+
+    The first step sends nothing early: it finds which parameters have gradients on any replica.
+
+    Args:
+        group: the data-parallel group.
+        control: a group over the same ranks for tensors in CPU memory.
+    """
+
+    def __init__(self, group: ProcessGroup, control: ProcessGroup) -> None:
+        self.report = AverageReport(0, 0, 0.0)
+        self._group, self._control = group, control
+        self._size = dist.get_world_size(group)
+        # Parameters that had a gradient on any replica in the step before, by id.
+        self._expected: set[int] = set()
+        self._trained: list[nn.Parameter] = []
+        self._stage_of: dict[int, int] = {}
+        self._buckets: list[_Bucket] = []
+        self._of_parameter: dict[int, _Bucket] = {}
+        self._next = 0
+        self._hooks: list[RemovableHandle] = []
+        self._in_flight: deque[Reduction] = deque()
+        self._stage = _NO_STAGE
+        self._stages_left = 0
+        self._agree: Callable[[int], bool] | None = None
+        self._early_bytes = 0
+
+    def begin(
+        self,
+        parameters: Collection[nn.Parameter],
+        last: Sequence[LastBackward],
+        held_back: Collection[nn.Parameter],
+        agree: Callable[[int], bool],
+    ) -> None:
+        """Begin a step, of which nothing is sent yet.
+
+        Args:
+            parameters: of this rank, the same on all replicas in the same order.
+            last: the last backward of each local stage, in the order of the step.
+            held_back: parameters whose gradients change after the last backward: tied weights.
+            agree: called once before a gradient is sent, with a hash of the order of the buckets; collective over the
+                replicas. Returns whether all have this order, and raises where they must not go on.
+        """
+        self.abandon()
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not self._trained:
+            return
+        self._plan(last, set(map(id, held_back)))
+        self._stages_left = len(last)
+        self._early_bytes = 0
+        self._agree = agree
+
+    def before_last(self, stage: int) -> None:
+        """Note that the last backward of ``stage`` begins."""
+        self._agree_once()
+        self._finish_completed()
+        if self._buckets and not self._hooks:
+            expected = (parameter for bucket in self._buckets for parameter in bucket.parameters)
+            self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in expected]
+        self._stage = stage
+
+    def after_last(self, stage: int) -> None:
+        """Note that the last backward of ``stage`` has ended: all its gradients are final."""
+        self._stage = _NO_STAGE
+        self._stages_left -= 1
+        for bucket in self._buckets[self._next :]:
+            bucket.remaining -= {each for each in bucket.remaining if self._stage_of.get(each) == stage}
+        self._finish_completed()
+        self._send_ready()
+
+    def finish(self) -> None:
+        """End the average, after the sums of tied weights; collective over the replicas.
+
+        Raises:
+            ValueError: for sparse gradients.
+        """
+        if not self._trained:
+            return
+        began = time.perf_counter()
+        self._agree_once()
+        self._remove_hooks()
+        early = self._early_bytes
+        # Send the rest.
+        for bucket in self._buckets[self._next :]:
+            bucket.remaining.clear()
+        while self._next < len(self._buckets):
+            self._send_ready()
+            if self._next < len(self._buckets):
+                self._finish_first()
+        # Find the gradients that are missing on some replicas, or were not expected.
+        anywhere = largest_flags(self._trained, self._control)
+        sent_ids = set(self._of_parameter)
+        missing = {
+            id(parameter): parameter
+            for parameter, is_anywhere in zip(self._trained, anywhere, strict=True)
+            if is_anywhere and parameter.grad is None and id(parameter) in sent_ids
+        }
+        while self._in_flight:
+            self._finish_first()
+        for bucket in self._buckets:
+            self._fill_in(bucket, missing)
+        others = [
+            (parameter, is_anywhere)
+            for parameter, is_anywhere in zip(self._trained, anywhere, strict=True)
+            if id(parameter) not in sent_ids
+        ]
+        gradients = gradients_of_any_rank([each for each, _ in others], [flag for _, flag in others])
+        average_tensors(gradients, self._group)
+        self._expected = {id(p) for p, is_anywhere in zip(self._trained, anywhere, strict=True) if is_anywhere}
+        sent = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
+        self.report = AverageReport(sent, early, time.perf_counter() - began)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the present step, which has ended or failed."""
+        self._remove_hooks()
+        self._trained, self._buckets, self._of_parameter = [], [], {}
+        self._in_flight.clear()
+        self._agree = None
+        self._next = 0
+        self._stage = _NO_STAGE
+
+    def _plan(self, last: Sequence[LastBackward], held_back: set[int]) -> None:
+        """Make the buckets: by the order of the last backwards, in each against the order of the parameters."""
+        self._stage_of = {id(p): stage for stage, parameters in last for p in parameters if id(p) not in held_back}
+        order = {stage: number for number, (stage, _) in enumerate(last)}
+        places: list[list[nn.Parameter]] = [[] for _ in range(len(last) + 1)]
+        for parameter in self._trained:
+            if id(parameter) in self._expected:
+                places[order.get(self._stage_of.get(id(parameter), _NO_STAGE), -1)].append(parameter)
+        ordered = [parameter for place in places[:-1] for parameter in reversed(place)]
+        # Those that are held back wait for no other, and no other waits for them.
+        made = [*buckets(ordered), *buckets(places[-1])]
+        self._buckets = [_Bucket(bucket, {id(parameter) for parameter in bucket}) for bucket in made]
+        self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+
+    def _order_hash(self) -> int:
+        index = {id(parameter): number for number, parameter in enumerate(self._trained)}
+        text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket.parameters] for bucket in self._buckets]
+        return zlib.crc32(repr((len(self._trained), text)).encode())
+
+    def _agree_once(self) -> None:
+        """Wait for all replicas to begin, once a step."""
+        if self._agree is None:
+            return
+        agree, self._agree = self._agree, None
+        if not agree(self._order_hash()):
+            # Replicas with other orders send nothing early.
+            self._buckets, self._of_parameter = [], {}
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """Hook of autograd: ``parameter.grad`` has a new contribution."""
+        bucket = self._of_parameter[id(parameter)]
+        if bucket.is_sent:
+            raise RuntimeError(
+                f"a parameter of shape {list(parameter.shape)} got a gradient after its average over the replicas had "
+                f"begun. A layer of another stage uses it through a hidden reference, or a reentrant checkpoint runs "
+                f"its module twice: give torch.utils.checkpoint use_reentrant=False, or make one stage use it."
+            )
+        if self._stage_of.get(id(parameter), _NO_STAGE) == self._stage != _NO_STAGE:
+            bucket.remaining.discard(id(parameter))
+            self._send_ready()
+
+    def _send_ready(self) -> None:
+        """Send the buckets whose gradients are final, in order, while memory allows."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].remaining:
+            if sum(reduction.copied_bytes for reduction in self._in_flight) > _COPIED_BYTES:
+                return
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _send(self, bucket: _Bucket) -> None:
+        with torch.no_grad():
+            gradients = [torch.zeros_like(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
+            # Memory that a view shares may be that of a gradient on its way through the graph.
+            in_place = self._stage == _NO_STAGE or _has_own_memory(gradients[0])
+            bucket.reduction = start(gradients, self._group, self._size, in_place)
+        bucket.is_sent = True
+        self._in_flight.append(bucket.reduction)
+        if self._stages_left:
+            self._early_bytes += sum(gradient.nbytes for gradient in gradients)
+        board.moved()
+
+    def _finish_completed(self) -> None:
+        """Copy back what has arrived, without waiting; outside of backwards."""
+        while self._in_flight and self._in_flight[0].work.is_completed():
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        with torch.no_grad():
+            self._in_flight.popleft().finish()
+        board.moved()
+
+    def _fill_in(self, bucket: _Bucket, missing: dict[int, nn.Parameter]) -> None:
+        """Set the averaged gradients of parameters that had none on this rank."""
+        if bucket.reduction is not None and missing:
+            for parameter, gradient in zip(bucket.parameters, bucket.reduction.gradients, strict=True):
+                if id(parameter) in missing:
+                    parameter.grad = gradient
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _has_own_memory(gradient: torch.Tensor) -> bool:
+    """Return whether no other tensor has the memory of ``gradient``."""
+    return bool(torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= _OWN_USES)

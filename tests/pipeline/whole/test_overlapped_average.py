@@ -1,0 +1,217 @@
+"""The average over replicas begins during the last backwards, with the gradients of the average after them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.parallel_layers import gradient_average
+from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+SCHEDULES = ("1f1b", "zb-v")
+
+
+def gradients(wrapped: NxDPPModel) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in wrapped.local_named_parameters()}
+
+
+def assert_equal(ours: dict[str, torch.Tensor | None], theirs: dict[str, torch.Tensor | None]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        other = theirs[name]
+        assert (gradient is None) == (other is None), name
+        assert gradient is None or other is None or torch.equal(gradient, other), name
+
+
+def own(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    size, rank = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
+    return {name: value.chunk(size)[rank] for name, value in batch.items()}
+
+
+def every_schedule(rank: int) -> None:
+    """The first step averages after its end, the second one during it: gradients are equal bit for bit."""
+    batch = padded_batch(8, length=6)
+    whole = reference(make("tied_llama"))
+    train_in_one_process(whole, batch, 4)
+    for schedule in SCHEDULES:
+        wrapped = NxDPPModel(make("tied_llama"), num_microbatches=2, schedule=schedule)
+        wrapped.run_train(**own(batch))
+        assert wrapped.last_average.early_bytes == 0
+        after = gradients(wrapped)
+        differences = gradient_differences(wrapped, whole)
+        assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
+        wrapped.zero_grad()
+        wrapped.run_train(**own(batch))
+        assert_equal(gradients(wrapped), after)
+        report = wrapped.last_average
+        assert report.sent_bytes == sum(parameter.nbytes for parameter in wrapped.local_parameters())
+        assert 0.5 < report.early_share <= 1
+        # Gradients add up. The average of earlier ones is what they were.
+        wrapped.run_train(**own(batch))
+        for name, gradient in gradients(wrapped).items():
+            earlier = after[name]
+            assert gradient is not None
+            assert earlier is not None
+            torch.testing.assert_close(gradient, 2 * earlier)
+
+
+def without_averages(rank: int) -> None:
+    """Steps in ``no_sync`` add up on each replica, tied weights too."""
+    whole = [reference(make("tied_llama", layers=2)) for _ in range(2)]
+    wrapped = NxDPPModel(make("tied_llama", layers=2), num_microbatches=1)
+    for round_ in range(2):
+        batches = [padded_batch(4, length=6, seed=2 * round_ + each) for each in range(2)]
+        with wrapped.no_sync():
+            wrapped.run_train(**own(batches[0]))
+        wrapped.run_train(**own(batches[1]))
+        for replica, model in enumerate(whole):
+            for batch in batches:
+                train_in_one_process(model, {name: value.chunk(2)[replica] for name, value in batch.items()}, 1)
+        first, second = (dict(model.named_parameters(remove_duplicate=False)) for model in whole)
+        for name, gradient in gradients(wrapped).items():
+            one, other = first[name].grad, second[name].grad
+            assert gradient is not None
+            assert one is not None
+            assert other is not None
+            assert torch.equal(gradient, one / 2 + other / 2), name
+        for model in (wrapped, *whole):
+            model.zero_grad()
+
+
+class Expert(nn.Module):
+    """Layer whose second half computes for positive inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (B, 6)."""
+        y = self.always(x) + x
+        result: torch.Tensor = self.sometimes(y) if bool(x.detach().sum() > 0) else y
+        return result
+
+
+class Experts(nn.Module):
+    """Four layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss."""
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def missing_gradients(rank: int) -> None:
+    """Gradients that are missing on some replicas, or appear in a later step, are averaged as after the step."""
+    torch.manual_seed(1)
+    module = Experts()
+    wrapped = NxDPPModel(copy.deepcopy(module), num_microbatches=2)
+    fresh = None
+    replica = parallel_state.get_data_parallel_rank()
+    for step, signs in enumerate([(1, -1), (-1, -1), (-1, 1)]):
+        x = signs[replica] * (1 + torch.rand(4, 6, generator=torch.Generator().manual_seed(9 * step + replica)))
+        fresh = NxDPPModel(copy.deepcopy(module), num_microbatches=2)
+        for each in (wrapped, fresh):
+            each.zero_grad()
+            each.run_train(x=x)
+        assert_equal(gradients(wrapped), gradients(fresh))
+        assert fresh.last_average.early_bytes == 0
+        assert all(p.grad is None for name, p in wrapped.local_named_parameters() if ".never." in name)
+    assert wrapped.last_average.early_bytes > 0
+
+
+def frozen_later(rank: int) -> None:
+    """Another set of trained parameters is another plan; an untold change on one replica sends nothing early."""
+    batch = padded_batch(4, length=6)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    for trained in (True, False, True):
+        for name, parameter in wrapped.local_named_parameters():
+            if "mlp" in name:
+                parameter.requires_grad_(trained)
+        wrapped.refresh()
+        wrapped.zero_grad()
+        wrapped.run_train(**own(batch))
+        after = gradients(wrapped)
+        assert all((gradient is not None) == (trained or "mlp" not in name) for name, gradient in after.items())
+    fresh = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    fresh.run_train(**own(batch))
+    assert_equal(after, gradients(fresh))
+
+
+def late_contribution(rank: int) -> None:
+    """A gradient that comes after its bucket is refused."""
+    batch = padded_batch(4, length=6)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    wrapped.run_train(**own(batch))
+    average: Any = wrapped._pipeline._replicas._overlapped
+    parameters = list(wrapped.local_parameters())
+    average.begin(parameters, [], [], lambda order: True)
+    average.before_last(0)
+    for bucket in average._buckets:
+        bucket.remaining.clear()
+    average._send_ready()
+    with pytest.raises(RuntimeError, match=r"got a gradient after its average .* use_reentrant=False"):
+        parameters[0].sum().backward()
+    average.finish()
+
+
+CASES: list[Callable[[int], None]] = [
+    every_schedule,
+    without_averages,
+    missing_gradients,
+    frozen_later,
+    late_contribution,
+]
+
+
+def run_cases(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    # Buckets of a few tensors.
+    gradient_average._BUCKET_BYTES = 2**14
+    for case in CASES:
+        case(rank)
+    parallel_state.destroy_model_parallel()
+    # Four replicas on one stage: the sum of four has another order in other buckets.
+    parallel_state.initialize_model_parallel()
+    batch = padded_batch(8, length=6)
+    whole = reference(make("llama", layers=2))
+    train_in_one_process(whole, batch, 8)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped.run_train(**own(batch))
+        differences = gradient_differences(wrapped, whole)
+        assert all(distance is not None and distance < 1e-5 for distance in differences.values()), differences
+    assert wrapped.last_average.early_share > 0.5
+
+
+def test_two_stages_and_two_replicas() -> None:
+    run_ranks(4, run_cases, timeout=200)
+
+
+def differ(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1)
+    batch = padded_batch(2, length=6)
+    if rank == 1:
+        with wrapped.no_sync():
+            wrapped.run_train(**batch)
+    else:
+        wrapped.run_train(**batch)
+
+
+def test_no_sync_on_one_rank_of_a_pipeline_is_refused() -> None:
+    with pytest.raises(
+        AssertionError, match=r"\(rank 1\) runs a step in no_sync\(\), and .*\(rank 0\) runs it outside"
+    ):
+        run_ranks(2, differ)
