@@ -159,7 +159,7 @@ class Pipeline:
         self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._next_step = NextStep(module, self.part, self.partition.layers)
-        self._averages = True
+        self._averages = self._is_averaged = True
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
@@ -241,6 +241,7 @@ class Pipeline:
         """
         parallel_state.refuse_in_debug("a training step")
         with board.call("train_step", "step", "pipeline", has_limit=True), self._steps.step():
+            self._is_averaged = average and self._averages
             try:
                 return self._train_step(inputs, average and self._averages)
             except BaseException:
@@ -349,6 +350,7 @@ class Pipeline:
         with board.call("average_gradients"), failure_watch.reported():
             self._replicas.verify(self.part.origin, self.part.seed)
             self._replicas.average(self.part.origin, self.part.seed, _training_steps())
+            self._is_averaged = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -373,8 +375,15 @@ class Pipeline:
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
 
         Collective over all ranks, after the average over replicas. Takes, returns and raises as
-        ``parallel_layers.clip_grad_norm`` does. Raises ``RuntimeError`` for gradients that ``grad_scaler`` has scaled.
+        ``parallel_layers.clip_grad_norm`` does. Raises ``RuntimeError`` for gradients that ``grad_scaler`` has scaled,
+        or that are not averaged.
         """
+        if not self._is_averaged and parallel_state.get_data_parallel_size() > 1:
+            raise RuntimeError(
+                "the gradients of the last training step are not averaged over replicas, so each would clip by its own "
+                "norm. Clip after a run_train outside of no_sync(). If the program has averaged them itself, call "
+                "nxdpp.parallel_layers.clip_grad_norm(model.local_parameters(), max_norm)."
+            )
         if self.config.grad_scaler is not None:
             self.config.grad_scaler.check_unscaled()
         return clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)

@@ -40,7 +40,7 @@ def neuronx_distributed_config(
         context_parallel_size, expert_parallel_size: 1.
         pipeline_config: arguments of ``NxDPPModel``. On one rank they are those of ``run_train``.
             ``use_model_wrapper`` and ``use_optimizer_wrapper`` change nothing.
-        optimizer_config: ``zero_one_enabled``: ``False``, ``grad_clipping`` (``True``), ``max_grad_norm`` (1.0).
+        optimizer_config: ``zero_one_enabled`` (``False``), ``grad_clipping`` (``True``), ``max_grad_norm`` (1.0).
         activation_checkpoint_config: ``"full"`` recomputes every transformer layer, a module class or a tuple of them
             the modules of these classes. By default nothing is recomputed.
         pad_model: ``False``.
@@ -49,7 +49,7 @@ def neuronx_distributed_config(
             weights of ``param_init_fn``. ``sequential_move_factor`` (11) has no meaning here: all ranks build their
             models at the same time, on the meta device where memory is short.
         lora_config: ``None``.
-        mixed_precision_config: ``use_master_weights`` (``True``) is an option of ZeRO-1.
+        mixed_precision_config: ``use_master_weights`` (``True``): float32 copies of half parameters, with ZeRO-1.
             ``use_fp32_grad_acc`` (``False``; NxD's default is ``True``): for parameters in float32 alone.
             ``use_master_weights_in_ckpt``: ``False``.
 
@@ -73,8 +73,6 @@ def neuronx_distributed_config(
             f"optimizer_config: max_grad_norm={optimizer['max_grad_norm']!r} must be above 0. grad_clipping=False "
             f"leaves gradients as they are."
         )
-    if optimizer["zero_one_enabled"]:
-        raise ValueError("optimizer_config: zero_one_enabled=True is not supported yet: give False.")
     config: dict[str, Any] = {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nxdpp.optimizer import NeuronZero1Optimizer
 from nxdpp.parallel_layers import clip_grad_norm, failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_average import average_gradients
@@ -31,14 +32,29 @@ def initialize_parallel_optimizer(
     """
     check_sizes(nxd_config)
     given = list(parameters)
+    precision, options = nxd_config["mixed_precision_config"], nxd_config["optimizer_config"]
     dtypes = {parameter.dtype for parameter in _parameters(given) if parameter.requires_grad}
     halves = [dtype for dtype in dtypes if dtype.itemsize < torch.float32.itemsize]
-    if halves and nxd_config["mixed_precision_config"]["use_fp32_grad_acc"]:
+    if halves and precision["use_fp32_grad_acc"]:
         raise ValueError(
             f"use_fp32_grad_acc=True is not supported for parameters in {halves[0]}: gradients accumulate in the dtype "
             f"of their parameters. Keep the parameters in float32, and run the steps under torch.autocast."
         )
-    return NxDOptimizer(optimizer_class(given, **defaults), nxd_config)
+    if not options["zero_one_enabled"]:
+        return NxDOptimizer(optimizer_class(given, **defaults), nxd_config)
+    if halves and not precision["use_master_weights"] and len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"use_master_weights=False needs parameters of one dtype, and these have {names}.")
+    dtype = halves[0] if halves and not precision["use_master_weights"] else None
+    sharded = NeuronZero1Optimizer(
+        given,
+        optimizer_class,
+        optimizer_dtype=dtype,
+        grad_clipping=options["grad_clipping"],
+        max_norm=options["max_grad_norm"],
+        **defaults,
+    )
+    return NxDOptimizer(sharded, nxd_config)
 
 
 class NxDOptimizer(Optimizer):
@@ -48,7 +64,7 @@ class NxDOptimizer(Optimizer):
     take it.
 
     Args:
-        optimizer: of any class.
+        optimizer: a ``NeuronZero1Optimizer``, or one that is not sharded.
         nxd_config: of ``neuronx_distributed_config``.
     """
 
@@ -62,14 +78,16 @@ class NxDOptimizer(Optimizer):
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """Norm of the whole model's gradients before they were clipped in the last step; ``None`` without clipping."""
+        if self._is_sharded:
+            return getattr(self.optimizer, "grad_norm", None)
         return self._grad_norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients of the replicas, clip them, and step; collective over all ranks.
 
-        In a pipeline ``run_train`` has averaged them. Gradients of sequence-parallel parameters are summed, if the
-        configuration says so. Returns what ``closure`` returns. Raises ``RuntimeError`` where replicas are in different
-        steps.
+        In a pipeline ``run_train`` has averaged them. With ZeRO-1 the sharded optimizer averages and clips. Gradients
+        of sequence-parallel parameters are summed, if the configuration says so. Returns what ``closure`` returns.
+        Raises ``RuntimeError`` where replicas are in different steps.
         """
         loss = None
         if closure is not None:
@@ -79,11 +97,12 @@ class NxDOptimizer(Optimizer):
         self._steps += 1
         if self.nxd_config["sequence_parallel"]:
             allreduce_sequence_parallel_gradients(parameters)
-        if self.nxd_config["pipeline_parallel_size"] == 1:
-            self._average(parameters)
-        options = self.nxd_config["optimizer_config"]
-        if options["grad_clipping"]:
-            self._grad_norm = clip_grad_norm(parameters, options["max_grad_norm"])
+        if not self._is_sharded:
+            if self.nxd_config["pipeline_parallel_size"] == 1:
+                self._average(parameters)
+            options = self.nxd_config["optimizer_config"]
+            if options["grad_clipping"]:
+                self._grad_norm = clip_grad_norm(parameters, options["max_grad_norm"])
         self.optimizer.step()
         return loss
 
@@ -120,6 +139,10 @@ class NxDOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"NxDOptimizer({self.optimizer!r})"
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.optimizer, NeuronZero1Optimizer)
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         number = self._steps

@@ -156,6 +156,15 @@ def refuse_before_the_average() -> None:
             model.clip_grad_norm_(1.0)
     else:
         assert model.clip_grad_norm_(1.0) == 0
+    averaging = NxDPPModel(make(Chain, 4), transformer_layer_cls=Block)
+    with averaging.no_sync():
+        averaging.run_train(x=rows(2))
+    if parallel_state.get_data_parallel_size() > 1:
+        with pytest.raises(RuntimeError, match=r"not averaged over replicas.*clip_grad_norm\(model"):
+            averaging.clip_grad_norm_(1.0)
+        clip_grad_norm(averaging.local_parameters(), 1.0)
+    averaging.run_train(x=rows(2))
+    assert averaging.clip_grad_norm_(1.0) > 0
 
 
 def test_norm_is_that_of_the_whole_model_on_four_ranks() -> None:

@@ -37,13 +37,13 @@ def test_the_defaults_are_those_of_nxd() -> None:
 def test_given_options_are_completed() -> None:
     config = neuronx_distributed_config(
         pipeline_config={"num_microbatches": 4, "use_optimizer_wrapper": True},
-        optimizer_config={"max_grad_norm": 2.0},
+        optimizer_config={"zero_one_enabled": True},
         activation_checkpoint_config=nn.Linear,
         sequence_parallel=1,  # type: ignore[arg-type]
     )
 
-    assert config["optimizer_config"] == {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 2.0}
-    assert config["pipeline_config"] == {"num_microbatches": 4, "use_zero1_optimizer": False}
+    assert config["optimizer_config"] == {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0}
+    assert config["pipeline_config"] == {"num_microbatches": 4, "use_zero1_optimizer": True}
     assert config["activation_checkpoint_config"] is nn.Linear
     assert config["sequence_parallel"] is True
 
@@ -56,7 +56,6 @@ def test_given_options_are_completed() -> None:
         ({"lora_config": object()}, ValueError, "lora_config is not supported: adapt the model with peft"),
         ({"optimizer_config": {"zero_two": 1}}, ValueError, r"optimizer_config has \['zero_two'\]"),
         ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm=0 must be above 0"),
-        ({"optimizer_config": {"zero_one_enabled": True}}, ValueError, "zero_one_enabled=True is not supported yet"),
         ({"pad_model": True}, ValueError, "pad_model=True is not supported yet"),
         ({"optimizer_config": [1]}, TypeError, "optimizer_config must be a dict"),
         ({"pipeline_config": {"microbatches": 4}}, ValueError, r"\['microbatches'\], which NxDPPModel does not take"),

@@ -110,13 +110,13 @@ def forward_and_backward(model: NxDModel, x: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
-def tensor_parallel(pipeline: int) -> None:
+def tensor_parallel(pipeline: int, zero: bool) -> None:
     """Sequence-parallel layers over 2 tensor ranks, in a pipeline or in two replicas."""
     config = nxdpp.neuronx_distributed_config(
         2,
         pipeline,
         pipeline_config={"transformer_layer_cls": ParallelLayer, "num_microbatches": 2} if pipeline > 1 else None,
-        optimizer_config={"max_grad_norm": MAX_NORM},
+        optimizer_config={"max_grad_norm": MAX_NORM, "zero_one_enabled": zero},
         sequence_parallel=True,
     )
     torch.manual_seed(2)
@@ -163,7 +163,8 @@ def pipeline_of_two() -> None:
     assert set(model.local_state_dict()) == set(model.state_dict())
     with pytest.raises(RuntimeError, match="run_train"):
         model(rows(4))
-    check(Tied, run_train, pipeline_config=PIPELINE, activation_checkpoint_config="full")
+    zero = {"zero_one_enabled": True, "max_grad_norm": MAX_NORM}
+    check(Tied, run_train, pipeline_config=PIPELINE, optimizer_config=zero, activation_checkpoint_config="full")
     check(Chain, run_train, pipeline_config=PIPELINE, activation_checkpoint_config=Block)
     built_on_meta(pipeline_config=PIPELINE, pipeline_parallel_size=2)
 
@@ -179,7 +180,8 @@ def replicas() -> None:
         model.clip_grad_norm_(1.0)
     kept = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(kept)
-    check(Tied, forward_and_backward, activation_checkpoint_config="full", **alone)
+    zero = {"zero_one_enabled": True, "max_grad_norm": MAX_NORM}
+    check(Tied, forward_and_backward, optimizer_config=zero, activation_checkpoint_config="full", **alone)
     # run_train accumulates the microbatches of pipeline_config on one rank.
     check(Chain, run_train, pipeline_config=PIPELINE)
     # Without pipeline_config the batch runs at once.
@@ -207,7 +209,8 @@ def train(rank: int) -> None:
     parallel_state.destroy_model_parallel()
     replicas()
     for pipeline in (1, 2):
-        tensor_parallel(pipeline)
+        for zero in (False, True):
+            tensor_parallel(pipeline, zero)
 
 
 def test_training_is_that_of_one_process_on_four_ranks() -> None:
