@@ -18,6 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,31 @@ class _Bucket:
     is_sent: bool = False
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """The order of the buckets for some parameters and last backwards.
+
+    ``stage_of`` has the stage of each parameter's last backward, by id; ``order`` is a hash, equal on equal replicas.
+    """
+
+    trained: list[nn.Parameter]
+    last: Sequence[LastBackward]
+    held_back: set[int]
+    expected: set[int]
+    buckets: list[list[nn.Parameter]]
+    stage_of: dict[int, int]
+    order: int
+
+    def is_for(
+        self, trained: list[nn.Parameter], last: Sequence[LastBackward], held_back: set[int], expected: set[int]
+    ) -> bool:
+        """Return whether this is the plan of a step with these."""
+        same = last is self.last and len(trained) == len(self.trained)
+        return (
+            same and all(map(is_, trained, self.trained)) and (held_back, expected) == (self.held_back, self.expected)
+        )
+
+
 class OverlappedAverage:
     """Averages the gradients of one rank over the replicas, step after step.
 
@@ -100,6 +126,7 @@ class OverlappedAverage:
         self._expected: set[int] = set()
         self._trained: list[nn.Parameter] = []
         self._stage_of: dict[int, int] = {}
+        self._plan: _Plan | None = None
         self._buckets: list[_Bucket] = []
         self._of_parameter: dict[int, _Bucket] = {}
         self._next = 0
@@ -130,7 +157,12 @@ class OverlappedAverage:
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not self._trained:
             return
-        self._plan(last, set(map(id, held_back)))
+        held_ids = set(map(id, held_back))
+        if self._plan is None or not self._plan.is_for(self._trained, last, held_ids, self._expected):
+            self._plan = _plan(self._trained, last, held_ids, self._expected)
+        self._stage_of = self._plan.stage_of
+        self._buckets = [_Bucket(bucket, {id(parameter) for parameter in bucket}) for bucket in self._plan.buckets]
+        self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._stages_left = len(last)
         self._early_bytes = 0
         self._agree = agree
@@ -196,6 +228,11 @@ class OverlappedAverage:
         self.report = AverageReport(sent, early, time.perf_counter() - began)
         self.abandon()
 
+    def forget(self) -> None:
+        """Forget the parameters, which may have been replaced: the next step sends nothing early."""
+        self.abandon()
+        self._plan, self._expected = None, set()
+
     def abandon(self) -> None:
         """Forget the present step, which has ended or failed."""
         self._remove_hooks()
@@ -205,31 +242,12 @@ class OverlappedAverage:
         self._next = 0
         self._stage = _NO_STAGE
 
-    def _plan(self, last: Sequence[LastBackward], held_back: set[int]) -> None:
-        """Make the buckets: by the order of the last backwards, in each against the order of the parameters."""
-        self._stage_of = {id(p): stage for stage, parameters in last for p in parameters if id(p) not in held_back}
-        order = {stage: number for number, (stage, _) in enumerate(last)}
-        places: list[list[nn.Parameter]] = [[] for _ in range(len(last) + 1)]
-        for parameter in self._trained:
-            if id(parameter) in self._expected:
-                places[order.get(self._stage_of.get(id(parameter), _NO_STAGE), -1)].append(parameter)
-        ordered = [parameter for place in places[:-1] for parameter in reversed(place)]
-        # Those that are held back wait for no other, and no other waits for them.
-        made = [*buckets(ordered), *buckets(places[-1])]
-        self._buckets = [_Bucket(bucket, {id(parameter) for parameter in bucket}) for bucket in made]
-        self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-
-    def _order_hash(self) -> int:
-        index = {id(parameter): number for number, parameter in enumerate(self._trained)}
-        text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket.parameters] for bucket in self._buckets]
-        return zlib.crc32(repr((len(self._trained), text)).encode())
-
     def _agree_once(self) -> None:
         """Wait for all replicas to begin, once a step."""
         if self._agree is None:
             return
         agree, self._agree = self._agree, None
-        if not agree(self._order_hash()):
+        if self._plan is None or not agree(self._plan.order):
             # Replicas with other orders send nothing early.
             self._buckets, self._of_parameter = [], {}
 
@@ -287,6 +305,23 @@ class OverlappedAverage:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _plan(trained: list[nn.Parameter], last: Sequence[LastBackward], held_back: set[int], expected: set[int]) -> _Plan:
+    """Make the buckets: by the order of the last backwards, in each against the order of the parameters."""
+    stage_of = {id(p): stage for stage, parameters in last for p in parameters if id(p) not in held_back}
+    number = {stage: place for place, (stage, _) in enumerate(last)}
+    places: list[list[nn.Parameter]] = [[] for _ in range(len(last) + 1)]
+    for parameter in trained:
+        if id(parameter) in expected:
+            places[number.get(stage_of.get(id(parameter), _NO_STAGE), -1)].append(parameter)
+    ordered = [parameter for place in places[:-1] for parameter in reversed(place)]
+    # Those that are held back wait for no other, and no other waits for them.
+    made = [*buckets(ordered), *buckets(places[-1])]
+    index = {id(parameter): place for place, parameter in enumerate(trained)}
+    text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket] for bucket in made]
+    order = zlib.crc32(repr((len(trained), text)).encode())
+    return _Plan(trained, last, held_back, expected, made, stage_of, order)
 
 
 def _has_own_memory(gradient: torch.Tensor) -> bool:

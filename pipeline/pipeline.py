@@ -433,6 +433,7 @@ class Pipeline:
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
         self._upkeep.follow()
+        self._replicas.follow()
         if self._next_step.follow():
             warn_of_traced_hooks(self.original_module, self.partition.layers)
         self._programs.forget()

@@ -103,6 +103,11 @@ class ReplicaGradients:
         if self._overlapped is not None:
             self._overlapped.finish()
 
+    def follow(self) -> None:
+        """Follow parameters that may have been replaced."""
+        if self._overlapped is not None:
+            self._overlapped.forget()
+
     def abandon(self) -> None:
         """Forget the average of a step that has failed."""
         if self._overlapped is not None:

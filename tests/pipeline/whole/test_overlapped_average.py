@@ -165,6 +165,24 @@ def late_contribution(rank: int) -> None:
     average.finish()
 
 
+def divided_sequences(rank: int) -> None:
+    """A parameter whose gradient is summed over tensor ranks after the step waits for the sum."""
+    batch = padded_batch(4, length=6)
+    model = make("llama", layers=2)
+    model.model.norm.weight.sequence_parallel_enabled = True
+    wrapped = NxDPPModel(model, num_microbatches=2)
+    wrapped.run_train(**own(batch))
+    after = gradients(wrapped)
+    whole = reference(make("llama", layers=2))
+    train_in_one_process(whole, batch, 4)
+    expected = whole.model.norm.weight.grad
+    torch.testing.assert_close(after["model.norm.weight"], 2 * expected)
+    wrapped.zero_grad()
+    wrapped.run_train(**own(batch))
+    assert_equal(gradients(wrapped), after)
+    assert wrapped.last_average.early_bytes > 0
+
+
 CASES: list[Callable[[int], None]] = [
     every_schedule,
     without_averages,
@@ -180,6 +198,9 @@ def run_cases(rank: int) -> None:
     gradient_average._BUCKET_BYTES = 2**14
     for case in CASES:
         case(rank)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    divided_sequences(rank)
     parallel_state.destroy_model_parallel()
     # Four replicas on one stage: the sum of four has another order in other buckets.
     parallel_state.initialize_model_parallel()
