@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -81,10 +82,9 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         self.bias_v: nn.Parameter | None
         for name in _NAMES:
             copies, size = (1, query) if name == "q" else (kv_size_multiplier, key_value)
-            rows = size * copies // self.tensor_parallel_size
-            self._add_part(f"weight_{name}", (rows, input_size), 0, 1, dtype, device, copies)
+            self._add_part(f"weight_{name}", (size, input_size), 0, dtype, device, copies=copies)
             if bias:
-                self._add_part(f"bias_{name}", (rows,), 0, 1, dtype, device, copies)
+                self._add_part(f"bias_{name}", (size,), 0, dtype, device, copies=copies)
             else:
                 self.register_parameter(f"bias_{name}", None)
         # All ranks make the groups here.
@@ -107,21 +107,31 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
     def reset_parameters(self) -> None:
         """Initialise the weights and biases."""
         bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
-        for name, size in zip(_NAMES, self._whole_sizes(), strict=True):
-            fill_parameter(self.get_parameter(f"weight_{name}"), size, self._init_method or init_as_torch)
+        for name in _NAMES:
+            fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
             if self.bias_q is not None:
-                fill_parameter(
-                    self.get_parameter(f"bias_{name}"), size, lambda whole: init.uniform_(whole, -bound, bound)
-                )
+                fill_parameter(self.get_parameter(f"bias_{name}"), lambda whole: init.uniform_(whole, -bound, bound))
 
     def init_weight_cpu(self) -> None:
         """Initialise the weights from numbers that are drawn on the CPU."""
-        for name, size in zip(_NAMES, self._whole_sizes(), strict=True):
-            fill_parameter(self.get_parameter(f"weight_{name}"), size, self._init_method or init_as_torch)
+        for name in _NAMES:
+            fill_parameter(self.get_parameter(f"weight_{name}"), self._init_method or init_as_torch)
 
-    def _whole_sizes(self) -> tuple[int, int, int]:
+    def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
+        """For ``ratio`` times as many heads, the size of each parameter; copied key-value heads stay as they are.
+
+        Raises ``ValueError`` where padded query heads would belong to other key-value heads.
+        """
         query, key_value = self.output_sizes
-        return query, key_value, key_value
+        if ratio != 1 and 1 < self.kv_size_multiplier < self.tensor_parallel_size:
+            raise ValueError(
+                f"query heads cannot be padded over {self.tensor_parallel_size} ranks with kv_size_multiplier="
+                f"{self.kv_size_multiplier}: heads would move to ranks with other key-value heads"
+            )
+        other = Fraction(key_value) if self.kv_size_multiplier > 1 else key_value * ratio
+        sizes = dict(zip(_NAMES, (query * ratio, other, other), strict=True))
+        kinds = ("weight", "bias") if self.bias_q is not None else ("weight",)
+        return {f"{kind}_{name}": size for name, size in sizes.items() for kind in kinds}
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query, key and value, or this rank's parts of them."""
@@ -133,10 +143,14 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         ]
         dim = self.sequence_dimension if self.sequence_parallel_enabled else None
         query, key, value = column_parallel(input_, parts, dim)
-        if self.gather_output:
-            query = mappings.gather_from_tensor_model_parallel_region(query)
-            key, value = self._gathered(key), self._gathered(value)
-        return query, key, value
+        if not self.gather_output:
+            return query, key, value
+        whole_query, whole_key_value = self.output_sizes
+        return (
+            self._gathered(query, 1, whole_query),
+            self._gathered(key, self.kv_size_multiplier, whole_key_value),
+            self._gathered(value, self.kv_size_multiplier, whole_key_value),
+        )
 
     def _shared(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Part:
         """The parameters, whose gradients are summed over the ranks with copies."""
@@ -146,11 +160,11 @@ class GQAQKVColumnParallelLinear(ParallelLayer):
         copied = mappings.copy_to_tensor_model_parallel_region
         return Part(copied(weight, group), None if bias is None else copied(bias, group))
 
-    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks, the first copy of each; that copy gets the gradient."""
+    def _gathered(self, part: torch.Tensor, copies: int, size: int) -> torch.Tensor:
+        """The parts of all ranks, the first copy of each, without padding; that copy gets the gradient."""
         gathered = mappings.gather_from_tensor_model_parallel_region(part)
-        by_part = gathered.unflatten(-1, (-1, self.kv_size_multiplier, part.shape[-1]))
-        whole: torch.Tensor = by_part[..., 0, :].flatten(-2)
+        by_part = gathered.unflatten(-1, (-1, copies, part.shape[-1]))
+        whole: torch.Tensor = by_part[..., 0, :].flatten(-2)[..., :size]
         return whole
 
     def extra_repr(self) -> str:

@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxdpp.initialization.named_streams import drawn_as
 from nxdpp.initialization.recorder import is_recording
-from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.tensor_attributes import copies_of
+from nxdpp.parallel_layers.padding import own_ranges
 
 InitMethod = Callable[[torch.Tensor], object]
 """Initialises a whole tensor in place, such as ``torch.nn.init.normal_``."""
@@ -39,21 +38,21 @@ _TOGETHER = 16
 _NUMBERS_AT_ONCE = 1 << 20
 
 
-def fill_parameter(parameter: nn.Parameter, size: int, init_method: InitMethod) -> None:
+def fill_parameter(parameter: nn.Parameter, init_method: InitMethod) -> None:
     """Write what this rank holds of a tensor that ``init_method`` initialises; a meta tensor stays as it is.
 
     The CPU's generator ends in the state that it has after the whole tensor.
 
     Args:
-        parameter: with the attributes that tell how the whole is divided, see ``tensor_attributes``.
-        size: of the whole tensor along its divided dimension. Parts behind it, of a padded tensor, are zero.
-        init_method: initialises the whole tensor in place.
+        parameter: with the attributes that tell how the whole is divided, see ``tensor_attributes``. Its padding gets
+            zeros.
+        init_method: initialises the whole tensor in place, without padding.
     """
     if parameter.is_meta:
         return
     with torch.no_grad():
         values = parameter if parameter.device.type == "cpu" else torch.empty_like(parameter, device="cpu")
-        part = _Part(values, parameter, size)
+        part = _Part(values, parameter)
         if part.is_whole:
             init_method(values)
         else:
@@ -65,22 +64,15 @@ def fill_parameter(parameter: nn.Parameter, size: int, init_method: InitMethod) 
 class _Part:
     """``values`` of this rank's part, which ``parameter`` describes."""
 
-    def __init__(self, values: torch.Tensor, parameter: nn.Parameter, size: int) -> None:
-        attributes = vars(parameter)
-        dim, stride, ranks = (attributes[name] for name in ("partition_dim", "partition_stride", "num_partitions"))
+    def __init__(self, values: torch.Tensor, parameter: nn.Parameter) -> None:
         self._values = values
-        self._dim = dim
+        self._dim = vars(parameter)["partition_dim"]
         self._shape = list(values.shape)
-        self.is_whole = dim < 0 or (ranks == 1 and size == values.shape[dim])
-        if self.is_whole:
-            return
-        rank = parallel_state.get_tensor_model_parallel_rank() // copies_of(parameter)
-        self._shape[dim] = size
-        chunk = values.shape[dim] // stride
-        starts = [(block * ranks + rank) * chunk for block in range(stride)]
-        # Start in the whole, start in the part, length; a padded part has less than a chunk.
-        self._ranges = [(start, i * chunk, max(0, min(chunk, size - start))) for i, start in enumerate(starts)]
-        self._chunk = chunk
+        self._ranges = own_ranges(parameter) if self._dim >= 0 else []
+        if self._dim >= 0:
+            self._shape[self._dim] = vars(parameter)["whole_size"]
+        self._chunk = values.shape[self._dim] // vars(parameter)["partition_stride"] if self._dim >= 0 else 0
+        self.is_whole = self._dim < 0 or (vars(parameter)["num_partitions"] == 1 and self._shape == list(values.shape))
 
     def fill(self, init_method: InitMethod) -> None:
         """Write the part of a whole tensor that ``init_method`` initialises."""

@@ -16,6 +16,7 @@ tensor-parallel size, and so is the state of the generator afterwards. They are 
 """
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from torch.nn import functional, init
 from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
 from nxdpp.parallel_layers.overlapped_linear import Part, overlapped_linear
-from nxdpp.parallel_layers.tensor_attributes import KeepsAttributes, set_tensor_model_parallel_attributes
+from nxdpp.parallel_layers.padding import own_ranges
+from nxdpp.parallel_layers.tensor_attributes import (
+    KeepsAttributes,
+    is_tensor_parallel,
+    set_tensor_model_parallel_attributes,
+)
 
 
 class ParallelLayer(KeepsAttributes):
@@ -39,11 +45,27 @@ class ParallelLayer(KeepsAttributes):
         self.tensor_parallel_size = parallel_state.get_tensor_model_parallel_size()
 
     def _add_part(
-        self, name: str, shape: tuple[int, ...], dim: int, stride: int, dtype: torch.dtype, device: Any, copies: int = 1
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int,
+        dtype: torch.dtype,
+        device: Any,
+        *,
+        stride: int = 1,
+        padded: int | None = None,
+        copies: int = 1,
     ) -> None:
-        """Register the unwritten parameter ``name``, this rank's part along ``dim``; ``copies`` ranks have each."""
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device or None))
-        set_tensor_model_parallel_attributes(parameter, True, dim, stride, self.tensor_parallel_size // copies)
+        """Register the unwritten parameter ``name``, this rank's part of a whole of ``shape``.
+
+        The whole, padded to ``padded`` elements, is divided along ``dim``. ``copies`` ranks have each part.
+        """
+        parts = self.tensor_parallel_size // copies
+        own = list(shape)
+        own[dim] = (padded or shape[dim]) // parts
+        parameter = nn.Parameter(torch.empty(own, dtype=dtype, device=device or None))
+        set_tensor_model_parallel_attributes(parameter, True, dim, stride, parts)
+        parameter.whole_size = shape[dim]  # type: ignore[attr-defined]
         self.register_parameter(name, parameter)
 
     def _check_group(self) -> None:
@@ -102,7 +124,8 @@ class ParallelEmbedding(ParallelLayer):
         self.sequence_dimension = sequence_dimension or 0
         self._init_method: InitMethod = init_method
         self.weight: nn.Parameter
-        self._add_part("weight", (self.num_embeddings_per_partition, embedding_dim), 0, 1, dtype, device)
+        padded = self.num_embeddings_per_partition * self.tensor_parallel_size
+        self._add_part("weight", (num_embeddings, embedding_dim), 0, dtype, device, padded=padded)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -111,7 +134,7 @@ class ParallelEmbedding(ParallelLayer):
 
     def init_weight_cpu(self) -> None:
         """Initialise the weight from numbers that are drawn on the CPU."""
-        fill_parameter(self.weight, self.num_embeddings, self._init_method)
+        fill_parameter(self.weight, self._init_method)
         row = self._own_padding_row()
         if row is not None:
             with torch.no_grad():
@@ -155,34 +178,45 @@ class _ParallelLinear(ParallelLayer):
         init_method: InitMethod | None,
         sequence_parallel_enabled: bool,
         sequence_dimension: int | None,
+        pad: bool,
     ) -> None:
         super().__init__()
         self.input_size, self.output_size, self.stride = input_size, output_size, stride
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
-        self._dim, self._init_method = dim, init_method
-        size = self.tensor_parallel_size
+        self._init_method = init_method
         divided, name = ((output_size, "output_size"), (input_size, "input_size"))[dim]
-        if stride < 1 or divided % (size * stride):
+        parts = self.tensor_parallel_size * stride
+        if stride < 1 or divided % (stride if pad else parts):
             blocks = "" if stride == 1 else f" times stride={stride}"
             raise ValueError(
                 f"{type(self).__name__} divides {name}={divided}, which is no multiple of the tensor-parallel size "
-                f"{size}{blocks}: give a multiple of {size * stride}"
+                f"{self.tensor_parallel_size}{blocks}: give a multiple of {parts}, or pad=True"
             )
+        self._padded_at_first = math.ceil(divided / parts) * parts
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None
+
+    @property
+    def padded_size(self) -> int:
+        """Divided size of the weight, with padding."""
+        return self.weight.shape[int(vars(self.weight)["partition_dim"])] * self.tensor_parallel_size
 
     def reset_parameters(self) -> None:
         """Initialise weight and bias."""
         self.init_weight_cpu()
         if self.bias is not None:
             bound = 1 / math.sqrt(self.input_size) if self.input_size > 0 else 0
-            fill_parameter(self.bias, self.output_size, lambda whole: init.uniform_(whole, -bound, bound))
+            fill_parameter(self.bias, lambda whole: init.uniform_(whole, -bound, bound))
 
     def init_weight_cpu(self) -> None:
         """Initialise the weight from numbers that are drawn on the CPU."""
-        rows = (self.output_size, self.input_size)[self._dim]
-        fill_parameter(self.weight, rows, self._init_method or init_as_torch)
+        fill_parameter(self.weight, self._init_method or init_as_torch)
+
+    def padded_sizes(self, ratio: Fraction) -> dict[str, Fraction]:
+        """For ``ratio`` times as many heads, the size of each divided parameter with padding."""
+        divided = ("weight", "bias") if self.bias is not None and is_tensor_parallel(self.bias) else ("weight",)
+        return {name: vars(self.get_parameter(name))["whole_size"] * ratio for name in divided}
 
     def extra_repr(self) -> str:
         """Sizes, in the form of ``torch.nn.Linear``."""
@@ -208,12 +242,13 @@ class ColumnParallelLinear(_ParallelLinear):
         stride: number of blocks of outputs that are divided each, such as 3 for a fused query, key and value.
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
+        pad: pad an ``output_size`` that does not divide. Outputs behind it are zero, and no part of a gathered output.
 
     Shape: ``(..., I)`` -> ``(..., O)`` with ``gather_output``, else ``(..., O / ranks)``; two dimensions or more under
     sequence parallelism.
 
     Raises:
-        ValueError: for an ``output_size`` that does not divide.
+        ValueError: for an ``output_size`` that does not divide, without ``pad``.
     """
 
     def __init__(
@@ -229,13 +264,16 @@ class ColumnParallelLinear(_ParallelLinear):
         stride: int = 1,
         init_method: InitMethod | None = None,
         sequence_dimension: int | None = None,
+        pad: bool = False,
     ) -> None:
-        super().__init__(input_size, output_size, 0, stride, init_method, sequence_parallel_enabled, sequence_dimension)
+        super().__init__(
+            input_size, output_size, 0, stride, init_method, sequence_parallel_enabled, sequence_dimension, pad
+        )
         self.gather_output = gather_output
-        self.output_size_per_partition = output_size // self.tensor_parallel_size
-        self._add_part("weight", (self.output_size_per_partition, input_size), 0, stride, dtype, device)
+        padded = self._padded_at_first
+        self._add_part("weight", (output_size, input_size), 0, dtype, device, stride=stride, padded=padded)
         if bias:
-            self._add_part("bias", (self.output_size_per_partition,), 0, stride, dtype, device)
+            self._add_part("bias", (output_size,), 0, dtype, device, stride=stride, padded=padded)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -248,12 +286,19 @@ class ColumnParallelLinear(_ParallelLinear):
         if not self.gather_output or self.tensor_parallel_size == 1:
             return output
         gathered = mappings.gather_from_tensor_model_parallel_region(output)
-        return gathered if self.stride == 1 else self._in_order(gathered)
+        is_whole = self.stride == 1 and self.padded_size == self.output_size
+        return gathered if is_whole else self._in_order(gathered)
+
+    @property
+    def output_size_per_partition(self) -> int:
+        """Number of outputs of this rank, with padding."""
+        return self.padded_size // self.tensor_parallel_size
 
     def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Order the outputs by block and rank; they come by rank and block."""
+        """Order the outputs by block and rank, without padding; they come by rank and block."""
         by_rank = gathered.unflatten(-1, (self.tensor_parallel_size, self.stride, -1))
-        ordered: torch.Tensor = by_rank.transpose(-3, -2).flatten(-3)
+        by_block = by_rank.transpose(-3, -2).flatten(-2)
+        ordered: torch.Tensor = by_block[..., : self.output_size // self.stride].flatten(-2)
         return ordered
 
 
@@ -271,11 +316,12 @@ class RowParallelLinear(_ParallelLinear):
         stride: number of blocks of inputs that are divided each.
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
+        pad: pad an ``input_size`` that does not divide. Inputs behind it do not matter.
 
     Shape: ``(..., I / ranks)`` with ``input_is_parallel``, else ``(..., I)`` -> ``(..., O)``.
 
     Raises:
-        ValueError: for an ``input_size`` that does not divide, and for sequence parallelism without
+        ValueError: for an ``input_size`` that does not divide, without ``pad``, and for sequence parallelism without
             ``input_is_parallel``.
     """
 
@@ -292,16 +338,19 @@ class RowParallelLinear(_ParallelLinear):
         stride: int = 1,
         init_method: InitMethod | None = None,
         sequence_dimension: int | None = None,
+        pad: bool = False,
     ) -> None:
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear with sequence_parallel_enabled=True needs input_is_parallel=True: its input is the "
                 "whole sequence, divided along the last dimension, as a ColumnParallelLinear returns it"
             )
-        super().__init__(input_size, output_size, 1, stride, init_method, sequence_parallel_enabled, sequence_dimension)
+        super().__init__(
+            input_size, output_size, 1, stride, init_method, sequence_parallel_enabled, sequence_dimension, pad
+        )
         self.input_is_parallel = input_is_parallel
-        self.input_size_per_partition = input_size // self.tensor_parallel_size
-        self._add_part("weight", (output_size, self.input_size_per_partition), 1, stride, dtype, device)
+        padded = self._padded_at_first
+        self._add_part("weight", (output_size, input_size), 1, dtype, device, stride=stride, padded=padded)
         if bias:
             parameter = nn.Parameter(torch.empty(output_size, dtype=dtype, device=device or None))
             set_tensor_model_parallel_attributes(parameter, False, -1)
@@ -317,8 +366,7 @@ class RowParallelLinear(_ParallelLinear):
         self._check_group()
         if self.tensor_parallel_size == 1:
             return functional.linear(input_, self.weight, self.bias)
-        if not self.input_is_parallel:
-            input_ = self._own_blocks(input_)
+        input_ = self._without_padding(input_) if self.input_is_parallel else self._own_part(input_)
         product = functional.linear(input_, self.weight)
         if self.sequence_parallel_enabled:
             total = mappings.reduce_scatter_to_sequence_parallel_region(product, self.sequence_dimension)
@@ -327,12 +375,27 @@ class RowParallelLinear(_ParallelLinear):
         output: torch.Tensor = total if self.bias is None else total + self.bias
         return output
 
-    def _own_blocks(self, input_: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the input; of each block for a ``stride`` above 1."""
-        if self.stride > 1:
-            by_block = input_.unflatten(-1, (self.stride, self.tensor_parallel_size, -1))
-            input_ = by_block.transpose(-3, -2).flatten(-3)
+    @property
+    def input_size_per_partition(self) -> int:
+        """Number of inputs of this rank, with padding."""
+        return self.padded_size // self.tensor_parallel_size
+
+    def _own_part(self, input_: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole input, of each block, with zeros for padding."""
+        missing = (self.padded_size - self.input_size) // self.stride
+        if self.stride > 1 or missing:
+            blocks = functional.pad(input_.unflatten(-1, (self.stride, -1)), (0, missing))
+            input_ = blocks.unflatten(-1, (self.tensor_parallel_size, -1)).transpose(-3, -2).flatten(-3)
         return mappings.scatter_to_tensor_model_parallel_region(input_)
+
+    def _without_padding(self, input_: torch.Tensor) -> torch.Tensor:
+        """The input with zeros in the place of padding, whose values and gradients then do not matter."""
+        if self.padded_size == self.input_size:
+            return input_
+        chunk, count = self.input_size_per_partition // self.stride, own_ranges(self.weight)[0].count
+        if count == chunk:
+            return input_
+        return functional.pad(input_.unflatten(-1, (self.stride, chunk))[..., :count], (0, chunk - count)).flatten(-2)
 
 
 def column_parallel(

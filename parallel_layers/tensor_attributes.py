@@ -6,6 +6,7 @@ Clipping and checkpoints read them::
     partition_dim              dimension along which the whole tensor is divided, -1 if it is not
     partition_stride           number of blocks that are divided each: 3 for a fused query, key and value
     num_partitions             number of parts: the tensor-parallel size, or less where several ranks hold one part
+    whole_size                 size along partition_dim of the whole, without padding (not in NeuronX Distributed)
     sequence_parallel_enabled  True: each tensor-parallel rank has the gradient of its part of the sequence
     shared                     True: copy of a tied weight whose gradient another pipeline rank counts
 
@@ -47,7 +48,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 
 def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
     """Give ``destination_tensor`` the attributes that ``source_tensor`` has."""
-    for name in (*_DEFAULTS, "sequence_parallel_enabled"):
+    for name in (*_DEFAULTS, "whole_size", "sequence_parallel_enabled"):
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 

@@ -195,7 +195,9 @@ def _overlap() -> None:
 
 
 def _refusals(size: int) -> None:
-    with pytest.raises(ValueError, match=f"output_size=25.*tensor-parallel size {size}: give a multiple of {size}"):
+    with pytest.raises(
+        ValueError, match=f"output_size=25.*tensor-parallel size {size}: give a multiple of {size}, or pad=True"
+    ):
         ColumnParallelLinear(8, 25)
     with pytest.raises(ValueError, match=f"input_size=9.*tensor-parallel size {size} times stride=3"):
         RowParallelLinear(9, 8, stride=3)
