@@ -392,7 +392,7 @@ class RowParallelLinear(_ParallelLinear):
         """The input with zeros in the place of padding, whose values and gradients then do not matter."""
         if self.padded_size == self.input_size:
             return input_
-        chunk, count = self.input_size_per_partition // self.stride, own_ranges(self.weight)[0].count
+        chunk, count = self.input_size_per_partition // self.stride, own_ranges(self.weight)[0].length
         if count == chunk:
             return input_
         return functional.pad(input_.unflatten(-1, (self.stride, chunk))[..., :count], (0, chunk - count)).flatten(-2)

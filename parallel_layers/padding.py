@@ -21,11 +21,11 @@ from nxdpp.parallel_layers.tensor_attributes import copies_of
 
 
 class Range(NamedTuple):
-    """Elements of a block: ``count`` from ``start`` in the whole are those from ``own`` on in the part."""
+    """Elements of a block: ``length`` from ``start`` in the whole are those from ``own`` on in the part."""
 
     start: int
     own: int
-    count: int
+    length: int
 
 
 def own_ranges(parameter: torch.Tensor) -> list[Range]:
@@ -73,4 +73,5 @@ def whole_of(parameter: torch.Tensor) -> torch.Tensor:
     chunk = parameter.shape[dim] // blocks
     by_block = gathered.unflatten(dim, (parts, size // parts, blocks, chunk)).select(dim + 1, 0).transpose(dim, dim + 1)
     padded = by_block.flatten(dim + 1, dim + 2)
-    return padded.narrow(dim + 1, 0, attributes["whole_size"] // blocks).flatten(dim, dim + 1)
+    whole: torch.Tensor = padded.narrow(dim + 1, 0, attributes["whole_size"] // blocks).flatten(dim, dim + 1)
+    return whole

@@ -17,6 +17,7 @@ from nxdpp.parallel_layers import (
     collectives,
     parallel_state,
 )
+from nxdpp.parallel_layers.padding import whole_of
 from nxdpp.parallel_layers.utils import local_slice
 from tests.support.run_ranks import run_ranks
 
@@ -172,6 +173,30 @@ def _compare_gradients_of_pair(part: Any, whole: Any) -> None:
     _close(part.norm.weight.grad, whole.norm.weight.grad)
 
 
+def _padded(stride: int, parallel: bool) -> None:
+    """Sizes that do not divide, with ``pad=True``."""
+    inner = 5 * stride
+
+    def layers() -> nn.Module:
+        up = ColumnParallelLinear(INPUT, inner, gather_output=not parallel, stride=stride, pad=True)
+        return nn.Sequential(up, RowParallelLinear(inner, INPUT, input_is_parallel=parallel, stride=stride, pad=True))
+
+    part, whole = _built_like(layers, lambda: nn.Sequential(nn.Linear(INPUT, inner), nn.Linear(inner, INPUT)))
+    given, theirs = (_random(4, 3, INPUT).requires_grad_() for _ in range(2))
+    found, expected = part(given), whole(theirs)
+    _close(found, expected)
+    for output in (found, expected):
+        output.square().sum().backward()
+    _close(given.grad, theirs.grad)
+    for name, parameter in part.named_parameters():
+        full = whole.get_parameter(name)
+        if parameter.partition_dim < 0:
+            continue
+        assert torch.equal(whole_of(parameter), full)
+        vars(parameter.grad).update(vars(parameter))
+        _close(whole_of(parameter.grad), full.grad)
+
+
 def _overlap() -> None:
     """The all-reduce of the input-gradient starts before the weight-gradient's product, and is awaited after it."""
     order: list[str] = []
@@ -225,6 +250,9 @@ def _all_cases(rank: int, size: int) -> None:
     for vocabulary, padding_idx in ((12, None), (13, 3), (9, 8), (1, None)):
         _embedding(vocabulary, padding_idx, sequence=False)
         _embedding(vocabulary, padding_idx, sequence=True)
+    for stride in (1, 3):
+        _padded(stride, parallel=True)
+        _padded(stride, parallel=False)
     _overlap()
     _refusals(size)
     parallel_state.destroy_model_parallel()

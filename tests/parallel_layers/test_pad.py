@@ -112,7 +112,7 @@ def _compare(model: nn.Module, whole: nn.Module, kind: str, gradients: bool) -> 
         parts = [named[each] for each in _names(kind)(name)]
         expected = _expected(parameter, torch.cat([part.detach() for part in parts if part is not None]))
         found = parameter.grad if gradients else parameter.detach()
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def _train(heads: int, others: int, kind: str, wrapped: bool, on_meta: bool) -> None:
