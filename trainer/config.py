@@ -43,7 +43,7 @@ def neuronx_distributed_config(
         optimizer_config: ``zero_one_enabled`` (``False``), ``grad_clipping`` (``True``), ``max_grad_norm`` (1.0).
         activation_checkpoint_config: ``"full"`` recomputes every transformer layer, a module class or a tuple of them
             the modules of these classes. By default nothing is recomputed.
-        pad_model: ``False``.
+        pad_model: pad the ``config.num_attention_heads`` heads of the model to a multiple of ``tensor_parallel_size``.
         sequence_parallel: sum the gradients of parameters with ``sequence_parallel_enabled`` over the tensor ranks.
         model_init_config: ``meta_device_init`` (``False``) builds the model on the meta device, with the initial
             weights of ``param_init_fn``. ``sequential_move_factor`` (11) has no meaning here: all ranks build their
@@ -64,8 +64,6 @@ def neuronx_distributed_config(
         raise ValueError(
             "lora_config is not supported: adapt the model with peft.get_peft_model in model_fn, before it is wrapped."
         )
-    if pad_model:
-        raise ValueError("pad_model=True is not supported yet: choose a tensor-parallel size that divides the heads.")
     _check_checkpointing(activation_checkpoint_config)
     optimizer = _completed("optimizer_config", optimizer_config, _OPTIMIZER)
     if optimizer["grad_clipping"] and not float(optimizer["max_grad_norm"]) > 0:
@@ -81,7 +79,7 @@ def neuronx_distributed_config(
         "pipeline_config": _pipeline(pipeline_config, bool(optimizer["zero_one_enabled"])),
         "optimizer_config": optimizer,
         "activation_checkpoint_config": activation_checkpoint_config,
-        "pad_model": pad_model,
+        "pad_model": bool(pad_model),
         "sequence_parallel": bool(sequence_parallel),
         "model_init_config": _model_init(model_init_config),
         "lora_config": lora_config,

@@ -10,6 +10,7 @@ from torch import nn
 
 from nxdpp.initialization.init_on_device import init_on_device
 from nxdpp.parallel_layers import move_model_to_device, parallel_state
+from nxdpp.parallel_layers.pad import pad_model
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.agreement.replicas import check_replica_values
 from nxdpp.pipeline.local.part import LocalPart
@@ -45,6 +46,8 @@ def initialize_parallel_model(
         module = model_fn(*model_args, **model_kwargs)
     if not isinstance(module, nn.Module) or isinstance(module, NxDPPModel | NxDModel):
         raise TypeError(f"model_fn must return a module that is not wrapped, not a {type(module).__name__}.")
+    if nxd_config["pad_model"]:
+        module = _padded(module)
     param_init_fn = pipeline.get("param_init_fn")
     if on_meta and init["param_init_fn"] is not None:
         param_init_fn = init["param_init_fn"]
@@ -100,3 +103,13 @@ def _checkpoint(model: Any, config: Any) -> None:
         wanted = ", ".join(each.__name__ for each in classes)
         raise ValueError(f"activation_checkpoint_config: the model has no {wanted}. It has: {found}.")
     apply_checkpoint(model, names)
+
+
+def _padded(module: nn.Module) -> nn.Module:
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            "pad_model=True takes the number of attention heads from model.config.num_attention_heads, and the model "
+            "has none: call nxdpp.parallel_layers.pad.pad_model in model_fn, with pad_model=False."
+        )
+    return pad_model(module, parallel_state.get_tensor_model_parallel_size(), heads)

@@ -56,7 +56,6 @@ def test_given_options_are_completed() -> None:
         ({"lora_config": object()}, ValueError, "lora_config is not supported: adapt the model with peft"),
         ({"optimizer_config": {"zero_two": 1}}, ValueError, r"optimizer_config has \['zero_two'\]"),
         ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm=0 must be above 0"),
-        ({"pad_model": True}, ValueError, "pad_model=True is not supported yet"),
         ({"optimizer_config": [1]}, TypeError, "optimizer_config must be a dict"),
         ({"pipeline_config": {"microbatches": 4}}, ValueError, r"\['microbatches'\], which NxDPPModel does not take"),
         ({"pipeline_config": {"use_zero1_optimizer": True}}, ValueError, "give both the same value"),

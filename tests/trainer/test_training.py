@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,3 +260,22 @@ def test_a_wrapped_model_is_refused(alone: dict[str, Any]) -> None:
     model = initialize_parallel_model(alone, make, Chain, LAYERS)
     with pytest.raises(TypeError, match="must return a module that is not wrapped, not a NxDModel"):
         initialize_parallel_model(alone, lambda: model)
+
+
+def test_heads_are_padded(alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    padding = {**alone, "pad_model": True}
+    with pytest.raises(ValueError, match=r"call nxdpp\.parallel_layers\.pad\.pad_model in model_fn"):
+        initialize_parallel_model(padding, make, Chain, LAYERS)
+
+    class WithHeads(Chain):
+        config = SimpleNamespace(num_attention_heads=6)
+
+    given = []
+
+    def pad(module: nn.Module, *sizes: int) -> nn.Module:
+        given.append((module, *sizes))
+        return module
+
+    monkeypatch.setattr("nxdpp.trainer.trainer.pad_model", pad)
+    model = initialize_parallel_model(padding, make, WithHeads, LAYERS)
+    assert given == [(model.module, 1, 6)]
