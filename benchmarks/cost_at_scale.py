@@ -34,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from benchmarks.report import markdown_table  # noqa: E402
 from nxdpp.parallel_layers import process_groups, start_store, store_exchange, transfer_groups  # noqa: E402
 from nxdpp.parallel_layers.faults.watch_store import WatchStore, pause_seconds, poll_seconds  # noqa: E402
+from nxdpp.parallel_layers.rank_mesh import RankMesh  # noqa: E402
 
 # The world's own connection, that of the failure watch, and that of exchanges.
 STORE_CONNECTIONS = 3
@@ -73,11 +74,12 @@ def groups_of_a_rank(backend: str, ranks: int, pipeline: int, rank: int = 0) -> 
         return device_mesh.DeviceMesh("cpu", *arguments, **others)
 
     device: Any = SimpleNamespace(type="cuda" if backend == "nccl" else "cpu")
+    mesh_of_ranks = RankMesh(pipeline, ranks // pipeline, 1)
     store: Any = SimpleNamespace(
         add=lambda key, amount: ranks,
         set=lambda key, value: None,
+        get=lambda key: str(mesh_of_ranks).encode(),
         wait=lambda keys: None,
-        compare_set=lambda key, expected, value: value.encode(),
     )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
@@ -88,7 +90,7 @@ def groups_of_a_rank(backend: str, ranks: int, pipeline: int, rank: int = 0) -> 
             patch.object(transfer_groups, "_first_exchange"),
         ):
             began = time.perf_counter()
-            process_groups.build_groups(1, pipeline, ranks, True, device, store)
+            process_groups.build_groups(mesh_of_ranks, True, device, store)
             return Groups(own, calls, time.perf_counter() - began)
     finally:
         dist.destroy_process_group()
@@ -201,7 +203,9 @@ def requests_a_second(seconds: float = 1.0, connections: int = 4) -> float:
 def rows(backend: str, ranks: int, pipeline: int, shards: int, gigabytes: float, rate: float) -> dict[str, str]:
     """The figures of a world on ``backend``; ``rate`` is the requests a second of the store."""
     groups = groups_of_a_rank(backend, ranks, pipeline, rank=1)
-    start = requests_at(start_store.store_of_start, ranks) + 3  # the sizes, and the wait for the groups of all ranks
+    start = (
+        requests_at(start_store.store_of_start, ranks) + 3
+    )  # the sizes of rank 0, and the wait for the groups of all ranks
     gloo = sum(requests_at(start_gloo, group.size) for group in groups.own if group.backend == "gloo")
     exchanges = requests_at(exchange, ranks)
     replicas = ranks // pipeline

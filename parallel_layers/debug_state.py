@@ -1,21 +1,25 @@
 """State of the debug mode: rank and size in each dimension of a job that does not run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+from nxdpp.parallel_layers.rank_mesh import DIMENSIONS, RankMesh, checked_order
 
 
 @dataclass(frozen=True)
 class DebugState:
     """Ranks and sizes by dimension (``"pipeline"``, ``"data"``, ``"tensor"``, in this order), without process groups.
 
-    Raises ``ValueError`` for a size below 1 or a rank that is not below its size.
+    Raises ``ValueError`` for a size below 1, a rank that is not below its size, or an ``order`` that does not name each
+    dimension once.
     """
 
     ranks: dict[str, int]
     sizes: dict[str, int]
+    order: Sequence[str] = DIMENSIONS
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "order", checked_order(self.order))
         for dimension, size in self.sizes.items():
             name, rank = f"{_argument(dimension)}_size", self.ranks[dimension]
             if not _is_integer(size) or size < 1:
@@ -26,24 +30,18 @@ class DebugState:
                     f"{size}."
                 )
 
-    def size(self, dimension: str) -> int:
-        """Number of ranks along ``dimension``."""
-        return self.sizes[dimension]
-
     def rank(self, dimension: str) -> int:
         """This rank's index along ``dimension``."""
         return self.ranks[dimension]
 
     @property
-    def mesh_of_ranks(self) -> torch.Tensor:
-        """The global ranks of the job, int64 of shape (pipeline, data, tensor)."""
-        sizes = tuple(self.sizes.values())
-        # On the CPU even inside torch.device("meta").
-        return torch.arange(torch.Size(sizes).numel(), device="cpu").view(sizes)
+    def rank_mesh(self) -> RankMesh:
+        """The global ranks of the job."""
+        return RankMesh(**self.sizes, order=tuple(self.order))
 
     def refusal(self, what: str) -> RuntimeError:
         """The error for ``what``, which needs the processes of a running job."""
-        place = f"pipeline rank {self.rank('pipeline')} of {self.size('pipeline')}"
+        place = f"pipeline rank {self.rank('pipeline')} of {self.sizes['pipeline']}"
         return RuntimeError(
             f"{what} needs the processes of a running job, but this process is in the debug mode of parallel_state "
             f"(initialize_debug, {place}). Start the ranks with torchrun and call "
@@ -52,7 +50,8 @@ class DebugState:
 
     def __str__(self) -> str:
         places = (f"{name} rank {self.rank(name)} of {size}" for name, size in self.sizes.items())
-        return ", ".join(places)
+        order = "" if tuple(self.order) == DIMENSIONS else f", order {' > '.join(self.order)}"
+        return ", ".join(places) + order
 
 
 def _argument(dimension: str) -> str:

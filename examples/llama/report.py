@@ -159,6 +159,7 @@ def _stage_means(busy_share: float) -> list[float]:
     own = torch.tensor(busy_share, device=parallel_state.local_device())
     shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(shares, own)
-    by_stage = torch.stack(shares).view(parallel_state.get_pipeline_model_parallel_size(), -1)
+    # Shape (pipeline, replicas).
+    by_stage = torch.stack(shares)[parallel_state.get_device_mesh().mesh.flatten(1).long()]
     means: list[float] = by_stage.mean(dim=1).tolist()
     return means

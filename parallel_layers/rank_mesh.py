@@ -1,0 +1,77 @@
+"""Order of the ranks of a job over the dimensions pipeline, data and tensor.
+
+8 ranks with size 2 in each dimension, in two orders::
+
+    ("pipeline", "data", "tensor")                      ("data", "pipeline", "tensor")
+    pipeline 0:  data 0: 0 1    data 1: 2 3             data 0:  pipeline 0: 0 1    pipeline 1: 2 3
+    pipeline 1:  data 0: 4 5    data 1: 6 7             data 1:  pipeline 0: 4 5    pipeline 1: 6 7
+
+The last dimension of an order has neighbouring ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+DIMENSIONS = ("pipeline", "data", "tensor")
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """The global rank at each place of a job.
+
+    Attributes:
+        pipeline, data, tensor: number of ranks along each dimension.
+        order: the three dimensions; ranks are in row-major order of it.
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+    order: tuple[str, ...] = DIMENSIONS
+
+    def size(self, dimension: str) -> int:
+        """Number of ranks along ``dimension``."""
+        sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        return sizes[dimension]
+
+    @property
+    def ranks(self) -> torch.Tensor:
+        """The global ranks, int64 of shape (pipeline, data, tensor), whatever the order."""
+        sizes = [self.size(dimension) for dimension in self.order]
+        # On the CPU even inside torch.device("meta").
+        ranks = torch.arange(torch.Size(sizes).numel(), device="cpu").view(sizes)
+        return ranks.permute([self.order.index(dimension) for dimension in DIMENSIONS]).contiguous()
+
+    def rank_at(self, pipeline: int, data: int, tensor: int) -> int:
+        """The global rank at a place."""
+        return int(self.ranks[pipeline, data, tensor])
+
+    def groups(self, dimension: str) -> list[list[int]]:
+        """Global ranks of every group along ``dimension``; the groups are in the order of their first ranks."""
+        index = DIMENSIONS.index(dimension)
+        groups: list[list[int]] = self.ranks.movedim(index, -1).reshape(-1, self.size(dimension)).tolist()
+        return sorted(groups)
+
+    def models(self) -> list[list[int]]:
+        """Global ranks of each replica: its pipeline ranks, and their tensor ranks."""
+        models: list[list[int]] = self.ranks.movedim(1, 0).flatten(1).tolist()
+        return models
+
+    def __str__(self) -> str:
+        return (
+            f"tensor size {self.tensor}, pipeline size {self.pipeline} and data size {self.data}, "
+            f"order {' > '.join(self.order)}"
+        )
+
+
+def checked_order(order: Sequence[str]) -> tuple[str, ...]:
+    """Return ``order`` as a tuple. Raises ``ValueError`` unless it names each dimension once."""
+    names = () if isinstance(order, str) else tuple(order)
+    if sorted(map(str, names)) != sorted(DIMENSIONS):
+        raise ValueError(
+            f"order={order!r} must name the dimensions 'pipeline', 'data' and 'tensor' once each, the outermost first: "
+            f"order={DIMENSIONS!r} is the default."
+        )
+    return names

@@ -1,0 +1,67 @@
+"""Checks of the arguments of ``initialize_model_parallel``, before anything is started."""
+
+from nxdpp.parallel_layers.device_choice import check_backend
+from nxdpp.parallel_layers.process_groups import ProcessGroups
+from nxdpp.parallel_layers.rank_mesh import RankMesh
+
+
+def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
+    """Raise ``ValueError`` for a size below 1, and for sizes that do not divide the world."""
+    if tensor < 1 or pipeline < 1:
+        raise ValueError(
+            "tensor_model_parallel_size and pipeline_model_parallel_size must be at least 1, "
+            f"not {tensor} and {pipeline}"
+        )
+    if world_size % (tensor * pipeline):
+        raise ValueError(
+            f"a world of {world_size} ranks does not divide into model replicas of "
+            f"{tensor * pipeline} (tensor_model_parallel_size {tensor} * pipeline_model_parallel_size "
+            f"{pipeline}): start a multiple of {tensor * pipeline} processes, as in "
+            f"torchrun --nproc-per-node {tensor * pipeline}, or choose other sizes"
+        )
+
+
+def check_ones(context: int, expert: int, lnc: int) -> None:
+    """Raise ``ValueError`` for a size other than 1 of a dimension that nxdpp does not have."""
+    if context != 1:
+        raise ValueError(
+            f"context_parallel_size={context!r}: nxdpp does not split sequences over ranks. Give 1, and use the ranks "
+            f"for pipeline, tensor or data parallelism."
+        )
+    if expert != 1:
+        raise ValueError(
+            f"expert_model_parallel_size={expert!r}: nxdpp does not split the experts of a layer over ranks. Give 1; "
+            f"a pipeline has the experts of each layer on one stage."
+        )
+    if lnc != 1:
+        raise ValueError(
+            f"lnc_size={lnc!r}: logical cores are of Neuron devices. On a GPU or a CPU each rank has one device: "
+            f"give 1."
+        )
+
+
+def check_same_mesh(state: ProcessGroups, wanted: RankMesh) -> None:
+    """Raise ``RuntimeError`` unless the groups of ``state`` are those of ``wanted``."""
+    before = state.rank_mesh
+    if (before.tensor, before.pipeline) != (wanted.tensor, wanted.pipeline):
+        raise RuntimeError(
+            f"model parallelism is already initialized with tensor size {before.tensor} and pipeline size "
+            f"{before.pipeline}, which differs from {wanted.tensor} and {wanted.pipeline}: call "
+            f"destroy_model_parallel() first"
+        )
+    if before.order != wanted.order:
+        raise RuntimeError(
+            f"model parallelism is already initialized with order={before.order!r}, which differs from "
+            f"order={wanted.order!r}: call destroy_model_parallel() first"
+        )
+
+
+def check_same_backend(state: ProcessGroups, backend: str | None) -> None:
+    """Raise ``RuntimeError`` unless ``backend`` is that of ``state``, or ``None``."""
+    check_backend(backend)
+    before = state.transfer_groups.backend
+    if backend not in (None, before):
+        raise RuntimeError(
+            f"model parallelism is already initialized on {before}, which differs from backend={backend!r}: call "
+            f"destroy_model_parallel() first"
+        )
