@@ -52,10 +52,14 @@ _MODULES = {
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
 }
 
+_PACKAGES = ("parallel_layers", "pipeline", "utils")
+
 
 def __getattr__(name: str) -> Any:
     if name == "parallel_state":
         return import_module("nxdpp.parallel_layers.parallel_state")
+    if name in _PACKAGES:
+        return import_module(f"nxdpp.{name}")
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'nxdpp' has no attribute {name!r}")

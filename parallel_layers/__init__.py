@@ -1,8 +1,16 @@
-"""Tensor-parallel layers, process groups, the failure watch, and collective operations outside the pipeline."""
+"""Tensor-parallel layers, process groups, the failure watch, and collective operations outside the pipeline.
 
-from nxdpp.parallel_layers.gradient_norm import clip_grad_norm
-from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+Names of NeuronX Distributed's ``parallel_layers`` are imported at their first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from nxdpp.parallel_layers.move_model_to_device import move_model_to_device
+
+if TYPE_CHECKING:
+    from nxdpp.parallel_layers.gradient_norm import clip_grad_norm
+    from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 __all__ = [
     "ColumnParallelLinear",
@@ -11,3 +19,23 @@ __all__ = [
     "clip_grad_norm",
     "move_model_to_device",
 ]
+
+_MODULES = {
+    "ColumnParallelLinear": "layers",
+    "ParallelEmbedding": "layers",
+    "RowParallelLinear": "layers",
+    "clip_grad_norm": "gradient_norm",
+}
+_SUBMODULES = ("parallel_state",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"nxdpp.parallel_layers.{name}")
+    if name in _MODULES:
+        return getattr(import_module(f"nxdpp.parallel_layers.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'nxdpp.parallel_layers' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_SUBMODULES})

@@ -1,1 +1,1 @@
-"""Import paths of the pipeline guide of NeuronX Distributed."""
+"""Import paths of NeuronX Distributed."""

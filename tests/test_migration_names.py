@@ -1,0 +1,235 @@
+"""Names of NeuronX Distributed's guides and of real scripts, with their printed arguments and defaults.
+
+Each is imported at its own path, with ``neuronx_distributed`` replaced by ``nxdpp``.
+"""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import init
+
+STATE = "parallel_layers.parallel_state"
+
+# Paths below nxdpp, with the signature that a guide prints. Without one any signature will do.
+NAMES: Mapping[str, str | None] = {
+    # The API guide.
+    "parallel_state.initialize_model_parallel": "(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)",
+    "parallel_state.get_data_parallel_size": "()",
+    "parallel_state.get_tensor_model_parallel_size": "()",
+    "parallel_state.get_tensor_model_parallel_rank": "()",
+    "parallel_state.get_pipeline_model_parallel_size": "()",
+    "parallel_state.get_pipeline_model_parallel_rank": "()",
+    "parallel_state.get_data_parallel_rank": "()",
+    "parallel_state.get_data_parallel_group": "(as_list=False)",
+    "parallel_state.get_tensor_model_parallel_group": "(as_list=False)",
+    "parallel_state.get_pipeline_model_parallel_group": "(as_list=False)",
+    "parallel_layers.ParallelEmbedding": "(num_embeddings, embedding_dim, init_method=init.normal_, "
+    "dtype=torch.float32, device=None)",
+    "parallel_layers.ColumnParallelLinear": "(input_size, output_size, bias=True, gather_output=True, "
+    "sequence_parallel_enabled=False, dtype=torch.float32, device=None)",
+    # The guide prints device=False here; its text says that the default is the CPU, as of the other layers.
+    "parallel_layers.RowParallelLinear": "(input_size, output_size, bias=True, input_is_parallel=False, "
+    "sequence_parallel_enabled=False, dtype=torch.float32, device=None)",
+    "parallel_layers.pad.pad_model": "(model, tp_degree, n_heads, wrapped_classes=(), pad_hook_fn=None)",
+    "parallel_layers.pad.get_number_of_extra_heads": None,
+    "parallel_layers.loss_functions.parallel_cross_entropy": "(parallel_logits, labels, label_smoothing=0.0)",
+    "pipeline.NxDPPModel": "(module, transformer_layer_cls=None, num_microbatches=1, virtual_pipeline_size=1, "
+    "output_loss_value_spec=None, return_mb_loss=False, broadcast_and_average_loss=False, pipeline_cuts=None, "
+    "input_names=None, leaf_module_cls=None, autowrap_functions=None, autowrap_modules=None, tracer_cls=None, "
+    "param_init_fn=None, trace_file_path=None, use_zero1_optimizer=False, auto_partition=False, "
+    "deallocate_pipeline_outputs=False)",
+    "pipeline.NxDPPModel.run_train": None,
+    "pipeline.NxDPPModel.run_eval": None,
+    "pipeline.NxDPPModel.local_named_parameters": None,
+    "pipeline.NxDPPModel.local_named_modules": None,
+    # The pipeline guide.
+    "NxDPPModel": None,
+    "pipeline.NxDPPModel.local_parameters": None,
+    "pipeline.NxDPPModel.move_model_to_device": None,
+    "utils.model_utils.init_on_device": "(device)",
+    f"{STATE}.rmsg": "(msg)",
+    "utils.logger.get_logger": "()",
+    "parallel_layers.mappings": None,
+    "parallel_layers.layers.ColumnParallelLinear.init_weight_cpu": None,
+    "parallel_layers.layers.RowParallelLinear.init_weight_cpu": None,
+    "parallel_layers.layers.ParallelEmbedding.init_weight_cpu": None,
+    # The tensor-parallel guide.
+    "parallel_state.get_data_parallel_world_size": "()",
+    "parallel_state.get_tensor_parallel_size": "()",
+    "parallel_layers.parallel_state": None,
+    "parallel_layers.clip_grad_norm": "(parameters, max_norm)",
+    "parallel_layers.move_model_to_device": "(model, device)",
+    "parallel_layers.save": None,
+    # Scripts.
+    f"{STATE}.initialize_model_parallel": "(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)",
+    f"{STATE}.destroy_model_parallel": "()",
+    f"{STATE}.model_parallel_is_initialized": "()",
+    f"{STATE}.get_data_parallel_replica_groups": "()",
+    f"{STATE}.get_tensor_parallel_replica_groups": "()",
+    f"{STATE}.get_tensor_model_parallel_replica_groups": "()",
+    f"{STATE}.get_pipeline_model_parallel_replica_groups": "()",
+    f"{STATE}.get_context_model_parallel_size": "()",
+    f"{STATE}.get_context_model_parallel_rank": "()",
+    f"{STATE}.get_context_model_parallel_group": "(as_list=False)",
+    f"{STATE}.get_expert_model_parallel_size": "()",
+    f"{STATE}.get_expert_model_parallel_rank": "()",
+    f"{STATE}.get_expert_model_parallel_group": "(as_list=False)",
+    f"{STATE}.get_expert_data_parallel_group": "(as_list=False)",
+    f"{STATE}.get_tensor_model_parallel_src_rank": "()",
+    f"{STATE}.get_data_parallel_src_rank": "()",
+    f"{STATE}.get_world_group": "(as_list=False)",
+    "parallel_layers.layers.ColumnParallelLinear": None,
+    "parallel_layers.layers.RowParallelLinear": None,
+    "parallel_layers.layers.ParallelEmbedding": None,
+    "modules.qkv_linear.GQAQKVColumnParallelLinear": None,
+    "parallel_layers.utils.divide": "(numerator, denominator)",
+    "parallel_layers.mappings.copy_to_tensor_model_parallel_region": None,
+    "parallel_layers.mappings.gather_from_tensor_model_parallel_region": None,
+    "parallel_layers.mappings.reduce_from_tensor_model_parallel_region": None,
+    "parallel_layers.mappings.scatter_to_tensor_model_parallel_region": None,
+    "parallel_layers.mappings.gather_from_sequence_parallel_region": None,
+    "parallel_layers.mappings.scatter_to_sequence_parallel_region": None,
+    "parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region": None,
+    "parallel_layers.grads.clip_grad_norm": "(parameters, max_norm, norm_type=2)",
+    "parallel_layers.grads.bucket_allreduce_gradients": None,
+    "parallel_layers.random.model_parallel_xla_manual_seed": "(seed)",
+    "parallel_layers.checkpointing.save": None,
+    "parallel_layers.checkpointing.load": None,
+    "utils.model_utils.move_model_to_device": "(model, device)",
+    "utils.adamw_fp32_optim_params.AdamW_FP32OptimParams": None,
+    "optimizer.NeuronZero1Optimizer": None,
+    "neuronx_distributed_config": None,
+    "initialize_parallel_model": None,
+    "initialize_parallel_optimizer": None,
+    "trainer.neuronx_distributed_config": None,
+    "trainer.initialize_parallel_model": None,
+    "trainer.initialize_parallel_optimizer": None,
+    "save_checkpoint": None,
+    "load_checkpoint": None,
+    "has_checkpoint": None,
+    "finalize_checkpoint": None,
+}
+
+# Attributes of a wrapped model in scripts: tests/pipeline/local/test_nxd_attributes.py.
+
+NOT_BUILT = {
+    "parallel_layers.ParallelEmbedding",
+    "parallel_layers.ColumnParallelLinear",
+    "parallel_layers.RowParallelLinear",
+    "parallel_layers.layers.ColumnParallelLinear",
+    "parallel_layers.layers.RowParallelLinear",
+    "parallel_layers.layers.ParallelEmbedding",
+    "parallel_layers.layers.ColumnParallelLinear.init_weight_cpu",
+    "parallel_layers.layers.RowParallelLinear.init_weight_cpu",
+    "parallel_layers.layers.ParallelEmbedding.init_weight_cpu",
+    "parallel_layers.pad.pad_model",
+    "parallel_layers.pad.get_number_of_extra_heads",
+    "parallel_layers.loss_functions.parallel_cross_entropy",
+    "parallel_layers.mappings",
+    "parallel_layers.mappings.copy_to_tensor_model_parallel_region",
+    "parallel_layers.mappings.gather_from_tensor_model_parallel_region",
+    "parallel_layers.mappings.reduce_from_tensor_model_parallel_region",
+    "parallel_layers.mappings.scatter_to_tensor_model_parallel_region",
+    "parallel_layers.mappings.gather_from_sequence_parallel_region",
+    "parallel_layers.mappings.scatter_to_sequence_parallel_region",
+    "parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region",
+    "parallel_layers.utils.divide",
+    "modules.qkv_linear.GQAQKVColumnParallelLinear",
+    "parallel_layers.clip_grad_norm",
+    "parallel_layers.grads.clip_grad_norm",
+    "parallel_layers.grads.bucket_allreduce_gradients",
+    "parallel_layers.random.model_parallel_xla_manual_seed",
+    "utils.adamw_fp32_optim_params.AdamW_FP32OptimParams",
+    "optimizer.NeuronZero1Optimizer",
+    "neuronx_distributed_config",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "trainer.neuronx_distributed_config",
+    "trainer.initialize_parallel_model",
+    "trainer.initialize_parallel_optimizer",
+}
+"""Names whose part of the project is under construction. The list only becomes shorter."""
+
+OF_CHECKPOINTS = {
+    "parallel_layers.save",
+    "parallel_layers.checkpointing.save",
+    "parallel_layers.checkpointing.load",
+    "save_checkpoint",
+    "load_checkpoint",
+    "has_checkpoint",
+    "finalize_checkpoint",
+}
+"""Names of sharded checkpoints, which are not built yet (docs/migrating.md)."""
+
+
+def imported(path: str) -> Any:
+    """Import ``nxdpp.<path>`` as ``from ... import ...`` does: an attribute, otherwise a module."""
+    found: Any = importlib.import_module("nxdpp")
+    name = "nxdpp"
+    for part in path.split("."):
+        name = f"{name}.{part}"
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
+    return found
+
+
+def printed(signature: str) -> list[tuple[str, Any]]:
+    """Names and defaults of a printed signature; ``Parameter.empty`` without a default."""
+    arguments = ast.parse(f"def f{signature}: pass").body[0].args  # type: ignore[attr-defined]
+    known = {"torch": torch, "init": init}
+    defaults = [eval(compile(ast.Expression(node), "", "eval"), known) for node in arguments.defaults]
+    without = [inspect.Parameter.empty] * (len(arguments.args) - len(defaults))
+    return list(zip([argument.arg for argument in arguments.args], [*without, *defaults], strict=True))
+
+
+@pytest.mark.parametrize("path", [path for path in NAMES if path not in NOT_BUILT | OF_CHECKPOINTS])
+def test_a_name_is_at_its_path_with_the_printed_arguments(path: str) -> None:
+    found = imported(path)
+    assert found is not None
+    signature = NAMES[path]
+    if signature is None:
+        return
+    parameters = list(inspect.signature(found).parameters.values())
+    expected = printed(signature)
+    assert [(one.name, one.default) for one in parameters[: len(expected)]] == expected
+    # A script that gives the printed arguments by position or by name gives all that is needed.
+    further = parameters[len(expected) :]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    assert all(one.default is not one.empty or one.kind in variadic for one in further)
+
+
+@pytest.mark.parametrize("path", sorted(NOT_BUILT | OF_CHECKPOINTS))
+def test_the_lists_of_missing_names_have_no_built_one(path: str) -> None:
+    assert path in NAMES
+    with pytest.raises((ModuleNotFoundError, AttributeError)):
+        imported(path)
+
+
+def test_parallel_state_is_one_module_under_both_paths() -> None:
+    one = importlib.import_module("nxdpp.parallel_state")
+    assert one is importlib.import_module("nxdpp.parallel_layers.parallel_state")
+    assert imported("parallel_state") is one
+
+
+LIGHT = """
+import sys
+import nxdpp, nxdpp.schedules.families.registry, nxdpp.pipeline, nxdpp.utils.logger
+assert "torch" not in sys.modules
+nxdpp.parallel_layers.parallel_state.rmsg("")
+from nxdpp.parallel_layers import parallel_state, move_model_to_device
+from nxdpp.utils.model_utils import move_model_to_device as moved
+assert callable(move_model_to_device) and move_model_to_device is moved
+assert nxdpp.pipeline.NxDPPModel is nxdpp.NxDPPModel
+from nxdpp.parallel_state import initialize_model_parallel
+assert initialize_model_parallel is parallel_state.initialize_model_parallel
+"""
+
+
+def test_names_are_imported_at_their_first_use() -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=120)
