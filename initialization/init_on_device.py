@@ -35,7 +35,9 @@ _contexts = _Contexts()
 
 
 @contextmanager
-def init_on_device(device: torch.device | str | int) -> Iterator[None]:
+def init_on_device(
+    device: torch.device | str | int, include_buffers: bool = False, force_custom_init_on_device: bool = False
+) -> Iterator[None]:
     """Build modules with their parameters on ``device``; not collective.
 
     On the meta device the memory of a parameter is freed when a module registers it. So at most one parameter is in
@@ -47,6 +49,10 @@ def init_on_device(device: torch.device | str | int) -> Iterator[None]:
     The initial weights come later: from ``load_pretrained``, a ``param_init_fn``, ``_init_weights`` of transformers'
     models or ``reset_parameters``. Other initialisation in a constructor (``self.apply(self._init)``) is lost: use
     ``deferred_init`` for it.
+
+    With ``include_buffers`` all buffers are on the meta device too. A checkpoint, or an initialiser of the module, has
+    to give them values then. ``force_custom_init_on_device`` chooses between two implementations in NxD. There is one
+    here, and it keeps ties, so both values give the same.
 
     Any other device works as in ``with torch.device(device)``. Of nested contexts the innermost one counts. The
     context applies only to the current thread. The name is that of the pipeline guide of NeuronX Distributed.
@@ -65,7 +71,7 @@ def init_on_device(device: torch.device | str | int) -> Iterator[None]:
             "itself, so remove the inner context"
         )
     with ExitStack() as exits:
-        context = _MetaContext() if target.type == "meta" else None
+        context = _MetaContext(include_buffers) if target.type == "meta" else None
         _contexts.stack.append(context)
         exits.callback(_contexts.stack.pop)
         if context is None:
@@ -85,14 +91,15 @@ def is_on_meta() -> bool:
 class _MetaContext:
     """One context on the meta device, and the modules and parameters that were built in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, include_buffers: bool) -> None:
+        self._include_buffers = include_buffers
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parameters: list[nn.Parameter] = []
 
     def register_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
         return [
             register_module_parameter_registration_hook(self._take_parameter),
-            register_module_buffer_registration_hook(self._note_module),
+            register_module_buffer_registration_hook(self._take_buffer),
             register_module_module_registration_hook(self._note_module),
         ]
 
@@ -110,6 +117,12 @@ class _MetaContext:
     def _note_module(self, module: nn.Module, name: str, value: object) -> None:
         if self._is_innermost():
             self._modules.add(module)
+
+    def _take_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        self._note_module(module, name, buffer)
+        if not self._include_buffers or not self._is_innermost() or buffer is None or buffer.is_meta:
+            return None
+        return torch.empty_like(buffer, device="meta")
 
     def _take_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if not self._is_innermost():

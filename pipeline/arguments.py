@@ -131,6 +131,23 @@ def check_auto_partition(auto_partition: bool | None, pipeline_cuts: Sequence[st
         )
 
 
+def check_scripts_arguments(use_optimizer_wrapper: Any, fuse_microbatches: Any, return_loss_on_cpu: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for arguments of NxD's scripts that cannot be honoured."""
+    given = {
+        "use_optimizer_wrapper": use_optimizer_wrapper,
+        "fuse_microbatches": fuse_microbatches,
+        "return_loss_on_cpu": return_loss_on_cpu,
+    }
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True or False.")
+    if fuse_microbatches:
+        raise ValueError(
+            "fuse_microbatches=True joins microbatches in one graph of XLA, and nxdpp compiles no graphs. Leave it "
+            "out; num_microbatches is the number of microbatches that run."
+        )
+
+
 def check_tracer(tracer_cls: Any) -> None:
     """Raise ``ValueError`` unless ``tracer_cls`` is the name of a tracer, a tracer class or ``None``."""
     is_class = isinstance(tracer_cls, type) and issubclass(tracer_cls, fx.Tracer)

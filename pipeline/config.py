@@ -14,13 +14,14 @@ from nxdpp.parallel_layers.grad_scaler import GradScaler, check_grad_scaler
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.item_counts import CountItems, check_normalization
+from nxdpp.pipeline.partition.other_cuts import modules_to_cut_after
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
 from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
 from nxdpp.schedules.chosen import ChosenSchedule, Written
 from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.input_dicts import InputDict, open_inputs
-from nxdpp.tracing.layers import find_layer_classes, resolve_classes
+from nxdpp.tracing.layers import find_layer_classes, known_leaves, resolve_classes
 from nxdpp.tracing.trace import TracingOptions
 
 
@@ -35,7 +36,7 @@ class PipelineConfig:
             ``"interleaved"`` for several stages a rank.
         transformer_layer_cls: class, or name of a class, of the layers. By default the classes that Hugging Face
             models in it declare, otherwise the longest run of equal modules.
-        pipeline_cuts: names of the layers after which to cut.
+        pipeline_cuts: names of the layers, or of modules beside them (an embedding, a norm), after which to cut.
         partition: ``"even"``, ``"balanced"``, ``"profiled"``, or a ``PartitionPolicy``: a function of the traced graph
             and the number of stages that returns ``pipeline_cuts``.
         partition_batch: inputs of one microbatch with labels, for the trace at construction and for costs. Meta tensors
@@ -133,12 +134,14 @@ class PipelineConfig:
 
     def tracing_options(self, module: nn.Module) -> TracingOptions:
         """Return the options for tracing ``module``. Raises ``ValueError`` for a class that it does not have."""
+        layer_classes = find_layer_classes(module, self.transformer_layer_cls)
         return TracingOptions(
-            layer_classes=find_layer_classes(module, self.transformer_layer_cls),
-            leaf_classes=resolve_classes(module, self.leaf_module_cls or (), "leaf_module_cls"),
+            layer_classes=layer_classes,
+            leaf_classes=resolve_classes(module, known_leaves(module, self.leaf_module_cls or ()), "leaf_module_cls"),
             autowrap_functions=tuple(self.autowrap_functions or ()),
             autowrap_modules=tuple(self.autowrap_modules or ()),
             tracer_cls=self.tracer_cls,
+            cut_modules=modules_to_cut_after(module, self.pipeline_cuts or (), layer_classes),
         )
 
     def partition_policy(self, module: nn.Module, schedule: ChosenSchedule) -> PartitionPolicy:

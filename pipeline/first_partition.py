@@ -28,7 +28,6 @@ from nxdpp.pipeline.partition.registration import graph_by_registration
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.input_dicts import open_inputs
 from nxdpp.tracing.input_specs import UNKNOWN, InputSpec
-from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.sizes import Shapes, WrongShapesError
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace
 
@@ -53,7 +52,7 @@ def first_partition(
     tensors = None if batch is None else {name: value for name, value in opened.items() if name not in constants}
     specs = example_specs(module, input_names, tensors)
     shapes = example_shapes(module, specs, tensors)
-    layers = layer_names(module, options.layer_classes)
+    layers = options.layers_of(module)
     try:
         traced = trace(module, specs, constants, options, shapes)
     except TracingError as error:

@@ -44,7 +44,8 @@ class NxDPPModel(LocalView):
         output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss. By default ``loss``.
         return_mb_loss: return a list with the loss of each microbatch, whose mean is the loss, in place of that mean.
         broadcast_and_average_loss: return the mean loss, over data-parallel ranks too, on every rank.
-        pipeline_cuts: names of the layers after which to cut, one fewer than stages. By default an even split.
+        pipeline_cuts: names of the layers, or of modules beside them (an embedding, a norm), after which to cut; one
+            fewer than stages. By default an even split.
         input_names: names of the inputs of every step. By default any.
         leaf_module_cls: classes, or names of classes, of modules that are not traced through.
         autowrap_functions, autowrap_modules: functions, and modules of functions, that are not traced through.
@@ -73,6 +74,10 @@ class NxDPPModel(LocalView):
             follow ``run_train``.
         check_inputs: when the ranks of a pipeline compare floating inputs: ``"first"``, in the first step of each
             signature, ``"always"`` or ``"never"``. They compare the values of other inputs in every step.
+        use_optimizer_wrapper: taken for NxD's scripts. ``run_train`` averages the gradients in any case, so a wrapper
+            that averages them again changes nothing.
+        fuse_microbatches: ``False`` alone.
+        return_loss_on_cpu: return losses on the CPU. The host then waits for the device.
 
     Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
@@ -111,11 +116,17 @@ class NxDPPModel(LocalView):
         count_items_fn: CountItems | None = None,
         grad_scaler: GradScaler | None = None,
         check_inputs: str = "first",
+        use_optimizer_wrapper: bool = False,
+        fuse_microbatches: bool = False,
+        return_loss_on_cpu: bool = False,
     ) -> None:
         super().__init__()
+        if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):
+            pipeline_cuts = None
         config = PipelineConfig.of(locals())
         hooks = checked_hooks(post_partition_hooks)
         arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
+        arguments.check_scripts_arguments(use_optimizer_wrapper, fuse_microbatches, return_loss_on_cpu)
         arguments.check_auto_partition(auto_partition, pipeline_cuts, partition)
         self._pipeline = Pipeline(
             module,
@@ -126,9 +137,11 @@ class NxDPPModel(LocalView):
         self.stages = self._pipeline.partition.stages
         self.local_stages = self._pipeline.local_stages
         self.holds_last_stage = self._pipeline.holds_last_stage
-        self.layers = self._pipeline.partition.layers
+        others = self._pipeline.cut_modules
+        self.layers = [name for name in self._pipeline.partition.layers if name not in others]
         self.pipeline_cuts = list(self._pipeline.partition.cuts)
-        self.stage_layers = self._pipeline.partition.layers_of(self.local_stages)
+        of_stages = self._pipeline.partition.layers_of(self.local_stages)
+        self.stage_layers = [name for name in of_stages if name not in others]
         # Names, in the whole model, of each parameter and each buffer that has several.
         self.tied_names = self._pipeline.tied_names
         self.num_microbatches = config.num_microbatches
@@ -137,6 +150,14 @@ class NxDPPModel(LocalView):
         self.input_names = None if input_names is None else list(input_names)
         self.use_zero1_optimizer = use_zero1_optimizer
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
+        self.return_loss_on_cpu = return_loss_on_cpu
+        # Attributes that NxD's scripts read.
+        self.pipeline_parallel_rank = self.rank
+        self.pipeline_parallel_size = parallel_state.get_pipeline_model_parallel_size()
+        self.virtual_pipeline_size = len(self.local_stages)
+        classes = self._pipeline.layer_classes
+        self.transformer_layer_cls = classes[0] if len(classes) == 1 else classes
+        self.partitioned = True
         self._first_step_check: FirstStepCheck | None = None
         # The whole model is no submodule: this rank holds only a part of it.
         self.__dict__["original_module"] = module
@@ -162,6 +183,16 @@ class NxDPPModel(LocalView):
         Every rank enters it for the same steps. ``use_zero1_optimizer=True`` leaves out all averages anyway.
         """
         return self._pipeline.no_sync()
+
+    @property
+    def original_torch_module(self) -> nn.Module:
+        """The wrapped module, ``original_module``."""
+        return self.original_module
+
+    @property
+    def local_stage_modules(self) -> list[nn.Module]:
+        """The modules of each of this rank's stages, under their original names, in the order of the model."""
+        return self._pipeline.local_stage_modules
 
     @property
     def last_busy_share(self) -> float:
@@ -257,7 +288,10 @@ class NxDPPModel(LocalView):
         self._pipeline.refresh()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part of a state dict; with ``assign`` the given tensors replace the parameters.
+        """Load this rank's part of a state dict, which may be that of the whole model.
+
+        With ``assign`` the given tensors replace the parameters. With ``strict`` the state dict must have all tensors
+        of this rank, and no names that the whole model does not have.
 
         Raises ``RuntimeError`` for an optimizer that holds parameters to be replaced.
         """
@@ -285,8 +319,10 @@ class NxDPPModel(LocalView):
         self._pipeline.replace_local_tensors(replaced)
 
     def _return_loss(self, losses: list[torch.Tensor], train: bool) -> torch.Tensor | list[torch.Tensor] | None:
-        if self.broadcast_and_average_loss:
-            return self._pipeline.mean_loss(losses, train)
-        if not self.holds_last_stage:
+        if not self.holds_last_stage and not self.broadcast_and_average_loss:
             return None
-        return losses if self.return_mb_loss else torch.stack(losses).mean()
+        if self.return_mb_loss:
+            return [loss.cpu() for loss in losses] if self.return_loss_on_cpu else losses
+        is_mean = self.broadcast_and_average_loss
+        loss = self._pipeline.mean_loss(losses, train) if is_mean else torch.stack(losses).mean()
+        return loss.cpu() if self.return_loss_on_cpu else loss

@@ -22,6 +22,7 @@ from nxdpp.parallel_layers.sequence_parallel import StepGradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
+from nxdpp.pipeline.local.local_module import stage_module
 from nxdpp.pipeline.local.next_step import NextStep
 from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
@@ -70,6 +71,8 @@ class Pipeline:
 
     Attributes:
         partition: the stage of each layer and parameter.
+        layer_classes: classes of the transformer layers.
+        cut_modules: names of modules that are no layers and that a cut follows.
         schedule: the schedule with its placement of stages on ranks.
         rank: this rank of the pipeline.
         part: the parameters, buffers and modules that this rank holds.
@@ -94,6 +97,8 @@ class Pipeline:
         self.config = config
         self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
         options = config.tracing_options(module)
+        self.layer_classes = options.layer_classes
+        self.cut_modules = options.cut_modules
         self.partition = first_partition(
             module,
             options,
@@ -171,6 +176,15 @@ class Pipeline:
         return self.schedule.placement.stages_of(self.rank)
 
     @property
+    def local_stage_modules(self) -> list[nn.Module]:
+        """The modules of each of this rank's stages, under their original names, in the order of the model."""
+        if len(self.local_stages) == 1:
+            return [self.local_module]
+        owners = self.partition.owners
+        stages = [set(self.partition.parameters_of(stage)) for stage in self.local_stages]
+        return [stage_module(self.local_module, names, owners) for names in stages]
+
+    @property
     def holds_last_stage(self) -> bool:
         """``True`` if this rank holds the last stage, and so the loss."""
         return self.partition.stages - 1 in self.local_stages
@@ -203,7 +217,7 @@ class Pipeline:
         """
         arguments.check_input_names(self.original_module, inputs, self._input_names)
         values = open_inputs(inputs).values()
-        self._next_step.check_modules()
+        self._check_modules()
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), self.device)
         batch = self._split(inputs, device)
         training = self.original_module.training
@@ -443,6 +457,11 @@ class Pipeline:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
         self.part.check_materialised()
 
+    def _check_modules(self) -> None:
+        if self._next_step.has_replacements():
+            self.follow()
+        self._next_step.check_modules()
+
     def _first_check(self) -> ReferenceStep | None:
         if not self._check_first:
             return None
@@ -452,7 +471,7 @@ class Pipeline:
 
     def _microbatches(self, inputs: Mapping[str, Any]) -> "_Batch":
         arguments.check_input_names(self.original_module, inputs, self._input_names)
-        self._next_step.check_modules()
+        self._check_modules()
         self.check_materialised()
         opened = open_inputs(inputs)
         for names in levels(opened):

@@ -1,7 +1,8 @@
 """The transformer layers of a model: given, declared, or the longest run of equal modules."""
 
+import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,8 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.language_model import language_model
 from nxdpp.tracing.layer_runs import longest_runs
 from nxdpp.tracing.transformers_models import transformers_models
+
+_logger = logging.getLogger(__name__)
 
 
 def find_layer_classes(module: nn.Module, transformer_layer_cls: Any | None) -> tuple[type[nn.Module], ...]:
@@ -64,13 +67,37 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
     return tuple(classes)
 
 
-def layer_names(module: nn.Module, layer_classes: tuple[type[nn.Module], ...]) -> list[str]:
-    """Qualified names of the outermost layers, in the order of ``named_modules``; a wrapped layer has its wrapper's."""
+def known_leaves(module: nn.Module, wanted: Iterable[Any]) -> list[Any]:
+    """Return ``wanted`` without names of classes that ``module`` does not have, and log a warning for these.
+
+    Scripts for several models name the leaves of all of them.
+    """
+    leaves = list(wanted)
+    existing = {type(child).__name__ for child in listings.modules(module)}
+    unknown = [leaf for leaf in leaves if isinstance(leaf, str) and leaf not in existing]
+    if unknown:
+        _logger.warning(
+            "leaf_module_cls names %s, and no module of %s is of such a class: nothing is kept whole for it. The "
+            "classes are %s",
+            ", ".join(map(repr, unknown)),
+            type(module).__name__,
+            ", ".join(sorted(existing)),
+        )
+    return [leaf for leaf in leaves if leaf not in unknown]
+
+
+def layer_names(
+    module: nn.Module, layer_classes: tuple[type[nn.Module], ...], others: Collection[str] = ()
+) -> list[str]:
+    """Qualified names of the outermost layers, in the order of ``named_modules``; a wrapped layer has its wrapper's.
+
+    Modules named in ``others`` count as layers.
+    """
     names: list[str] = []
     inside: str | None = None
     for name, child in listings.named_modules(module):
         # Modules inside a layer directly follow it.
-        if (inside is None or not name.startswith(inside)) and is_instance(child, layer_classes):
+        if (inside is None or not name.startswith(inside)) and (name in others or is_instance(child, layer_classes)):
             names.append(name)
             inside = f"{name}."
     return names

@@ -46,13 +46,21 @@ from nxdpp.tracing.unused_numbers import warn_of_unused_numbers
 
 @dataclass(frozen=True)
 class TracingOptions:
-    """Options of a trace. ``tracer_cls`` is ``"hf"``, ``"torch"``, a tracer class, or ``None`` for the spine tracer."""
+    """Options of a trace. ``tracer_cls`` is ``"hf"``, ``"torch"``, a tracer class, or ``None`` for the spine tracer.
+
+    ``cut_modules`` are names of modules that are no layers, and are traced as such, because a cut follows them.
+    """
 
     layer_classes: tuple[type[nn.Module], ...]
     leaf_classes: tuple[type[nn.Module], ...] = ()
     autowrap_functions: tuple[Any, ...] = ()
     autowrap_modules: tuple[ModuleType, ...] = ()
     tracer_cls: str | type[fx.Tracer] | None = None
+    cut_modules: tuple[str, ...] = ()
+
+    def layers_of(self, module: nn.Module) -> list[str]:
+        """Names of the modules of ``module`` that a cut may follow: its layers, and ``cut_modules``."""
+        return layer_names(module, self.layer_classes, self.cut_modules)
 
     @property
     def traces_the_spine(self) -> bool:
@@ -99,7 +107,7 @@ def trace(
     Raises:
         TracingError: with the line of the model that cannot be traced, and the remedy.
     """
-    layers = layer_names(module, options.layer_classes)
+    layers = options.layers_of(module)
     spine = spine_names(module, layers, options.leaf_classes)
 
     def make_tracer() -> fx.Tracer:
@@ -205,7 +213,8 @@ def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Trac
         proxy_buffer_attributes = True
 
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            return is_instance(m, leaves) or super().is_leaf_module(m, module_qualified_name)
+            is_leaf = is_instance(m, leaves) or module_qualified_name.removeprefix(f"{ROOT}.") in options.cut_modules
+            return is_leaf or super().is_leaf_module(m, module_qualified_name)
 
         def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
             node = super().create_node(*args, **kwargs)

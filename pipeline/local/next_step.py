@@ -23,6 +23,22 @@ class NextStep:
         self._has_no_wrappers = False
         self._dtypes_are_checked = False
         self._values_are_verified = False
+        self._has_run = False
+        self._followed_replacements = 0
+
+    def has_replacements(self) -> bool:
+        """Return whether modules of the tree were replaced by their full names since the last ``follow``.
+
+        Raises ``RuntimeError`` for such a replacement after the first step.
+        """
+        if self._part.module.replacements == self._followed_replacements:
+            return False
+        if self._has_run:
+            raise RuntimeError(
+                "modules of local_module were replaced after the first step: call refresh() on every rank, also on "
+                "those that replaced none."
+            )
+        return True
 
     def check_modules(self) -> None:
         """Raise ``RuntimeError`` for hooks that would not run, and once for modules in wrappers."""
@@ -46,7 +62,8 @@ class NextStep:
         return None if self._values_are_verified else self._part.values()
 
     def note_verified(self) -> None:
-        """Note that the ranks have compared the values."""
+        """Note that a step runs, in which the ranks have compared the values."""
+        self._has_run = True
         if not self._values_are_verified:
             self._values_are_verified = True
             self._part.forget_initial_weights()
@@ -58,6 +75,7 @@ class NextStep:
         between a move and the step.
         """
         refuse_local_wrappers(self._part.module)
+        self._followed_replacements = self._part.module.replacements
         self._has_no_wrappers = False
         self._dtypes_are_checked = False
         self._values_are_verified = False

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.tracing import listings
 
@@ -46,7 +47,7 @@ def shared_names(root: nn.Module) -> list[list[str]]:
 
 def build_local_module(
     root: nn.Module, local: Collection[str], layers: Collection[str], elsewhere: Collection[str] = ()
-) -> nn.Module:
+) -> LocalModule:
     """Build the tree of the modules of ``root`` whose parameters are ``local``, under their original names.
 
     The tree has the same module and parameter objects as ``root``. Modules above ``layers``, and modules with
@@ -55,7 +56,7 @@ def build_local_module(
     Modules without parameters are in every rank's tree, because every rank computes what depends on the inputs alone.
     Modules whose forward changes a buffer are an exception: where that buffer is ``elsewhere``, they are left out.
     """
-    container = nn.Module()
+    container = LocalModule()
     container.train(root.training)
     _fill(container, root, "", _Ownership(local, elsewhere), layers)
     return container

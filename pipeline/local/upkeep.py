@@ -1,6 +1,6 @@
 """Upkeep of a rank's part of the model: follows replaced modules, loads state, moves between devices."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,24 +48,25 @@ class LocalUpkeep:
     def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load as ``Module.load_state_dict`` does; with ``assign``, attributes of parameters and ties are kept.
 
-        Tensors on the meta device get memory if ``state_dict`` has values for them.
+        Tensors of ``state_dict`` that other ranks alone hold are left out. Tensors on the meta device get memory if
+        ``state_dict`` has values for them.
 
         Raises:
             RuntimeError: for other names or shapes, and for an optimizer that holds a parameter to be replaced;
                 nothing is replaced then.
         """
-        try:
-            check_state(self._tree, state_dict, strict)
-            return self._load_assigning(state_dict, strict) if assign else self._load_in_place(state_dict, strict)
-        except RuntimeError as error:
-            elsewhere = (set(state_dict) & set(self._part.root.state_dict())) - set(self._tree.state_dict())
-            if elsewhere:
-                error.add_note(
-                    f"{len(elsewhere)} of the {len(state_dict)} tensors given are of other stages: give this rank's "
-                    f"alone, those that local_state_dict() names; or have nxdpp.load_pretrained(model, directory) read "
-                    f"them from the files of the whole model."
-                )
-            raise
+        local = self._local(state_dict)
+        check_state(self._tree, local, strict)
+        return self._load_assigning(local, strict) if assign else self._load_in_place(local, strict)
+
+    def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``state_dict`` without the tensors that other ranks alone hold."""
+        elsewhere = set(self._part.root.state_dict()) - set(self._tree.state_dict())
+        local = OrderedDict((name, value) for name, value in state_dict.items() if name not in elsewhere)
+        if hasattr(state_dict, "_metadata"):
+            # Versions of modules, which torch keeps beside the tensors.
+            vars(local)["_metadata"] = state_dict._metadata
+        return local
 
     def _load_assigning(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         stored = _stored_names(self._tree)

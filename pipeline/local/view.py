@@ -6,6 +6,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from nxdpp.tracing import listings
+
 _HOOKS = (
     "register_forward_hook",
     "register_forward_pre_hook",
@@ -18,8 +20,8 @@ _HOOKS = (
     "register_load_state_dict_post_hook",
 )
 
-
-_OF_THE_RECIPE = ("transformer_layer_cls", "pipeline_parallel_rank")
+# Properties of transformers' models, which read the first parameter. Another rank may hold it.
+_OF_TENSORS = ("device", "dtype")
 
 
 class LocalView(nn.Module):
@@ -31,22 +33,22 @@ class LocalView(nn.Module):
     local_module: nn.Module
 
     def __getattr__(self, name: str) -> Any:
-        """Raise ``AttributeError``, with the place of an attribute that the wrapped module has."""
+        """Return an attribute of the wrapped module, such as ``config``; methods run on the wrapped module.
+
+        Raises ``AttributeError`` for modules and tensors of it that this rank does not hold.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if name in _OF_THE_RECIPE:
-                raise AttributeError(
-                    f"{error}; the recipe of NxD's guide for activation checkpointing reads it. Here local_module has "
-                    f"the modules under their original names, and no flat list of layers: call "
-                    f"nxdpp.apply_checkpoint(model, layers_to_checkpoint).",
-                    name=name,
-                    obj=self,
-                ) from None
             module = self.__dict__.get("original_module")
-            if module is None or name.startswith("_") or name not in dir(module):
+            if module is None or name.startswith("_") or not hasattr(module, name):
                 raise
-            raise AttributeError(f"{error}; {_place(module, name)}", name=name, obj=self) from None
+            if name in _OF_TENSORS:
+                return getattr(_any_tensor(self.local_module), name)
+            value = getattr(module, name)
+            if _is_elsewhere(value, self.local_module):
+                raise AttributeError(f"{error}; {_place(module, name)}", name=name, obj=self) from None
+            return value
 
     def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under their original names; takes the arguments of ``named_parameters``."""
@@ -60,6 +62,22 @@ class LocalView(nn.Module):
         """This rank's buffers under their original names; takes the arguments of ``named_buffers``."""
         return self.local_module.named_buffers(**kwargs)
 
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """This rank's buffers."""
+        return self.local_module.buffers()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """This rank's modules, containers included."""
+        return self.local_module.modules()
+
+    def local_named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules that this rank's stages run, under their original names: layers, embedding, norm."""
+        return self.local_module.named_children()
+
+    def local_children(self) -> Iterator[nn.Module]:
+        """The outermost modules that this rank's stages run."""
+        return (module for _, module in self.local_named_children())
+
     def local_named_modules(self, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """This rank's modules under their original names; takes the arguments of ``named_modules``.
 
@@ -72,9 +90,10 @@ class LocalView(nn.Module):
         return self.local_module.state_dict(**kwargs)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load this rank's part of a state dict; with ``strict`` the names must be exactly the local ones.
+        """Load this rank's part of a state dict, which may be that of the whole model.
 
-        Tensors on the meta device get memory if ``state_dict`` has values for them.
+        With ``strict`` it must have all tensors of this rank, and no names that the whole model does not have. Tensors
+        on the meta device get memory if ``state_dict`` has values for them.
 
         Raises:
             RuntimeError: for other names or shapes, and for an optimizer that holds a parameter on the meta device.
@@ -127,13 +146,23 @@ for _kind in _HOOKS:
     setattr(LocalView, _kind, _refused_hook(_kind))
 
 
+def _any_tensor(tree: nn.Module) -> torch.Tensor:
+    """A floating parameter of ``tree``, otherwise a tensor as torch makes it."""
+    return next((parameter for parameter in tree.parameters() if parameter.is_floating_point()), torch.empty(0))
+
+
+def _is_elsewhere(value: Any, tree: nn.Module) -> bool:
+    """Return whether ``value`` is a module or a parameter that ``tree`` does not hold as a whole."""
+    if not isinstance(value, nn.Module | nn.Parameter):
+        return False
+    held = set(map(id, listings.parameters(tree)))
+    parameters = listings.parameters(value) if isinstance(value, nn.Module) else [value]
+    return any(id(parameter) not in held for parameter in parameters)
+
+
 def _place(module: nn.Module, name: str) -> str:
-    """Return where a user finds attribute ``name`` of the wrapped ``module``; properties are not evaluated."""
+    """Return where a user finds the module or tensor ``name`` of the wrapped ``module``."""
     whole = f"the {type(module).__name__} that it wraps has one"
-    if name == "save_pretrained":
-        return f"{whole}. Write the model with nxdpp.save_pretrained(model, directory)."
     if name in module._modules:
         return f"{whole}. local_module.{name} has this rank's part of it."
-    if callable(getattr(type(module), name, None)):
-        return f"{whole}. Call {name} before the module is wrapped; afterwards a rank holds only its part of it."
-    return f"{whole}. Read original_module.{name}."
+    return f"{whole}, which another rank holds: local_named_parameters() has those of this rank."

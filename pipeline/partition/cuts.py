@@ -38,8 +38,8 @@ def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int, source: 
     unknown = [cut for cut in cuts if cut not in layers]
     if unknown:
         raise ValueError(
-            f"{source} names {unknown}, which are no transformer layers of the model. "
-            f"A cut falls after a layer; the layers are: {', '.join(layers)}."
+            f"{source} names {unknown}, which are no transformer layers of the model, and no modules with parameters "
+            f"beside them that run. A cut falls after one of these; the layers are: {', '.join(layers)}."
         )
     repeated = sorted({cut for cut in cuts if list(cuts).count(cut) > 1})
     if repeated:

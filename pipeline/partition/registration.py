@@ -9,7 +9,6 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.code_order import parts_in_order
-from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.spine_modules import spine_names
 from nxdpp.tracing.trace import TracedGraph, TracingOptions
 
@@ -23,7 +22,7 @@ def graph_by_registration(
     code of the modules above layers uses them. Parts that the code does not name are in the order of registration,
     parameters before modules. The graph decides a partition; it is never run.
     """
-    layers = layer_names(module, options.layer_classes)
+    layers = options.layers_of(module)
     spine = spine_names(module, layers, options.leaf_classes)
     graph = fx.Graph()
     value = graph.call_function(torch.zeros, (1,))

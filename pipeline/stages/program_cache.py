@@ -21,7 +21,6 @@ from nxdpp.tracing import listings
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.graph_values import compute_the_same
 from nxdpp.tracing.input_specs import InputSpec
-from nxdpp.tracing.layers import layer_names
 from nxdpp.tracing.modes import Modes, current_modes
 from nxdpp.tracing.read_values import ReadValues
 from nxdpp.tracing.settings import Settings, SpineSettings
@@ -141,7 +140,7 @@ class ProgramCache:
         return present, self._read_values.number
 
     def _layers(self) -> list[str]:
-        return layer_names(self._module, self._options.layer_classes)
+        return self._options.layers_of(self._module)
 
     def cut_graph_of_all(self, microbatches: Sequence[Mapping[str, Any]], training: bool) -> CutGraph:
         """Return the graph of ``microbatches``, whose shapes may differ where a function or images split the batch.

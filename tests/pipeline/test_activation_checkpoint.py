@@ -161,23 +161,3 @@ def wrapped_layer(layer: nn.Module) -> SimpleNamespace:
         original_module=nn.Sequential(layer),
         local_named_modules=lambda: [("0", layer)],
     )
-
-
-def guide(dist_model: Any) -> int:
-    """The recipe of NxD's guide: the number of layers that it finds."""
-    children = dist_model.local_module.named_children()
-    return sum(type(module) is dist_model.transformer_layer_cls for _, module in children)
-
-
-def test_the_recipe_of_the_guide_is_told_of_apply_checkpoint() -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    wrapped: Any = NxDPPModel(make("llama", layers=2), num_microbatches=2)
-    for read in (guide, lambda model: model.pipeline_parallel_rank):
-        with pytest.raises(AttributeError, match=r"call nxdpp.apply_checkpoint\(model, layers_to_checkpoint\)"):
-            read(wrapped)
-    # The remedy of the message.
-    apply_checkpoint(wrapped, ["model.layers.1"])
-    counter = Counter(wrapped)
-    wrapped.run_train(**padded_batch(4))
-    parallel_state.destroy_model_parallel()
-    assert counter.calls == {"model.layers.0": 2, "model.layers.1": 4}

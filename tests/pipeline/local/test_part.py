@@ -274,12 +274,14 @@ def test_state_dict_fills_a_model_on_meta() -> None:
         wrapped.load_local_state_dict(part)
         wrapped.move_model_to_device()
 
-        with pytest.raises(RuntimeError, match="Unexpected key") as caught:
-            wrapped.load_state_dict(whole.state_dict())
-        others = len(whole.state_dict()) - len(part)
-        assert (
-            f"{others} of the {len(whole.state_dict())} tensors given are of other stages" in caught.value.__notes__[0]
-        )
+        # The state dict of the whole model, as in NxD.
+        changed = {name: value + 1 for name, value in whole.state_dict().items()}
+        assert not wrapped.load_state_dict(changed).unexpected_keys
+        assert all(torch.equal(value, changed[name]) for name, value in wrapped.local_state_dict().items())
+        wrapped.load_state_dict(whole.state_dict(), assign=True)
+        for wrong in (changed | {"model.extra": torch.zeros(1)}, {k: v for k, v in changed.items() if "norm" not in k}):
+            with pytest.raises(RuntimeError, match=r"Unexpected key.*model\.extra|Missing key.*norm"):
+                wrapped.load_state_dict(wrong)
         assert all(torch.equal(value, part[name]) for name, value in wrapped.local_state_dict().items())
         assert torch.equal(wrapped.get_buffer("model.rotary_emb.inv_freq"), whole.model.rotary_emb.inv_freq)
     finally:

@@ -1,0 +1,114 @@
+"""Root of a rank's tree of modules, with the flat list of modules that recipes for NeuronX Distributed walk.
+
+::
+
+    named_children()                 children()
+    model.embed_tokens               model  (container)
+    model.layers.0                     layers  (container)
+    model.layers.1                       0, 1
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+
+class LocalModule(nn.Module):
+    """A container whose ``named_children`` are this rank's modules under their full names.
+
+    ``add_module`` takes a full name, too, and replaces a module below. ``children`` are those of the tree, as torch
+    needs them for moves and modes.
+
+    Attributes:
+        replacements: number of replacements by full names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replacements = 0
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules that stages run, each once, under their full names."""
+        seen: set[nn.Module] = set()
+        for name, module in _held(self, ""):
+            if module not in seen:
+                seen.add(module)
+                yield name, module
+
+    def children(self) -> Iterator[nn.Module]:
+        """The modules directly below, which may be containers."""
+        yield from (module for _, module in super().named_children())
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module, or replace the one of this full name."""
+        if "." not in name:
+            super().add_module(name, module)
+            return
+        owner, _, key = name.rpartition(".")
+        above = self.get_submodule(owner)
+        if key not in above._modules:
+            raise KeyError(f"there is no module {name!r} on this rank to replace; there are {list(self._names())}.")
+        above.add_module(key, module)
+        self.replacements += 1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "." in name and isinstance(value, nn.Module):
+            self.add_module(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _names(self) -> Iterator[str]:
+        return (name for name, _ in self.named_children())
+
+
+def is_container(module: nn.Module) -> bool:
+    """Return whether ``module`` is an empty module above the modules that stages run."""
+    return type(module) in (nn.Module, LocalModule)
+
+
+def stage_module(tree: nn.Module, names: Collection[str], owned: Collection[str]) -> LocalModule:
+    """Return the part of a rank's ``tree`` that one stage runs, with the same modules and tensors.
+
+    Args:
+        tree: containers and modules of the rank.
+        names: the parameters, and changing buffers, of the stage.
+        owned: those of all stages. Modules that have none of these belong to every stage.
+    """
+    part = LocalModule()
+    _copy(tree, part, "", names, owned)
+    return part
+
+
+def _copy(tree: nn.Module, part: nn.Module, prefix: str, names: Collection[str], owned: Collection[str]) -> None:
+    part.train(tree.training)
+    for key, parameter in tree._parameters.items():
+        if parameter is not None and f"{prefix}{key}" in names:
+            part.register_parameter(key, parameter)
+    for key, buffer in tree._buffers.items():
+        if buffer is not None and (f"{prefix}{key}" in names or f"{prefix}{key}" not in owned):
+            part.register_buffer(key, buffer, persistent=key not in tree._non_persistent_buffers_set)
+    for key, child in tree._modules.items():
+        below = f"{prefix}{key}."
+        if child is None:
+            continue
+        if is_container(child):
+            copied = nn.Module()
+            _copy(child, copied, below, names, owned)
+            part.add_module(key, copied)
+        elif _any_below(below, names) or not _any_below(below, owned):
+            part.add_module(key, child)
+
+
+def _any_below(prefix: str, names: Collection[str]) -> bool:
+    return any(name.startswith(prefix) for name in names)
+
+
+def _held(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for key, child in container._modules.items():
+        if child is not None:
+            name = f"{prefix}{key}"
+            if is_container(child):
+                yield from _held(child, f"{name}.")
+            else:
+                yield name, child
