@@ -18,7 +18,7 @@ from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.placement import Placement
-from nxdpp.tracing.layers import find_layer_classes, layer_names
+from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.trace import TracingOptions, trace_for
 
 _CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class InProcessPipeline:
             self.partition = first_partition(module, options, stages, policy or even, input_names)
         else:
             traced = trace_for(module, inputs, options)
-            self.partition = make_partition(traced, module, layer_names(module, options.layer_classes), stages, policy)
+            self.partition = make_partition(traced, module, options.layers_of(module), stages, policy)
             self.cut = CutGraph(traced, self.partition)
         self.programs = ProgramCache(self.partition, options, None, range(stages), {})
 

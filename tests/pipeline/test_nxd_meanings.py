@@ -1,0 +1,207 @@
+"""Arguments and attributes of NeuronX Distributed's scripts, and the recipe of its guide for checkpointing."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nxdpp import NxDPPModel, init_on_device, parallel_state
+from tests.support.plain_models import WIDTH, Base, Block
+from tests.support.run_ranks import run_ranks
+
+CONFIG = {"hidden_size": WIDTH}
+
+
+class Model(Base):
+    """Four blocks, and a buffer that the constructor computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block())
+        self.config = CONFIG
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x) * self.scale.sum()
+
+
+class CheckPointWrapper(nn.Module):
+    """A module that runs another one again in its backward, as the recipe has it."""
+
+    runs = 0
+
+    def __init__(self, mod: nn.Module) -> None:
+        super().__init__()
+        self.mod = mod
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._counted, *args, *kwargs.values(), use_reentrant=True)
+
+    def _counted(self, *args: Any) -> Any:
+        type(self).runs += 1
+        return self.mod(*args)
+
+
+def recipe(dist_model: Any) -> list[str]:
+    """Wrap each transformer layer of this rank; return their names."""
+    found = []
+    for name, module in dist_model.local_module.named_children():
+        if type(module) is dist_model.transformer_layer_cls:
+            dist_model.local_module.add_module(name, CheckPointWrapper(module))
+            found.append(name)
+    return found
+
+
+def model_and_batch() -> tuple[Model, torch.Tensor]:
+    torch.manual_seed(1)
+    return Model(), torch.randn(8, WIDTH)
+
+
+def gradients_of_one_process() -> dict[str, torch.Tensor]:
+    model, batch = model_and_batch()
+    for part in batch.chunk(2):
+        (model(part) / 2).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def over_two_ranks(rank: int) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    expected = gradients_of_one_process()
+    model, batch = model_and_batch()
+    full = {name: value.clone() for name, value in model.state_dict().items()}
+    wrapped = NxDPPModel(
+        model,
+        "Block",
+        num_microbatches=2,
+        auto_partition=True,
+        pipeline_cuts=[],
+        broadcast_and_average_loss=True,
+        use_optimizer_wrapper=True,
+        return_loss_on_cpu=True,
+    )
+    names = recipe(wrapped)
+    loss = wrapped.run_train(x=batch)
+    assert isinstance(loss, torch.Tensor)
+    gradients = [parameter.grad for parameter in wrapped.local_parameters()]
+    own = [expected[name] for name, _ in model_and_batch()[0].named_parameters() if _is_local(name, names, rank)]
+    same = all(torch.equal(one, two) for one, two in zip(gradients, own, strict=True) if one is not None)
+    # A replacement after the first step needs refresh() on all ranks.
+    if rank == 0:
+        wrapped.local_module.add_module("blocks.0", copy.deepcopy(wrapped.local_module.get_submodule("blocks.0")))
+        with pytest.raises(RuntimeError, match=r"replaced after the first step: call refresh\(\) on every rank"):
+            wrapped.trace(x=batch)
+    wrapped.refresh()
+    wrapped.run_train(x=batch)
+
+    loaded = NxDPPModel(model_and_batch()[0], "Block", num_microbatches=2)
+    loaded.load_state_dict({name: value * 2 for name, value in full.items()}, strict=True)
+    assert all(torch.equal(value, full[name] * 2) for name, value in loaded.local_state_dict().items())
+    parallel_state.destroy_model_parallel()
+    return {"names": names, "loss": loss, "same": same, "runs": CheckPointWrapper.runs}
+
+
+def _is_local(name: str, blocks: list[str], rank: int) -> bool:
+    if name.startswith("blocks."):
+        return name.startswith(tuple(f"{block}." for block in blocks))
+    return name.startswith("embedding" if rank == 0 else "head")
+
+
+def test_a_script_of_nxd_runs_with_its_arguments_and_the_recipe() -> None:
+    first, second = run_ranks(2, over_two_ranks)
+    assert first["names"] == ["blocks.0", "blocks.1"]
+    assert second["names"] == ["blocks.2", "blocks.3"]
+    model, batch = model_and_batch()
+    with torch.no_grad():
+        loss = torch.stack([model(part) for part in batch.chunk(2)]).mean()
+    assert torch.equal(first["loss"], loss)
+    assert torch.equal(second["loss"], loss)
+    assert first["same"]
+    assert second["same"]
+    # Two steps of two microbatches, each run twice, in two layers.
+    assert first["runs"] == second["runs"] == 16
+
+
+@pytest.fixture
+def wrapped() -> Iterator[Any]:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=1, pipeline_model_parallel_size=2)
+    yield NxDPPModel(Model(), "Block", num_microbatches=2)
+    parallel_state.destroy_model_parallel()
+
+
+def test_attributes_of_scripts(wrapped: Any) -> None:
+    assert wrapped.original_torch_module is wrapped.original_module
+    assert (wrapped.pipeline_parallel_rank, wrapped.pipeline_parallel_size) == (1, 2)
+    assert wrapped.transformer_layer_cls is Block
+    assert wrapped.partitioned
+    assert wrapped.virtual_pipeline_size == 1
+    assert wrapped.local_stage_modules == [wrapped.local_module]
+    assert wrapped.config is CONFIG
+    assert [name for name, _ in wrapped.local_named_children()] == ["blocks.2", "blocks.3", "head"]
+    assert [type(module) for module in wrapped.local_children()] == [Block, Block, nn.Linear]
+    assert set(wrapped.local_modules()) == set(wrapped.local_module.modules())
+    assert [buffer.item() for buffer in wrapped.local_buffers()] == [0.5]
+
+
+def test_a_rank_with_several_stages_has_the_modules_of_each() -> None:
+    parallel_state.initialize_debug(pipeline_model_parallel_rank=0, pipeline_model_parallel_size=2)
+    try:
+        wrapped = NxDPPModel(Model(), "Block", num_microbatches=2, virtual_pipeline_size=2)
+        assert wrapped.virtual_pipeline_size == 2
+        first, second = wrapped.local_stage_modules
+        assert [name for name, _ in first.named_children()] == ["embedding", "blocks.0"]
+        assert [name for name, _ in second.named_children()] == ["blocks.2"]
+        listed = [*first.parameters(), *second.parameters()]
+        assert list(map(id, listed)) == list(map(id, wrapped.local_parameters()))
+        assert [name for name, _ in first.named_buffers()] == ["scale"]
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_a_full_name_that_is_not_there_cannot_be_replaced(wrapped: Any) -> None:
+    with pytest.raises(KeyError, match=r"no module 'blocks\.0' on this rank.*blocks\.2"):
+        wrapped.local_module.add_module("blocks.0", Block())
+    setattr(wrapped.local_module, "blocks.2", replacement := Block())
+    assert wrapped.local_module.get_submodule("blocks.2") is replacement
+    assert list(wrapped.local_module.children()) == list(wrapped.local_module._modules.values())
+
+
+def test_an_unknown_leaf_is_told_by_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    parallel_state.initialize_debug()
+    try:
+        with caplog.at_level(logging.WARNING):
+            NxDPPModel(Model(), "Block", leaf_module_cls=["LlamaRMSNorm", "Linear"])
+    finally:
+        parallel_state.destroy_model_parallel()
+    (record,) = [record for record in caplog.records if "leaf_module_cls" in record.message]
+    assert "'LlamaRMSNorm', and no module of Model is of such a class" in record.message
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_buffers_on_the_meta_device_where_asked(force: bool) -> None:
+    with init_on_device(torch.device("meta"), include_buffers=True, force_custom_init_on_device=force):
+        model = Model()
+    assert model.scale.is_meta
+    with init_on_device(torch.device("meta"), force_custom_init_on_device=force):
+        model = Model()
+    assert model.scale.item() == 0.5
+    assert model.head.weight.is_meta
+
+
+def test_a_buffer_on_meta_needs_a_value() -> None:
+    with init_on_device(torch.device("meta"), include_buffers=True):
+        model = Model()
+    parallel_state.initialize_debug()
+    try:
+        wrapped = NxDPPModel(model, "Block")
+        with pytest.raises(RuntimeError, match="scale"):
+            wrapped.materialise()
+        wrapped.load_state_dict(Model().state_dict())
+        assert wrapped.get_buffer("scale").item() == 0.5
+    finally:
+        parallel_state.destroy_model_parallel()
