@@ -78,8 +78,8 @@ def groups_of_a_rank(backend: str, ranks: int, pipeline: int, rank: int = 0) -> 
     store: Any = SimpleNamespace(
         add=lambda key, amount: ranks,
         set=lambda key, value: None,
-        get=lambda key: str(mesh_of_ranks).encode(),
         wait=lambda keys: None,
+        compare_set=lambda key, expected, value: value.encode(),
     )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:

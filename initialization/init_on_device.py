@@ -99,7 +99,7 @@ class _MetaContext:
     def register_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
         return [
             register_module_parameter_registration_hook(self._take_parameter),
-            register_module_buffer_registration_hook(self._take_buffer),
+            register_module_buffer_registration_hook(self._take_buffer),  # type: ignore[arg-type]  # may return a buffer
             register_module_module_registration_hook(self._note_module),
         ]
 

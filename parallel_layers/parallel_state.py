@@ -163,10 +163,10 @@ def initialize_model_parallel(
         ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, a size other than 1
             where 1 alone is possible, an ``order`` without each dimension once, a ``hang_timeout`` between 0 and 1 or
             below 0, and a backend that does not fit: NCCL without CUDA, or another one than that of a running world.
+            Also for other sizes or another order than those of another rank; all ranks then end.
         TypeError: for a ``hang_timeout`` that is no number.
         RuntimeError: after a call with other arguments, in the debug mode, if the launcher's variables
             are incomplete, or if CUDA is present and this rank cannot use a device of its own. Nothing is changed then.
-            Also on a rank with other sizes or another order than rank 0; all ranks then end.
     """
     global _hang_timeout
     state = current_state.running()

@@ -159,7 +159,7 @@ class Pipeline:
             torch.initial_seed(),
             config.param_init_fn,
         )
-        self.local_module = self.part.module
+        self.local_module: nn.Module = self.part.module
         self._replicas = ReplicaGradients(self.local_module, self._exchanges)
         self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases

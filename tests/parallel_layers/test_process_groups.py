@@ -1,7 +1,6 @@
 """Building of the process groups."""
 
 import time
-from itertools import repeat
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from nxdpp.parallel_layers import parallel_state, process_groups, transfer_groups
+from nxdpp.parallel_layers.rank_mesh import RankMesh
 from tests.support.run_ranks import run_ranks
 
 
@@ -36,11 +36,13 @@ def test_no_rank_goes_on_before_all_ranks_have_their_groups() -> None:
     assert min(goes_on) >= max(own)
 
 
-def test_other_sizes_on_a_rank_are_refused_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_groups, "_compared", repeat(0))
+@pytest.mark.parametrize("other", [RankMesh(4, 1, 1), RankMesh(2, 2, 1, ("data", "pipeline", "tensor"))])
+def test_other_sizes_or_orders_on_a_rank_are_refused_before_a_group_is_made(
+    monkeypatch: pytest.MonkeyPatch, other: RankMesh
+) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     store = HashStore()
-    process_groups._check_sizes_of_ranks(1, 2, store)
-    process_groups._check_sizes_of_ranks(1, 2, store)
-    with pytest.raises(ValueError, match=r"another rank has .*pipeline_model_parallel_size=2, and rank 1 .*size=4"):
-        process_groups._check_sizes_of_ranks(1, 4, store)
+    process_groups._check_same_mesh(RankMesh(2, 2, 1), store, 0)
+    process_groups._check_same_mesh(RankMesh(2, 2, 1), store, 0)
+    with pytest.raises(ValueError, match=r"another rank has tensor size 1, pipeline size 2.*and rank 1 tensor size 1"):
+        process_groups._check_same_mesh(other, store, 0)

@@ -20,6 +20,8 @@ CONFIG = {"hidden_size": WIDTH}
 class Model(Base):
     """Four blocks, and a buffer that the constructor computes."""
 
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks.append(Block())
