@@ -10,6 +10,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from torch.nn import init
 
 from nxdpp.utils.logger import get_logger
+
+PAGE = (Path(__file__).parents[1] / "docs/migrating.md").read_text()
 
 STATE = "parallel_layers.parallel_state"
 
@@ -184,6 +187,12 @@ def test_a_name_is_at_its_path_with_the_printed_arguments(path: str) -> None:
     further = parameters[len(expected) :]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     assert all(one.default is not one.empty or one.kind in variadic for one in further)
+
+
+def test_the_page_has_each_name() -> None:
+    names = [(path, path.rpartition(".")[2]) for path in NAMES]
+    missing = [path for path, name in names if f"{path}`" not in PAGE and f"`{name}`" not in PAGE]
+    assert not missing
 
 
 def test_parallel_state_is_one_module_under_both_paths() -> None:
