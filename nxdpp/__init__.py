@@ -52,7 +52,7 @@ _MODULES = {
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
 }
 
-_PACKAGES = ("parallel_layers", "pipeline", "utils")
+_PACKAGES = ("modules", "optimizer", "parallel_layers", "pipeline", "trainer", "utils")
 
 
 def __getattr__(name: str) -> Any:

@@ -129,9 +129,6 @@ MISSING = {
     # Under construction.
     "parallel_layers.pad.pad_model",
     "parallel_layers.pad.get_number_of_extra_heads",
-    "parallel_layers.grads.bucket_allreduce_gradients",
-    "utils.adamw_fp32_optim_params.AdamW_FP32OptimParams",
-    "optimizer.NeuronZero1Optimizer",
     # Of sharded checkpoints, which are not built yet (docs/migrating.md).
     "parallel_layers.save",
     "parallel_layers.checkpointing.save",
