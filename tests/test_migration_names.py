@@ -123,12 +123,9 @@ NAMES: Mapping[str, str | None] = {
     "finalize_checkpoint": None,
 }
 
-# Attributes of a wrapped model in scripts: tests/pipeline/local/test_nxd_attributes.py.
+# Attributes of a wrapped model in scripts: tests/pipeline/test_nxd_meanings.py.
 
 MISSING = {
-    # Under construction.
-    "parallel_layers.pad.pad_model",
-    "parallel_layers.pad.get_number_of_extra_heads",
     # Of sharded checkpoints, which are not built yet (docs/migrating.md).
     "parallel_layers.save",
     "parallel_layers.checkpointing.save",
