@@ -1,7 +1,7 @@
 """Training text and held-out text: the bytes of files.
 
 A token is a byte, so the vocabulary has 256 ids and no tokenizer is needed. A zero byte between two files marks the end
-of a file. Nothing here is collective: every rank reads the same files and draws the same batches.
+of a file. Nothing here is collective: every rank reads the same files and draws the same sequences.
 """
 
 import sysconfig
@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch.utils.data import Dataset
 
 VOCABULARY_SIZE = 256
 END_OF_FILE = 0
@@ -62,15 +63,22 @@ def read_corpus(files: Sequence[Path]) -> Corpus:
     )
 
 
-def training_batches(text: torch.Tensor, batch_size: int, seq_length: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yield endless batches ``(batch_size, seq_length)``, int64, from random positions of ``text``.
+class RandomWindows(Dataset[torch.Tensor]):
+    """``count`` sequences ``(seq_length,)``, int64, from random positions of ``text``.
 
-    The batches depend on the seed, not on the number of processes.
+    The sequences depend on the seed, not on the number of processes.
     """
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(text) - seq_length + 1, (batch_size,), generator=generator)
-        yield _windows(text, starts, seq_length)
+
+    def __init__(self, text: torch.Tensor, count: int, seq_length: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._starts = torch.randint(len(text) - seq_length + 1, (count,), generator=generator)
+        self._text, self._seq_length = text, seq_length
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return _windows(self._text, self._starts[index : index + 1], self._seq_length)[0]
 
 
 def held_out_batches(text: torch.Tensor, batch_size: int, seq_length: int, count: int) -> Iterator[torch.Tensor]:

@@ -42,6 +42,7 @@ class Settings:
     dtype: torch.dtype
     output: Path
     pipeline_parallel_size: int
+    zero1: bool
 
 
 def read_settings(arguments: Sequence[str]) -> Settings:
@@ -170,6 +171,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="stages of a pipeline; further processes are replicas [all processes]",
     )
+    parser.add_argument(
+        "--zero1", action="store_true", help="divide the optimizer's state over the data-parallel replicas [no]"
+    )
     return parser
 
 
@@ -211,6 +215,11 @@ def _check_division(flags: argparse.Namespace, pipeline_parallel_size: int, worl
             f"{pipeline_parallel_size}: start a multiple of {pipeline_parallel_size} processes"
         )
     replicas = world_size // pipeline_parallel_size
+    if flags.zero1 and replicas == 1:
+        raise ValueError(
+            f"--zero1 divides the optimizer's state over data-parallel replicas, and {world_size} process(es) with "
+            f"--pipeline-parallel-size {pipeline_parallel_size} are one replica: leave it out, or start more processes"
+        )
     if flags.batch_size % (replicas * flags.num_microbatches):
         raise ValueError(
             f"--batch-size {flags.batch_size} does not divide into {replicas} data-parallel replica(s) of "

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from corpus import decode, held_out_batches, training_batches
+from corpus import RandomWindows, decode, held_out_batches
 from report import TrainingReport, holds_a_run, print_stage_table, settle_metrics
 from rich.console import Console
 from rich.text import Text
 from settings import Settings, read_settings, refuse
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nxdpp import NxDPPModel, deferred_init, init_on_device, load_pretrained, parallel_state, save_pretrained
+from nxdpp.optimizer import Zero1Optimizer
 
 HELD_OUT_SEQUENCES = 128
 PROMPT_BYTES, SAMPLE_BYTES = 48, 240
@@ -43,13 +45,13 @@ def train(settings: Settings) -> None:
         broadcast_and_average_loss=True,
         # nxdpp: the mean over all bytes of the batch, however many of them each microbatch has.
         loss_normalization="tokens",
+        use_zero1_optimizer=settings.zero1,
     )
     if settings.pretrained is not None:
         # nxdpp: each rank reads its own layers.
         load_pretrained(model, settings.pretrained)
     model.move_model_to_device()
-    weights = [parameter for _, parameter in model.local_named_parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, betas=(0.9, 0.99))
+    optimizer = make_optimizer(model, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
 
     console = Console(quiet=dist.get_rank() != 0)
@@ -60,18 +62,18 @@ def train(settings: Settings) -> None:
         console.print(said, highlight=False, soft_wrap=True)
     print_stage_table(console, model)
     console.print(f"held-out loss before training: {held_out_loss(model, settings):.3f}", highlight=False)
-    batches = training_batches(settings.corpus.train, settings.batch_size, settings.seq_length, settings.seed)
     with TrainingReport(console, settings.output, settings.steps) as report:
-        for step in range(1, settings.steps + 1):
-            ids = local_part(next(batches))
+        for step, batch in enumerate(training_batches(settings), 1):
+            ids = batch.to(parallel_state.local_device())
             with autocast(settings):
                 # nxdpp: forward and backward of all microbatches; gradients are in .grad as usual.
                 loss = model.run_train(input_ids=ids, labels=ids)
             assert isinstance(loss, torch.Tensor)
             if not loss.isfinite():
                 raise RuntimeError(f"the loss of step {step} is {loss.item()}: {advice(step)}")
-            # nxdpp: the norm is that of the whole model; torch's clip_grad_norm_ would see this rank's part.
-            model.clip_grad_norm_(settings.max_grad_norm)
+            if not settings.zero1:
+                # nxdpp: the norm is that of the whole model; torch's clip_grad_norm_ would see this rank's part.
+                model.clip_grad_norm_(settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -94,6 +96,25 @@ def model_without_memory(settings: Settings) -> LlamaForCausalLM:
             return LlamaForCausalLM(settings.config)
     # nxdpp: the initial weights are those of LlamaForCausalLM(settings.config).
     return deferred_init(LlamaForCausalLM, settings.config)
+
+
+def make_optimizer(model: NxDPPModel, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW over this rank's weights; with ``--zero1`` each replica keeps a part of its state, and it clips."""
+    weights = [parameter for _, parameter in model.local_named_parameters()]
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (0.9, 0.99)}
+    if settings.zero1:
+        return Zero1Optimizer(weights, torch.optim.AdamW, max_norm=settings.max_grad_norm, **options)
+    return torch.optim.AdamW(weights, **options)
+
+
+def training_batches(settings: Settings) -> DataLoader[torch.Tensor]:
+    """Batches ``(B, T)`` of this data-parallel replica, one for each step; its pipeline ranks get the same ones."""
+    count = settings.steps * settings.batch_size
+    windows = RandomWindows(settings.corpus.train, count, settings.seq_length, settings.seed)
+    replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
+    # The positions are random already.
+    sampler: DistributedSampler[Any] = DistributedSampler(windows, replicas, replica, shuffle=False)
+    return DataLoader(windows, batch_size=settings.batch_size // replicas, sampler=sampler)
 
 
 def held_out_loss(model: NxDPPModel, settings: Settings) -> float:

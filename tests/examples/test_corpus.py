@@ -1,17 +1,16 @@
 """The text of the main job: held-out files are not trained on, and a seed determines the batches."""
 
 import os
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from corpus import (
+    RandomWindows,
     decode,
     held_out_batches,
     read_corpus,
     standard_library_files,
-    training_batches,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,18 +106,18 @@ def test_unreadable_text_is_refused(tmp_path: Path) -> None:
         read_corpus([file, tmp_path / "." / "file"])
 
 
-def test_training_batches_follow_the_seed() -> None:
+def test_random_windows_follow_the_seed() -> None:
     text = torch.arange(251, dtype=torch.uint8).repeat(4)
 
-    def first_three(seed: int) -> torch.Tensor:
-        return torch.stack(list(islice(training_batches(text, 4, 16, seed), 3)))
+    def drawn(seed: int) -> torch.Tensor:
+        windows = RandomWindows(text, 12, 16, seed)
+        return torch.stack([windows[index] for index in range(len(windows))])
 
-    batches = first_three(seed=1)
-    assert batches.shape == (3, 4, 16)
-    assert batches.dtype == torch.int64
-    assert torch.equal(batches, first_three(seed=1))
-    assert not torch.equal(batches, first_three(seed=2))
-    assert not torch.equal(batches[0], batches[1])
+    assert drawn(seed=1).shape == (12, 16)
+    assert drawn(seed=1).dtype == torch.int64
+    assert torch.equal(drawn(seed=1), drawn(seed=1))
+    assert not torch.equal(drawn(seed=1), drawn(seed=2))
+    assert len({int(start) for start in drawn(seed=1)[:, 0]}) > 6
 
 
 @settings(deadline=None)
@@ -127,7 +126,8 @@ def test_batches_are_pieces_of_the_text(length: int, seq_length: int, count: int
     seq_length = min(length, seq_length)
     text = torch.arange(length, dtype=torch.uint8)
 
-    batches = [*islice(training_batches(text, 3, seq_length, seed=0), count)]
+    windows = RandomWindows(text, 3 * count, seq_length, seed=0)
+    batches = [torch.stack([windows[index] for index in range(3)])]
     held_out = list(held_out_batches(text, 3, seq_length, count))
 
     assert len(held_out) == count

@@ -77,6 +77,9 @@ def test_processes_beyond_the_stages_are_replicas(monkeypatch: pytest.MonkeyPatc
     assert "2 data-parallel replica(s) of --num-microbatches 8" in _refusal(
         "--pipeline-parallel-size", "2", "--batch-size", "8"
     )
+    zero1 = ["--pipeline-parallel-size", "2", "--batch-size", "16", "--zero1"]
+    assert read_settings(zero1).zero1
+    assert "4 process(es) with --pipeline-parallel-size 4 are one replica: leave it out" in _refusal("--zero1")
     assert "4 processes do not divide into pipelines of --pipeline-parallel-size 3" in _refusal(
         "--pipeline-parallel-size", "3"
     )

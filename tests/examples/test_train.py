@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.examples.tiny import TINY_LLAMA
@@ -75,13 +75,14 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
 
 def _unwrapped_training(model: LlamaForCausalLM) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same training without nxdpp: ``model`` accumulates microbatches."""
-    from corpus import read_corpus, standard_library_files, training_batches
+    from corpus import RandomWindows, read_corpus, standard_library_files
     from train import learning_rate_factor
 
     text = read_corpus(standard_library_files()).train
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     losses = []
-    for step, batch in enumerate(islice(training_batches(text, BATCH, LENGTH, SEED), STEPS)):
+    windows = RandomWindows(text, STEPS * BATCH, LENGTH, SEED)
+    for step, batch in enumerate(DataLoader(windows, BATCH)):
         optimizer.param_groups[0]["lr"] = RATE * learning_rate_factor(step, STEPS)
         parts = [model(input_ids=ids, labels=ids).loss for ids in batch.chunk(MICROBATCHES)]
         for part in parts:
@@ -136,11 +137,12 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(
     assert "a sample from the checkpoint" in printed[0]
 
 
+@pytest.mark.parametrize("flags", [[], ["--zero1"]])
 def test_replicas_train_like_one_process(
-    tmp_path: Path, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
+    tmp_path: Path, flags: list[str], unwrapped: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
     losses, weights = unwrapped
-    _job(tmp_path / "run", 2, "--pipeline-parallel-size", "1")
+    _job(tmp_path / "run", 2, "--pipeline-parallel-size", "1", *flags)
     saved = _saved(tmp_path / "run")
 
     assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
