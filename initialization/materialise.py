@@ -24,6 +24,7 @@ from nxdpp.initialization.initialisers import (
     reset_parameters,
 )
 from nxdpp.initialization.named_streams import NamedStreams
+from nxdpp.initialization.parts import own_part, part_of, whole_of
 from nxdpp.initialization.record import ConstructorRecord
 
 _SHOWN = 8
@@ -70,13 +71,14 @@ def initial_weights(
     try:
         # Temporaries must be on the CPU whatever the caller's context: another device has another generator.
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-            allocated = [allocate(meta.tensor) for meta in metas]
+            allocated = [_allocate(meta.tensor) for meta in metas]
             for meta, tensor in zip(metas, allocated, strict=True):
                 _put(root, meta, tensor)
             initialiser = _Initialisation(root, metas, seed, param_init_fn, record)
             initialiser.run()
             made = zip(_tensors_at(root, metas), allocated, strict=True)
             values = [value if value is own else replacement(own, value) for value, own in made]
+            values = [_own(value, meta) for value, meta in zip(values, metas, strict=True)]
             return values, initialiser.has_drawn
     finally:
         for meta, tensor in zip(metas, before, strict=True):
@@ -139,8 +141,9 @@ class _Initialisation:
 
     def _replay_recorded(self) -> None:
         for meta in self._unwritten():
-            if self._record is not None and self._record.is_written(meta.tensor):
-                _put(self._root, meta, with_type_of(self._record.materialise(meta.tensor), meta.tensor))
+            if self._record is not None and self._record.is_written(whole_of(meta.tensor)):
+                whole = self._record.materialise(whole_of(meta.tensor))
+                _put(self._root, meta, with_type_of(whole, meta.tensor))
 
     def _guard_written(self) -> None:
         written = [tensor for _, tensor in self._current() if self._is_written(tensor)]
@@ -220,13 +223,23 @@ class _Initialisation:
 
     def _check_layouts(self) -> None:
         for meta, tensor in self._current():
-            want = meta.tensor
+            want = whole_of(meta.tensor)
             if (tensor.shape, tensor.dtype) != (want.shape, want.dtype):
                 raise RuntimeError(
                     f"{meta.name} is {want.dtype} of {list(want.shape)} in the model, and was replaced by "
                     f"{tensor.dtype} of {list(tensor.shape)} by {self._source}. Write into it with torch.nn.init or "
                     f"copy_(); cast it in post_partition_hooks."
                 )
+
+
+def _allocate(meta: torch.Tensor) -> torch.Tensor:
+    """Memory for ``meta``, or for the whole of which it is a part."""
+    return allocate(meta) if part_of(meta) is None else with_type_of(allocate(whole_of(meta)), meta)
+
+
+def _own(value: torch.Tensor, meta: MetaTensor) -> torch.Tensor:
+    """The part of the initialised ``value`` that the rank holds."""
+    return value if part_of(meta.tensor) is None else replacement(value, own_part(value, meta.tensor))
 
 
 def _tensors_at(root: nn.Module, metas: Sequence[MetaTensor]) -> list[torch.Tensor]:

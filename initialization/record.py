@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nxdpp.initialization import replay
+from nxdpp.initialization.parts import whole_of
 from nxdpp.initialization.tape import Tape
 
 
@@ -90,6 +91,8 @@ def _check_unchanged(part: _Part, module: nn.Module, name: str) -> None:
         if not tensor.is_meta or key not in part.tensors:
             continue
         identity, version = part.tensors[key]
+        # A part was taken after the constructor; its whole is the recorded tensor.
+        tensor = whole_of(tensor)
         written = id(tensor) == identity and tensor._version != version
         if written or not part.record.knows(tensor):
             raise RuntimeError(

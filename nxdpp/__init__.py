@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.config import PipelineConfig
     from nxdpp.pipeline.model import NxDPPModel
     from nxdpp.pipeline.pipeline import Pipeline
+    from nxdpp.tensor_parallel.parallelize import tensor_parallelize
     from nxdpp.trainer.config import neuronx_distributed_config
     from nxdpp.trainer.optimizer import initialize_parallel_optimizer
     from nxdpp.trainer.trainer import initialize_parallel_model
@@ -35,6 +36,7 @@ __all__ = [
     "neuronx_distributed_config",
     "parallel_state",
     "save_pretrained",
+    "tensor_parallelize",
 ]
 
 _MODULES = {
@@ -50,6 +52,7 @@ _MODULES = {
     "load_pretrained": "nxdpp.checkpoint.huggingface.load",
     "neuronx_distributed_config": "nxdpp.trainer.config",
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
+    "tensor_parallelize": "nxdpp.tensor_parallel.parallelize",
 }
 
 _PACKAGES = ("modules", "optimizer", "parallel_layers", "pipeline", "trainer", "utils")

@@ -22,6 +22,16 @@ _MAPPED_BYTES = 2**24
 _PIECE = 2**22
 
 
+@dataclass(frozen=True)
+class Part:
+    """Part ``index`` of ``count`` equal ones along ``dim``, of each of ``stride`` blocks."""
+
+    dim: int
+    index: int
+    count: int
+    stride: int
+
+
 class Mapping:
     """The one file that is mapped at present."""
 
@@ -73,35 +83,60 @@ class StoredTensor:
         """A meta tensor of the same shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-    def read_into(self, destination: torch.Tensor) -> None:
-        """Read all values into ``destination``, which has the same shape, any device and any dtype.
+    def read_into(self, destination: torch.Tensor, part: Part | None = None) -> None:
+        """Read the values into ``destination``, which has the same shape, any device and any dtype.
 
-        At most 32 MiB of the file are in memory. A ``destination`` that is not contiguous needs a copy of the tensor.
-        Raises ``OSError`` if the file was changed.
+        With ``part`` it has the shape of a part, and the pages of the other parts are not touched. At most 32 MiB of
+        the file are in memory, or one row of the dimensions before the divided one. A ``destination`` that is not
+        contiguous needs a copy of the tensor. Raises ``OSError`` if the file was changed.
         """
-        assert destination.shape == self.shape
         destination = destination.detach()
         if not destination.is_contiguous():
-            destination.copy_(self.read(self.dtype))
+            values = torch.empty(destination.shape, dtype=self.dtype)
+            self.read_into(values, part)
+            destination.copy_(values)
             return
-        flat = destination.view(-1)
-        for start, stop in self._pieces():
-            flat[start:stop].copy_(self.mapping.part(self, start, stop))
+        assert part is not None or destination.shape == self.shape
+        flat, done = destination.view(-1), 0
+        for piece in self._parts(part):
+            flat[done : done + piece.numel()].view(piece.shape).copy_(piece)
+            done += piece.numel()
+        assert done == flat.numel()
 
     def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """The flattened values in ``dtype`` on the CPU, in read-only pieces of at most 2**22 elements."""
         for start, stop in self._pieces():
             yield self.mapping.part(self, start, stop).to(dtype)
 
-    def has_nan(self) -> bool:
-        """Return whether a value is not a number; reads all values."""
-        return any(map(has_nan, self.pieces(self.dtype)))
+    def has_nan(self, part: Part | None = None) -> bool:
+        """Return whether a value, or one of ``part``, is not a number; reads these values."""
+        return any(map(has_nan, self._parts(part)))
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a new CPU tensor with the values in ``dtype``."""
         values = torch.empty(self.shape, dtype=dtype)
         self.read_into(values)
         return values
+
+    def _parts(self, part: Part | None) -> Iterator[torch.Tensor]:
+        """The values of ``part`` or all values, in order, in pieces that are in the mapped file."""
+        if part is None:
+            yield from (self.mapping.part(self, start, stop) for start, stop in self._pieces())
+            return
+        width = prod(self.shape[part.dim :])
+        chunk = width // (part.count * part.stride)
+        rows = prod(self.shape[: part.dim])
+        if rows == 1:
+            for block in range(part.stride):
+                first = (block * part.count + part.index) * chunk
+                for start in range(first, first + chunk, _PIECE):
+                    yield self.mapping.part(self, start, min(start + _PIECE, first + chunk))
+            return
+        together = max(1, _PIECE // max(1, width))
+        for row in range(0, rows, together):
+            count = min(together, rows - row)
+            values = self.mapping.part(self, row * width, (row + count) * width)
+            yield values.view(count, part.stride, part.count, chunk)[:, :, part.index]
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         count = prod(self.shape)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from nxdpp.checkpoint.files.printable import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, has_nan
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
+from nxdpp.checkpoint.huggingface.divided import division_of
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
@@ -108,17 +109,21 @@ class _Source:
         """Write the results of ``conversion`` to ``tensors`` of the same names."""
         if conversion.converter is None:
             for _, tensor in tensors:
-                self._stored[conversion.names[0]].read_into(tensor)
+                self._stored[conversion.names[0]].read_into(tensor, division_of(tensor))
             return
         made = self._converted(conversion, tensors[0][1].dtype)
         for name, tensor in tensors:
-            tensor.detach().copy_(made[name])
+            division = division_of(tensor)
+            tensor.detach().copy_(made[name] if division is None else division.take(made[name]))
 
     def check_numbers(self, conversions: _Wanted) -> None:
         """Raise ``ValueError`` for a value of the sources of ``conversions`` that is not a number."""
-        for conversion, _ in conversions:
+        for conversion, wanted in conversions:
+            # A rank looks at its part alone, if the files hold the tensor itself.
+            divisions = {division_of(tensor) for _, tensor in wanted}
+            division = divisions.pop() if conversion.converter is None and len(divisions) == 1 else None
             for name in conversion.names:
-                if self._stored[name].has_nan():
+                if self._stored[name].has_nan(division):
                     raise ValueError(
                         f"{printable(name)} in {self._stored[name].path} has values that are not a number (NaN). "
                         f"Nothing was loaded. Copy or download the checkpoint again, or take one from before the loss "

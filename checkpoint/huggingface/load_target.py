@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from nxdpp.checkpoint.files.safetensors_reader import Mapping as MappedFile
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, read_header
 from nxdpp.checkpoint.huggingface.adapted import adapter_names, base_names, is_adapted, learns_prompts
+from nxdpp.checkpoint.huggingface.divided import as_in_files
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE, stored_tensors
 from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
@@ -31,7 +32,7 @@ class Target:
 
     Attributes:
         module: the module of the names; a transformers model has conversions.
-        expected: the tensors of the whole target.
+        expected: the tensors of the whole target, a divided one whole and on the meta device.
         local: those of this rank.
         tied_names: the names of each tensor that has several.
         is_whole: ``True`` for the whole model.
@@ -70,9 +71,8 @@ def _whole(model: PipelinedModel) -> Target:
     module = model.original_module
     holds_model = any(isinstance(child, PreTrainedModel) for child in module.modules())
     remedy = _INSIDE if holds_model and not isinstance(module, PreTrainedModel) else _FITTING
-    return Target(
-        module, tensors_of(module), tensors_of(model.local_module), tied_names_of(model), is_whole=True, remedy=remedy
-    )
+    expected = {name: as_in_files(tensor) for name, tensor in tensors_of(module).items()}
+    return Target(module, expected, tensors_of(model.local_module), tied_names_of(model), is_whole=True, remedy=remedy)
 
 
 def _adapter(model: PipelinedModel) -> Target:
@@ -127,7 +127,7 @@ def _named(
     tied = [[name for full in group for name in by_full.get(full, [])] for group in tied_names_of(model)]
     return Target(
         module,
-        {name: tensors[full] for name, full in names},
+        {name: as_in_files(tensors[full]) for name, full in names},
         {name: local[full] for name, full in names if full in local},
         [group for group in tied if len(group) > 1],
         False,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nxdpp.checkpoint.files.safetensors_writer import check_dtypes
 from nxdpp.checkpoint.huggingface.adapted import is_adapted
+from nxdpp.checkpoint.huggingface.divided import as_in_files, check_no_padding, joined
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
 from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
@@ -17,6 +18,7 @@ from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_s
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.tensor_attributes import is_tensor_parallel
 
 
 def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
@@ -24,7 +26,8 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
 
     ``from_pretrained(directory)``, and ``load_pretrained`` under any partition, give the same values. Names and layouts
     are those of transformers' ``save_pretrained``: merged experts are split again, and a tied weight is written once.
-    Each rank of the first data-parallel replica writes its tensors. A file has at most 1 GB, or one larger tensor. A
+    Each rank of the first data-parallel replica writes its tensors. The first rank of a tensor group writes those of
+    the group, and divided ones are gathered one after the other. A file has at most 1 GB, or one larger tensor. A
     single file is ``model.safetensors``. Several are ``model-00001-of-00004.safetensors`` and so on, with an index. A
     transformers model also gets ``config.json`` and, if it generates, ``generation_config.json``. Source files of
     custom code are not copied. ``directory`` is created if necessary, and all ranks must share it.
@@ -45,7 +48,7 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
         ValueError: before any write, for tensors on the meta device and for unsupported dtypes. Also for an adapter
             where ``directory`` has a whole model, and the other way round, and for an empty name.
         NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
-            (``add_adapter``), tensor parallelism, and tensors with parts on several ranks.
+            (``add_adapter``), adapters under tensor parallelism, and tensors with parts on several stages.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
     check_wrapped(model, "save_pretrained")
@@ -69,7 +72,7 @@ def _save(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
     try:
         local = _local_tensors(model)
         together(lambda: start_save(Path(directory), is_adapter=False) if rank == 0 else None, consequence)
-        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard)), consequence)
+        together(lambda: saved.write(rank, lambda shard: _tensors(model, local, shard), _writer()), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
         saved.remove_unfinished(rank)
@@ -98,18 +101,27 @@ def _save_adapter(
 def _layouts(model: PipelinedModel) -> dict[str, Layout] | None:
     """Layouts of the tensors that this rank can write; None on ranks of the other replicas."""
     _check_can_be_saved(model)
-    if parallel_state.get_data_parallel_rank() > 0:
+    if parallel_state.get_data_parallel_rank() > 0 or parallel_state.get_tensor_model_parallel_rank() > 0:
         return None
-    local = tensors_of(model.local_module)
+    local = {name: as_in_files(tensor) for name, tensor in tensors_of(model.local_module).items()}
     check_dtypes((name, tensor.dtype) for name, tensor in local.items())
     return layouts_of(local)
 
 
+def _writer() -> int | None:
+    """The rank that writes the files of this rank's tensor group; None on ranks of the other replicas."""
+    if parallel_state.get_data_parallel_rank() > 0:
+        return None
+    groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
+    return next(group[0] for group in groups if dist.get_rank() in group)
+
+
 def _check_can_be_saved(model: PipelinedModel) -> None:
-    if parallel_state.get_tensor_model_parallel_size() > 1:
+    check_no_padding(model.local_module)
+    divided = any(map(is_tensor_parallel, model.local_module.parameters()))
+    if divided and is_adapted(model.original_module):
         raise NotImplementedError(
-            f"saving over {parallel_state.get_tensor_model_parallel_size()} tensor-parallel ranks is not implemented: "
-            f"save local_state_dict() on each rank."
+            "saving an adapter over tensor-parallel ranks is not implemented: save local_state_dict() on each rank."
         )
     for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
         if getattr(model.original_module, sign, None):
@@ -137,6 +149,6 @@ def _tensors(model: PipelinedModel, local: Mapping[str, torch.Tensor], shard: Sh
     """Convert the ``local`` tensors to those of ``shard``."""
     made: dict[str, torch.Tensor] = {}
     for conversion in shard.conversions:
-        made |= conversion.convert(lambda name: local[name].detach(), model.original_module)
+        made |= conversion.convert(lambda name: joined(local[name]), model.original_module)
     assert layouts_of(made) == shard.layouts
     return made

@@ -72,15 +72,19 @@ class SavedDirectory:
             f"model-{number:05d}-of-{count:05d}.safetensors": shard for number, shard in enumerate(shards, start=1)
         }
 
-    def write(self, rank: int, tensors_of: Callable[[Shard], dict[str, torch.Tensor]]) -> None:
+    def write(self, rank: int, tensors_of: Callable[[Shard], dict[str, torch.Tensor]], writer: int | None) -> None:
         """Write the shards of ``rank`` to the unfinished folder, one at a time, with the tensors of ``tensors_of``.
 
-        ``start_save`` comes before on rank 0.
+        ``start_save`` comes before on rank 0. ``tensors_of`` is collective over a tensor group; its ``writer`` writes.
         """
         self._unfinished.mkdir(parents=True, exist_ok=True)
         for file, shard in self._shards.items():
-            if shard.rank == rank:
-                write_shard(self._unfinished / file, tensors_of(shard))
+            if shard.rank == writer:
+                # The tensors of one file are in memory at a time.
+                if rank == writer:
+                    write_shard(self._unfinished / file, tensors_of(shard))
+                else:
+                    tensors_of(shard)
 
     def finish(self, module: nn.Module) -> None:
         """Complete the checkpoint of ``module`` after all ranks have written; rank 0 calls it.

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
+from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.agreement.same_values import InitialWeights, RankValues
@@ -167,11 +168,14 @@ class LocalPart:
         if self._record is None or self._param_init_fn is not None:
             return made, f"torch.initial_seed() {self._seed}" if drawn else None
         values = dict(zip(others, made, strict=True))
-        values |= {place: with_type_of(self._record.materialise(place.tensor), place.tensor) for place in recorded}
+        for place in recorded:
+            whole = self._record.materialise(whole_of(place.tensor))
+            values[place] = with_type_of(own_part(whole, place.tensor), place.tensor)
         return [values[place] for place in places], self._record.origin
 
     def _is_recorded(self, tensor: torch.Tensor) -> bool:
         # param_init_fn replaces what the constructor drew.
+        tensor = whole_of(tensor)
         if self._record is None or self._param_init_fn is not None or not self._record.knows(tensor):
             return False
         # A parameter from torch.empty has no values; a buffer from there may be one that forward fills.

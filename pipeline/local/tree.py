@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.parallel_layers.tensor_attributes import copy_tensor_model_parallel_attributes
 from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.tracing import listings
@@ -97,6 +98,7 @@ def free_others(root: nn.Module, local: Collection[str], elsewhere: Collection[s
         for key, parameter in module._parameters.items():
             if parameter is not None and not any(_join(prefix, key) in local for prefix in places):
                 meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                copy_tensor_model_parallel_attributes(meta, parameter)
                 module._parameters[key] = replaced.setdefault(id(parameter), meta)
                 if not parameter.is_meta or parameter in _freed:
                     _freed[module._parameters[key]] = True

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.zoo import TASKS, initial_values, libraries_sweep, pretrained, training, types
+from tests.zoo import TASKS, initial_values, libraries_sweep, pretrained, tensor, training, types
 from tests.zoo.libraries import LIBRARIES, cases, is_installed
 from tests.zoo.page import page
 from tests.zoo.sweep import WRONG, Judge, Verdict, judge_types
@@ -17,6 +17,7 @@ SWEEPS: dict[str, Judge] = {
     "training": training.judge,
     "initial-values": initial_values.judge,
     "pretrained": pretrained.judge,
+    "tensor": tensor.judge,
 }
 
 

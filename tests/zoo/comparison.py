@@ -36,7 +36,7 @@ def compare(
     """
     without_randomness(model)
     without_randomness(whole)
-    _without_cache(whole)
+    without_cache(whole)
     given, how = dict(given or {}), list(notes)
     worst, received, assumed = 0.0, "", False
     for count in stages:
@@ -113,7 +113,8 @@ def _received(pipeline: InProcessPipeline, batch: Batch) -> str:
     return " ".join(str(len(plan.received)) for plan in plans[1:])
 
 
-def _without_cache(model: Any) -> None:
+def without_cache(model: Any) -> None:
+    """Turn off key-value caches."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):

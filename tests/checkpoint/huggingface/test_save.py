@@ -17,6 +17,7 @@ from torch import nn
 from nxdpp import NxDPPModel, parallel_state, save_pretrained
 from nxdpp.checkpoint.huggingface import save_plan
 from nxdpp.checkpoint.huggingface.save_plan import Layout, plan_shards
+from nxdpp.parallel_layers.layers import ParallelEmbedding
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
 from tests.zoo import build
@@ -112,16 +113,17 @@ def test_a_model_without_values_is_refused_on_every_rank(tmp_path: Path) -> None
     assert not (tmp_path / "none").exists()
 
 
-def save_with_tensor_parallelism(rank: int, folder: Path) -> str:
+def save_padded_rows(rank: int, folder: Path) -> str:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = nn.Sequential(ParallelEmbedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(NotImplementedError, match=r"\S") as caught:
-        save_pretrained(NxDPPModel(make("llama")), folder)
+        save_pretrained(NxDPPModel(model, transformer_layer_cls=nn.Linear), folder)
     return str(caught.value)
 
 
-def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
-    for message in run_ranks(2, save_with_tensor_parallelism, tmp_path):
-        assert "saving over 2 tensor-parallel ranks is not implemented" in message
+def test_rows_behind_a_vocabulary_are_refused(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_padded_rows, tmp_path):
+        assert "0 has 5 tokens in 6 rows, of which files would have the 1 of padding too" in message
 
 
 @pytest.mark.parametrize(

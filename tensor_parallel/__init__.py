@@ -1,0 +1,1 @@
+"""Tensor parallelism for unmodified Hugging Face models."""

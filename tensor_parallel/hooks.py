@@ -1,0 +1,56 @@
+"""Collectives around modules that stay whole, or whose parameters alone are divided."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from nxdpp.parallel_layers.tensor_attributes import mark_sequence_parallel
+
+
+def install(module: nn.Module, style: str, rope_size: int | None) -> None:
+    """Give ``module`` the collectives of ``style``."""
+    if style == "replicated_with_grad_allreduce":
+        # Its parameters see this rank's heads only. A pipeline adds the gradients up once a step.
+        mark_sequence_parallel(module)
+    elif style == "mla_kv_a_proj":
+        assert rope_size is not None
+        module._rope_size = rope_size  # type: ignore[assignment]
+        module.register_forward_hook(_copy_rope)
+    elif style == "all_reduce":
+        module.register_forward_hook(_sum_output)
+    elif style == "moe_tp_experts":
+        module.register_forward_pre_hook(_copy_expert_inputs, with_kwargs=True)
+        module.register_forward_hook(_sum_output)
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(_divide_input)
+
+
+def _copy_rope(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """The rotated part of the keys goes into attention directly, on each rank for its own heads."""
+    whole, rope = output.split([output.shape[-1] - module._rope_size, module._rope_size], dim=-1)
+    return torch.cat([whole, copy_to_tensor_model_parallel_region(rope)], dim=-1)
+
+
+def _sum_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return reduce_from_tensor_model_parallel_region(output)
+
+
+def _copy_expert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Each rank has a part of each expert: the gradients of tokens and of routing weights are sums."""
+    return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
+
+
+def _copied(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return copy_to_tensor_model_parallel_region(value) if floating else value
+
+
+def _divide_input(module: nn.Module, args: Any) -> Any:
+    """Experts that return their input are on all ranks, and the experts' outputs are summed."""
+    return args[0] / parallel_state.get_tensor_model_parallel_size(), *args[1:]

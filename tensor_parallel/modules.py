@@ -1,0 +1,131 @@
+"""Linear layers and embeddings of a model that become tensor-parallel in place.
+
+The module stays the same object with the same parameter names, and becomes a subclass of its own class. So transformers
+initialises it as before, and names in checkpoints do not change::
+
+    nn.Linear     ─▶ ColumnLinear, RowLinear    subclasses of ColumnParallelLinear, RowParallelLinear and nn.Linear
+    nn.Embedding  ─▶ VocabularyEmbedding        subclass of ParallelEmbedding and nn.Embedding
+    Conv1D        ─▶ ColumnConv1D, RowConv1D    (GPT-2), whose weight is transposed
+"""
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from nxdpp.parallel_layers import mappings, parallel_state
+from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, column_parallel
+from nxdpp.parallel_layers.overlapped_linear import Part
+
+_made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+class ColumnLinear(ColumnParallelLinear, nn.Linear):  # type: ignore[misc]
+    """``torch.nn.Linear`` whose outputs are divided."""
+
+    # The initial values are those of the whole layer, which the weight is meanwhile.
+    reset_parameters = nn.Linear.reset_parameters
+
+
+class RowLinear(RowParallelLinear, nn.Linear):  # type: ignore[misc]
+    """``torch.nn.Linear`` whose inputs are divided."""
+
+    reset_parameters = nn.Linear.reset_parameters
+
+
+class VocabularyEmbedding(ParallelEmbedding, nn.Embedding):  # type: ignore[misc]
+    """``torch.nn.Embedding`` whose tokens are divided."""
+
+    reset_parameters = nn.Embedding.reset_parameters
+
+
+class HiddenEmbedding(nn.Embedding):
+    """``torch.nn.Embedding`` whose hidden size is divided; its output is whole."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``(..., H)``."""
+        return mappings.gather_from_tensor_model_parallel_region(super().forward(input))
+
+
+class HeadsEmbedding(nn.Embedding):
+    """``torch.nn.Embedding`` whose hidden size is the heads of an attention, divided with them."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return this rank's heads ``(..., H / ranks)`` of the embeddings."""
+        return super().forward(input)
+
+
+class ColumnConv1D(Conv1D):
+    """``Conv1D`` of transformers, a transposed linear layer, whose outputs are divided."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's outputs ``(..., O / ranks)``."""
+        (output,) = column_parallel(x, [Part(self.weight.t(), self.bias)])
+        return output
+
+
+class RowConv1D(Conv1D):
+    """``Conv1D`` of transformers, a transposed linear layer, whose inputs are divided."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product ``(..., O)`` of this rank's inputs ``(..., I / ranks)``, summed over the ranks."""
+        product = torch.matmul(x, self.weight)
+        return mappings.reduce_from_tensor_model_parallel_region(product) + self.bias
+
+
+def to_column(module: nn.Linear, gather_output: bool, stride: int = 1) -> None:
+    """Make ``module`` a ``ColumnLinear``; its parameters are still whole."""
+    _become_linear(module, ColumnLinear, 0, stride)
+    module.gather_output = gather_output  # type: ignore[assignment]
+
+
+def to_row(module: nn.Linear, input_is_parallel: bool) -> None:
+    """Make ``module`` a ``RowLinear``; its parameters are still whole."""
+    _become_linear(module, RowLinear, 1, 1)
+    module.input_is_parallel = input_is_parallel  # type: ignore[assignment]
+
+
+def to_vocabulary(module: nn.Embedding) -> None:
+    """Make ``module`` a ``VocabularyEmbedding``; its weight is still whole."""
+    rows = module.num_embeddings // _size()
+    start = parallel_state.get_tensor_model_parallel_rank() * rows
+    vars(module).update(
+        tensor_parallel_size=_size(),
+        num_embeddings_per_partition=rows,
+        start_index=start,
+        end_index=start + rows,
+        sequence_parallel_enabled=False,
+        sequence_dimension=1,
+        _init_method=nn.init.normal_,
+    )
+    become(module, VocabularyEmbedding)
+
+
+def become(module: nn.Module, parallel: type[nn.Module]) -> None:
+    """Make ``module`` a ``parallel``, behind the methods of its own class where that is another than torch's."""
+    own = type(module)
+    module.__class__ = parallel if own in parallel.__mro__ else _under(own, parallel)
+
+
+def _under(own: type[nn.Module], parallel: type[nn.Module]) -> type[nn.Module]:
+    if (own, parallel) not in _made:
+        # ``super().forward(...)`` in the methods of ``own`` is that of ``parallel``.
+        _made[own, parallel] = type(f"Parallel{own.__name__}", (own, parallel), {"__module__": own.__module__})
+    return _made[own, parallel]
+
+
+def _become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, stride: int) -> None:
+    vars(module).update(
+        tensor_parallel_size=_size(),
+        input_size=module.in_features,
+        output_size=module.out_features,
+        stride=stride,
+        sequence_parallel_enabled=False,
+        sequence_dimension=1,
+        _dim=dim,
+        _init_method=None,
+    )
+    become(module, parallel)
+
+
+def _size() -> int:
+    return parallel_state.get_tensor_model_parallel_size()

@@ -1,0 +1,128 @@
+"""Unmodified Hugging Face models over two tensor-parallel ranks equal one process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
+from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import MODELS, VOCABULARY, batch, differing, gradient_distance, llama, make
+
+
+def _compare(name: str, **changes: Any) -> tuple[float, float, int]:
+    """Distances of the loss and of the gradients, and the number of logits of this rank."""
+    model, whole = make(name, **changes), make(name, **changes)
+    assert tensor_parallelize(model) is model
+    assert not differing(dict(model.named_parameters()), whole)
+    output, expected = model(**batch()), whole(**batch())
+    output.loss.backward()
+    expected.loss.backward()
+    allreduce_sequence_parallel_gradients(model.parameters())
+    loss = abs(float(output.loss.detach() / expected.loss.detach()) - 1)
+    return loss, gradient_distance(dict(model.named_parameters()), whole), output.logits.shape[-1]
+
+
+def _all_models(rank: int) -> dict[str, tuple[float, float, int]]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    results = {name: _compare(name) for name in MODELS}
+    results["tied"] = _compare("llama", tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="its 63 rows do not divide by the tensor-parallel size 2"):
+        results["odd vocabulary"] = _compare("llama", vocab_size=63, pad_token_id=None)
+    return results
+
+
+def test_two_ranks_equal_one_process() -> None:
+    for results in run_ranks(2, _all_models, timeout=120.0):
+        for name, (loss, gradients, logits) in results.items():
+            assert loss < 1e-5, name
+            assert gradients < 1e-5, name
+            # Causal losses take this rank's logits.
+            divided = name in ("llama", "experts", "gpt2", "tied")
+            assert logits == (63 if name == "odd vocabulary" else VOCABULARY // 2 if divided else VOCABULARY), name
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[None]:
+    parallel_state.initialize_debug(tensor_model_parallel_size=2)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("one_of_two")
+class TestOneOfTwo:
+    def test_layers_are_those_of_parallel_layers(self) -> None:
+        model = tensor_parallelize(make("llama", tie_word_embeddings=True))
+        layer = model.model.layers[0]
+        assert isinstance(layer.self_attn.q_proj, ColumnParallelLinear)
+        assert isinstance(layer.mlp.down_proj, RowParallelLinear)
+        assert isinstance(model.model.embed_tokens, ParallelEmbedding)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.lm_head.weight.shape == (VOCABULARY // 2, 32)
+        assert vars(model.lm_head.weight)["partition_dim"] == 0
+
+    def test_a_plan_of_the_user(self) -> None:
+        plan = {"model.layers.*.mlp.up_proj": "colwise_gather_output", "lm_head": "colwise_rep"}
+        model = tensor_parallelize(make("llama"), plan)
+        assert model.model.layers[1].mlp.up_proj.weight.shape == (24, 32)
+        assert model.model.layers[1].mlp.gate_proj.weight.shape == (48, 32)
+        # Nothing vouches for the code between head and loss.
+        assert model.lm_head.gather_output
+
+    def test_heads_that_do_not_divide(self) -> None:
+        model = make("llama", num_key_value_heads=1)
+        sentence = r"k_proj has 1 heads \(8 / head_dim=8\), which do not divide over 2 tensor-parallel ranks"
+        with pytest.raises(ValueError, match=sentence):
+            tensor_parallelize(model)
+        assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+    def test_sizes_that_do_not_divide(self) -> None:
+        with pytest.raises(ValueError, match=r"has 47 rows or columns to divide over 2 tensor-parallel ranks"):
+            tensor_parallelize(make("llama", intermediate_size=47))
+
+    def test_styles_and_forms(self) -> None:
+        with pytest.raises(ValueError, match="unknown styles in the plan: diagonal"):
+            tensor_parallelize(make("llama"), {"model.layers.*.mlp": "diagonal"})
+        with pytest.raises(TypeError, match="plan must be a dict of name patterns and styles"):
+            tensor_parallelize(make("llama"), ["colwise"])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="a LlamaMLP, the style colwise, which does not fit it"):
+            tensor_parallelize(make("llama"), {"model.layers.*.mlp": "colwise"})
+        with pytest.raises(ValueError, match=r"the plan names model\.other, which LlamaForCausalLM does not have"):
+            tensor_parallelize(make("llama"), {"model.other": "colwise", "lm_head": "colwise_rep"})
+
+    def test_types_that_were_not_compared(self) -> None:
+        class Other(type(make("llama"))):  # type: ignore[misc]
+            pass
+
+        with pytest.raises(ValueError, match="the tp_plan of Other was not compared with one process"):
+            tensor_parallelize(Other(make("llama").config))
+        with pytest.raises(ValueError, match="Linear has no tp_plan: give plan="):
+            tensor_parallelize(nn.Linear(2, 2))
+        tensor_parallelize(nn.Sequential(nn.Linear(2, 2)), {"0": "colwise_rep"})
+
+    def test_one_call_before_the_wrapper(self) -> None:
+        model = tensor_parallelize(make("llama"))
+        with pytest.raises(ValueError, match="call tensor_parallelize once"):
+            tensor_parallelize(model)
+        with pytest.raises(TypeError, match="takes a model before it is wrapped"):
+            tensor_parallelize(NxDPPModel(model))
+
+    def test_a_tie_with_a_module_outside_of_the_plan(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        with pytest.raises(ValueError, match="0 is divided, and 1, a Linear, has the same weight"):
+            tensor_parallelize(model, {"0": "colwise"})
+
+
+def test_one_rank_changes_nothing() -> None:
+    parallel_state.initialize_debug()
+    try:
+        model = tensor_parallelize(llama())
+        assert type(model.lm_head) is nn.Linear
+        assert torch.is_tensor(model(**batch()).loss)
+    finally:
+        parallel_state.destroy_model_parallel()
