@@ -55,8 +55,8 @@ class RankMesh:
         return sorted(groups)
 
     def models(self) -> list[list[int]]:
-        """Global ranks of each replica: its pipeline ranks, and their tensor ranks."""
-        models: list[list[int]] = self.ranks.movedim(1, 0).flatten(1).tolist()
+        """Global ranks of each replica, in ascending order: its pipeline ranks, and their tensor ranks."""
+        models: list[list[int]] = self.ranks.movedim(1, 0).flatten(1).sort().values.tolist()
         return models
 
     def __str__(self) -> str:
