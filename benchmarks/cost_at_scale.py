@@ -157,7 +157,7 @@ def requests_of_a_rank(act: Callable[[Any, int, int], Any], ranks: int) -> list[
             stack.enter_context(patch.object(module, "PrefixStore", lambda prefix, store: store))
         pool = stack.enter_context(ThreadPoolExecutor(ranks))
         for future in [pool.submit(act, store, rank, ranks) for rank, store in enumerate(stores)]:
-            future.result(timeout=30)
+            future.result(timeout=120)
     return [store.requests for store in stores]
 
 

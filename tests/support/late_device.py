@@ -22,7 +22,7 @@ from nxdpp.devices import kinds
 from nxdpp.devices.device import Device, Stamp
 
 NAME = "late"
-_LIMIT_SECONDS = 60.0
+_LIMIT_SECONDS = 120.0
 _aten = torch.ops.aten
 # Operations whose result decides what the host does next.
 _ASK_THE_DEVICE = {
