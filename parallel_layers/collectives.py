@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.collective_bytes import note_collective
 from nxdpp.parallel_layers.faults.board import board
 
 _ops = torch.ops._c10d_functional
@@ -50,7 +51,10 @@ def start_all_reduce(
 ) -> torch.Tensor:
     """Start ``all_reduce`` in the memory of ``tensor``, or of a copy if it is not contiguous."""
     tensor = tensor.contiguous()
-    if size_of(group) > 1 and has_values(tensor):
+    size = size_of(group)
+    if size > 1:
+        note_collective("all_reduce", tensor.nbytes, size)
+    if size > 1 and has_values(tensor):
         _ops.all_reduce_(tensor, operation, _name(group))
     return tensor
 
@@ -63,6 +67,7 @@ def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None
     dim = dim % tensor.dim()
     shape = list(tensor.shape)
     shape[dim] *= size
+    note_collective("all_gather", tensor.nbytes * size, size)
     if not has_values(tensor):
         return tensor.new_empty(shape)
     joined = wait(_ops.all_gather_into_tensor(tensor.contiguous(), size, _name(group)))
@@ -87,6 +92,7 @@ def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | N
     dim = dim % tensor.dim()
     shape = list(tensor.shape)
     shape[dim] = _part_size(tensor, dim, size)
+    note_collective("reduce_scatter", tensor.nbytes, size)
     if not has_values(tensor):
         return tensor.new_empty(shape)
     # The parts of the ranks lie one after the other.

@@ -80,13 +80,14 @@ def build_transfer_groups(
     return groups
 
 
-def communicators(ranks: int, replicas: int) -> int:
+def communicators(ranks: int, replicas: int, tensor: int = 1) -> int:
     """Return the most NCCL communicators of a rank: for each neighbour and way, the pipeline, and the replicas.
 
-    Two more, of messages that skip ranks, count where there are ranks that are no neighbours.
+    ``tensor`` is the tensor-parallel size, whose group has one too. Two more, of messages that skip ranks, count where
+    there are ranks that are no neighbours.
     """
     neighbours = min(ranks - 1, 2)
-    return 2 * neighbours + (ranks > 1) + (replicas > 1) + 2 * (ranks > 3)
+    return 2 * neighbours + (ranks > 1) + (replicas > 1) + (tensor > 1) + 2 * (ranks > 3)
 
 
 def own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:

@@ -35,6 +35,7 @@ class CostPolicy:
         how: ``"balanced"`` or ``"profiled"``.
         schedule: gives the placement and the number of microbatches in flight on each stage.
         memory_limit: bytes of one rank. ``None`` for no limit.
+        zero1: the limit is for optimizer state that the replicas share (ZeRO-1).
 
     Raises:
         ValueError: when called, for fewer layers than stages, or if no cut fits into the memory.
@@ -46,6 +47,7 @@ class CostPolicy:
     how: str
     schedule: ChosenSchedule
     memory_limit: int | None = None
+    zero1: bool = False
 
     @property
     def source(self) -> str:
@@ -61,12 +63,15 @@ class CostPolicy:
                 f"{placement.ranks} ranks. Use partition='even' or pipeline_cuts."
             )
         device, replicas = parallel_state.local_device(), parallel_state.get_data_parallel_size()
+        tensor = parallel_state.get_tensor_model_parallel_size()
         if self.how == "balanced":
-            return self.cuts(traced, count_costs(traced, self.module, self.batch, device), device, replicas)
+            return self.cuts(traced, count_costs(traced, self.module, self.batch, device), device, replicas, tensor)
         parallel_state.refuse_in_debug('partition="profiled"')
         with board.call("a construction with partition='profiled'"):
             return from_first_rank(
-                lambda: self.cuts(traced, measured_costs(traced, self.module, self.batch, device), device, replicas)
+                lambda: self.cuts(
+                    traced, measured_costs(traced, self.module, self.batch, device), device, replicas, tensor
+                )
             )
 
     def cuts(
@@ -75,6 +80,7 @@ class CostPolicy:
         node_costs: Mapping[fx.Node, NodeCost],
         device: torch.device = _CPU,
         replicas: int = 1,
+        tensor: int = 1,
     ) -> list[str]:
         """Return the cuts for the cost of each node of ``traced``; not collective.
 
@@ -83,11 +89,11 @@ class CostPolicy:
         placement, memory = self.schedule.placement, None
         if self.memory_limit is not None:
             peaks = in_flight(self.schedule.training)
-            transport = transport_bytes(traced, node_costs, device, placement.ranks, replicas)
+            transport = transport_bytes(traced, node_costs, device, placement.ranks, replicas, tensor)
             shared = shared_bytes(traced, self.module, node_costs)
             memory = MemoryLimit(self.memory_limit, peaks, shared, transport)
         rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
-        costs = layer_costs(traced, self.module, node_costs)
+        costs = layer_costs(traced, self.module, node_costs, replicas if self.zero1 else None)
         return balanced_cuts(costs, placement.ranks, placement.chunks, memory, rank_of)
 
 

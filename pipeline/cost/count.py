@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from nxdpp.parallel_layers.collective_bytes import sent_bytes
 from nxdpp.pipeline.cost.roofline import FLOP_FORMULAS, WorkCounter, accumulation_work, machine_balance
 from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, initial_value, map_tensors, run_of, tensors_in
 from nxdpp.tracing import listings
@@ -37,6 +38,7 @@ class NodeCost:
             seconds.
         saved_bytes: activations that the node makes and autograd saves. Memory counts once.
         saved_values: names of the nodes and inputs whose values autograd saves for this node, without parameters.
+        tensor_bytes: the least that a rank sends in its tensor group, in forward and backward.
         output_bytes, output_tensors: size of the value, as another stage would receive it.
         estimated: True if the counts are estimated from the parameters, because the node cannot run on fake tensors.
     """
@@ -46,6 +48,7 @@ class NodeCost:
     work: float = 0
     saved_bytes: int = 0
     saved_values: tuple[str, ...] = ()
+    tensor_bytes: float = 0
     output_bytes: int = 0
     output_tensors: int = 0
     estimated: bool = False
@@ -167,7 +170,7 @@ def _count(run: NodeRun, balance: float) -> _Counted:
         return tensor
 
     flops = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
-    with torch.enable_grad(), flops, WorkCounter(flops, balance) as counter:
+    with torch.enable_grad(), flops, sent_bytes() as sent, WorkCounter(flops, balance) as counter:
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             value = run.forward()
         forward = flops.get_total_flops()
@@ -181,7 +184,7 @@ def _count(run: NodeRun, balance: float) -> _Counted:
     storages = {_memory(tensor): tensor.untyped_storage() for tensor in saved if _memory(tensor) not in not_counted}
     saved_bytes = sum(storage.nbytes() for memory, storage in storages.items() if memory not in arguments)
     positions = [arguments.index(memory) for memory in storages if memory in arguments]
-    return value, NodeCost(forward, total - forward, work, saved_bytes), positions
+    return value, NodeCost(forward, total - forward, work, saved_bytes, tensor_bytes=sent.total), positions
 
 
 def _estimate(run: NodeRun, balance: float) -> _Counted:

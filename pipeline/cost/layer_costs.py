@@ -21,11 +21,13 @@ from nxdpp.tracing.trace import TracedGraph
 
 # AdamW keeps two moments, of the dtype of the parameter.
 _MOMENTS = 2
+# Sharded state is of float32 at least, and half parameters have a master copy of it.
+_MASTER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Number of parameters, and bytes of weights, gradients and AdamW's moments."""
+    """Number of parameters, and bytes of weights, gradients and AdamW's state."""
 
     parameters: int
     weights: int
@@ -38,19 +40,30 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def state_bytes(parameters: Iterable[nn.Parameter]) -> StateBytes:
-    """Return the sizes of ``parameters``, each once. Frozen ones have neither gradients nor moments."""
+def state_bytes(parameters: Iterable[nn.Parameter], sharded_over: int | None = None) -> StateBytes:
+    """Return the sizes of ``parameters``, each once. Frozen ones have neither gradients nor moments.
+
+    ``sharded_over`` is the number of replicas that share the state under ZeRO-1: each has an equal part of the moments,
+    of float32 at least, and of the master copies of half parameters. ``None`` is for the state of plain AdamW.
+    """
     distinct = list({id(parameter): parameter for parameter in parameters}.values())
     weights = sum(parameter.numel() * parameter.element_size() for parameter in distinct)
-    trained = sum(parameter.numel() * parameter.element_size() for parameter in distinct if parameter.requires_grad)
-    return StateBytes(sum(parameter.numel() for parameter in distinct), weights, trained, _MOMENTS * trained)
+    trained = [parameter for parameter in distinct if parameter.requires_grad]
+    gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    optimizer = _MOMENTS * gradients
+    if sharded_over is not None:
+        optimizer = -(-sum(map(_sharded_state, trained)) // sharded_over)
+    return StateBytes(sum(parameter.numel() for parameter in distinct), weights, gradients, optimizer)
 
 
-def layer_costs(traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.Node, NodeCost]) -> list[LayerCost]:
+def layer_costs(
+    traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.Node, NodeCost], sharded_over: int | None = None
+) -> list[LayerCost]:
     """Return the cost of each layer of ``traced`` in order, then of the head.
 
     Without parameters after the last layer, that layer has the later nodes and there is no head. Nodes that follow
     from the inputs alone run on every stage and belong to no layer. ``work`` has the unit of ``node_costs``.
+    ``sharded_over`` is that of ``state_bytes``.
     """
     names = [*traced.layers, "head"]
     assigned = assign_nodes(traced, root, {layer: index for index, layer in enumerate(traced.layers)}, len(names))
@@ -64,7 +77,8 @@ def layer_costs(traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.Nod
     found = []
     for index, name in enumerate(names):
         nodes = [node for node, layer in assigned.items() if layer == index]
-        state = state_bytes(parameters[parameter] for parameter, held in owners.items() if index in held).total
+        held_here = (parameters[parameter] for parameter, held in owners.items() if index in held)
+        state = state_bytes(held_here, sharded_over).total
         work = sum(node_costs[node].work for node in nodes)
         found.append(LayerCost(name, work, state, activation_bytes(nodes, node_costs, traced, shared)))
     return found
@@ -91,6 +105,13 @@ def shared_bytes(traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.No
     assigned = assign_layers(traced, root, traced.layers)
     everything = activation_bytes(assigned, node_costs, traced)
     return everything - activation_bytes(assigned, node_costs, traced, _shared(traced, assigned))
+
+
+def _sharded_state(parameter: nn.Parameter) -> int:
+    """Bytes of the state of all replicas for ``parameter`` under ZeRO-1."""
+    size = parameter.element_size()
+    master = _MASTER_BYTES if size < _MASTER_BYTES else 0
+    return parameter.numel() * (_MOMENTS * max(size, _MASTER_BYTES) + master)
 
 
 def _shared(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> set[str]:

@@ -19,7 +19,12 @@ MESSAGES_HELD = 7 + 2 * 2
 
 
 def transport_bytes(
-    traced: TracedGraph, node_costs: Mapping[fx.Node, NodeCost], device: torch.device, ranks: int, replicas: int
+    traced: TracedGraph,
+    node_costs: Mapping[fx.Node, NodeCost],
+    device: torch.device,
+    ranks: int,
+    replicas: int,
+    tensor: int = 1,
 ) -> int:
     """Return the bytes that the transport takes on each rank.
 
@@ -29,9 +34,10 @@ def transport_bytes(
         device: device of the stages.
         ranks: number of ranks of the pipeline.
         replicas: number of data-parallel replicas.
+        tensor: tensor-parallel size.
     """
     if device.type != "cuda":
         return 0
     layers = [node for node in node_costs if node.op == "call_module" and node.target in traced.layers]
     message = max((node_costs[node].output_bytes for node in layers), default=0)
-    return communicators(ranks, replicas) * COMMUNICATOR_BYTES + MESSAGES_HELD * message
+    return communicators(ranks, replicas, tensor) * COMMUNICATOR_BYTES + MESSAGES_HELD * message

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nxdpp.pipeline.planning.dimensions import Dimensions
     from nxdpp.pipeline.planning.stage_summary import StageSummary
 
 _GIB = 2**30
@@ -35,7 +38,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="cuda",
         help="device of the ranks: on cuda a memory limit counts communicators and messages (cuda)",
     )
+    parser.add_argument("--tensor-parallel-size", type=_count, default=1, metavar="N", help="ranks of each layer (1)")
     parser.add_argument("--data-parallel-size", type=_count, default=1, metavar="N", help="data-parallel replicas (1)")
+    parser.add_argument("--zero1", action="store_true", help="the replicas share the optimizer state")
     parser.set_defaults(run=run)
 
 
@@ -47,6 +52,7 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
+    from nxdpp.pipeline.planning.dimensions import Dimensions, divided
     from nxdpp.pipeline.planning.stage_summary import summarise_stages
 
     microbatches = options.num_microbatches
@@ -60,30 +66,33 @@ def run(options: argparse.Namespace) -> None:
     limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
     ranks = options.pipeline_parallel_size
     balanced = options.partition == "balanced"
-    stages = summarise_stages(
-        model,
-        inputs,
-        ranks,
-        microbatches,
-        balanced,
-        limit,
-        options.virtual_pipeline_size,
-        torch.device(options.device),
-        options.data_parallel_size,
-    )
+    sizes = Dimensions(options.tensor_parallel_size, options.data_parallel_size, options.zero1)
+    with divided(model, sizes.tensor):
+        stages = summarise_stages(
+            model,
+            inputs,
+            ranks,
+            microbatches,
+            balanced,
+            limit,
+            options.virtual_pipeline_size,
+            torch.device(options.device),
+            sizes,
+        )
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
-    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks)
+    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks, sizes)
 
 
-def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
+def _show(title: str, stages: "Sequence[StageSummary]", ranks: int, sizes: "Dimensions") -> None:
     from rich.console import Console
     from rich.table import Table
 
     # A row for each stage.
     chunked = len(stages) > ranks
     table = Table("stage (rank)" if chunked else "stage", "layers", title=title)
+    optimizer = "ZeRO-1 AdamW" if sizes.zero1 else "AdamW"
     for name in (
-        "parameters", "TFLOPs forward", "TFLOPs backward", "work / mean", "weights", "gradients", "AdamW",
+        "parameters", "TFLOPs forward", "TFLOPs backward", "work / mean", "weights", "gradients", optimizer,
         "peak activations", "sent tensors", "sent bytes",
     ):  # fmt: skip
         table.add_column(name, justify="right")
@@ -107,12 +116,16 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
     # The table. A script that reads the output needs whole lines.
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
+    if sizes.tensor > 1 or sizes.data > 1:
+        console.print(_dimensions_table(stages, ranks, sizes))
     # Notes below it.
     slowest = max(sum(stage.work for stage in stages[rank::ranks]) for rank in range(ranks))
     unit = "rank" if chunked else "stage"
     console.print(f"slowest {unit} / mean: {slowest / (mean * len(stages) / ranks):.3f}")
     if any(stage.estimated for stage in stages):
         console.print("* estimated from the parameters: layers of this stage cannot run without data")
+    if sizes.tensor > 1 or sizes.data > 1:
+        console.print("Columns are of one rank; ring algorithms send the bytes of a step, and padding is left out.")
     console.print("FLOPs, and tensors sent in the forward, are of one microbatch; activations are peaks under 1F1B.")
     if chunked:
         console.print("1F1B is interleaved; the stages of a rank may reach their peaks at different times.")
@@ -124,6 +137,22 @@ def _show(title: str, stages: "Sequence[StageSummary]", ranks: int) -> None:
     console.print(
         "Work of an operation: its FLOPs, or the FLOPs that an accelerator could do while it moves the bytes, if more."
     )
+
+
+def _dimensions_table(stages: "Sequence[StageSummary]", ranks: int, sizes: "Dimensions") -> "Table":
+    """A row for each stage: memory, and the bytes that each of its ranks sends in a step."""
+    from rich.table import Table
+
+    world = f"{sizes.tensor} tensor x {ranks} pipeline x {sizes.data} data"
+    table = Table("stage", title=f"each rank, {world}{', ZeRO-1' if sizes.zero1 else ''}: bytes sent in a step")
+    for name in ("memory", "tensor group", "gradient average", "reduce-scatter", "all-gather"):
+        table.add_column(name, justify="right")
+    for index, stage in enumerate(stages):
+        traffic = stage.traffic
+        sent = (traffic.tensor, traffic.average, traffic.reduce_scatter, traffic.all_gather)
+        mark = " *" if stage.estimated else ""
+        table.add_row(str(index), f"{_bytes(stage.memory)}{mark}", *map(_bytes, sent))
+    return table
 
 
 def _short(layer: str) -> str:

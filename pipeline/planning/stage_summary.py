@@ -11,6 +11,7 @@ from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.pipeline.cost.layer_costs import StateBytes, activation_bytes, state_bytes
 from nxdpp.pipeline.cost.transport_bytes import transport_bytes
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even, make_partition
+from nxdpp.pipeline.planning.dimensions import Dimensions, StepTraffic, step_traffic
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.in_flight import in_flight
@@ -19,11 +20,12 @@ from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.tracing.trace import TracingOptions, trace_for
 
 _CPU = torch.device("cpu")
+_ALONE = Dimensions()
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Cost of one stage.
+    """Cost of one stage, on each of the ranks that share it.
 
     Attributes:
         layers: names of its transformer layers.
@@ -33,6 +35,7 @@ class StageSummary:
         peak_activations: bytes of all microbatches in flight, under 1F1B or, with several stages a rank, interleaved
             1F1B.
         sent_tensors, sent_bytes: boundary tensors that the forward of one microbatch sends to other stages.
+        traffic: bytes that each of its ranks sends in a step beside those of the pipeline.
         transport: bytes of communicators and messages on its rank, a part of the rank's memory limit.
         estimated: True if some costs are estimated.
     """
@@ -45,8 +48,14 @@ class StageSummary:
     peak_activations: int
     sent_tensors: int
     sent_bytes: int
+    traffic: StepTraffic
     transport: int
     estimated: bool
+
+    @property
+    def memory(self) -> int:
+        """Bytes of its parameters, gradients, optimizer state and activations."""
+        return self.state.total + self.peak_activations
 
 
 def summarise_stages(
@@ -58,12 +67,12 @@ def summarise_stages(
     memory_limit: int | None = None,
     chunks: int = 1,
     device: torch.device = _CPU,
-    replicas: int = 1,
+    sizes: Dimensions = _ALONE,
 ) -> list[StageSummary]:
     """Return a summary of each stage of ``model``.
 
     Args:
-        model: the model. It is not changed. It may be on the meta device.
+        model: the model. It is not changed. It may be on the meta device. With a tensor-parallel size it is divided.
         inputs: one microbatch with labels. It may be on the meta device.
         ranks: number of ranks of the pipeline.
         microbatches: number of microbatches of a step.
@@ -71,7 +80,7 @@ def summarise_stages(
         memory_limit: bytes of a rank, for balanced cuts only.
         chunks: number of stages of each rank, the virtual pipeline size. Stage ``s`` is on rank ``s % ranks``.
         device: device of the stages. Communicators and messages take memory on CUDA alone.
-        replicas: number of data-parallel replicas, which take a communicator.
+        sizes: of the other dimensions. Replicas and tensor groups take a communicator.
 
     Raises:
         ValueError: for too many stages, or if no cut fits into the memory.
@@ -83,16 +92,23 @@ def summarise_stages(
     traced = trace_for(model, inputs, options)
     node_costs = count_costs(traced, model, inputs)
     schedule = ChosenSchedule(None, ranks, microbatches, chunks)
-    by_cost = CostPolicy(model, inputs, "balanced", schedule, memory_limit)
-    policy: PartitionPolicy = GivenCuts(by_cost.cuts(traced, node_costs, device, replicas)) if balanced else even
+    by_cost = CostPolicy(model, inputs, "balanced", schedule, memory_limit, sizes.zero1)
+    policy: PartitionPolicy = even
+    if balanced:
+        policy = GivenCuts(by_cost.cuts(traced, node_costs, device, sizes.data, sizes.tensor))
     layers = layer_names(model, options.layer_classes)
     cut = CutGraph(traced, make_partition(traced, model, layers, schedule.placement.stages, policy))
-    transport = transport_bytes(traced, node_costs, device, ranks, replicas)
-    return _summaries(cut, node_costs, in_flight(schedule.training), transport)
+    transport = transport_bytes(traced, node_costs, device, ranks, sizes.data, sizes.tensor)
+    return _summaries(cut, node_costs, in_flight(schedule.training), transport, microbatches, sizes)
 
 
 def _summaries(
-    cut: CutGraph, node_costs: Mapping[fx.Node, NodeCost], peaks: Sequence[int], transport: int
+    cut: CutGraph,
+    node_costs: Mapping[fx.Node, NodeCost],
+    peaks: Sequence[int],
+    transport: int,
+    microbatches: int,
+    sizes: Dimensions,
 ) -> list[StageSummary]:
     parameters = dict(listings.named_parameters(cut.partition.module, remove_duplicate=False))
     by_name = {node.name: node for node in cut.traced.graph.nodes}
@@ -101,16 +117,19 @@ def _summaries(
         nodes = [node for node, stage in cut.assigned.items() if stage == plan.stage]
         sent = [node_costs[by_name[name]] for name, stages in plan.sent.items() for _ in stages]
         owned = cut.partition.parameters_of(plan.stage)
+        state = state_bytes((parameters[name] for name in owned if name in parameters), sizes.sharded_over)
+        in_tensor_group = microbatches * sum(node_costs[node].tensor_bytes for node in nodes)
         found.append(
             StageSummary(
                 layers=cut.partition.layers_of([plan.stage]),
-                state=state_bytes(parameters[name] for name in owned if name in parameters),
+                state=state,
                 forward=sum(node_costs[node].forward for node in nodes),
                 backward=sum(node_costs[node].backward for node in nodes),
                 work=sum(node_costs[node].work for node in nodes),
                 peak_activations=peaks[plan.stage] * activation_bytes(nodes, node_costs, cut.traced),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
+                traffic=step_traffic(in_tensor_group, state, sizes),
                 transport=transport,
                 estimated=any(node_costs[node].estimated for node in nodes),
             )

@@ -1,0 +1,121 @@
+"""Plans with tensor, data and ZeRO-1 parallelism: memory and traffic of a rank, against formulas."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nxdpp import parallel_state
+from nxdpp.__main__ import main
+from nxdpp.pipeline.planning.dimensions import Dimensions, divided
+from nxdpp.pipeline.planning.stage_summary import StageSummary, summarise_stages
+
+VOCABULARY, HIDDEN, MIDDLE, LAYERS, B, T, MICROBATCHES = 64, 32, 48, 4, 2, 16, 4
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MIDDLE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MATRICES = HIDDEN * HIDDEN * 2 + HIDDEN * (HIDDEN // 2) * 2 + 3 * HIDDEN * MIDDLE
+"""Elements of the linear layers of a transformer layer."""
+
+
+def _stages(tensor: int = 1, data: int = 1, zero1: bool = False, **changes: Any) -> list[StageSummary]:
+    dtype = changes.pop("dtype", torch.float32)
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=dtype)
+    ids = torch.empty(B, T, dtype=torch.int64, device="meta")
+    sizes = Dimensions(tensor, data, zero1)
+    with divided(model, tensor):
+        return summarise_stages(model, {"input_ids": ids, "labels": ids}, 2, MICROBATCHES, sizes=sizes, **changes)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_linear_layers_and_vocabulary_are_divided_and_norms_are_whole(tensor: int) -> None:
+    first, last = _stages(tensor)
+
+    matrices = LAYERS // 2 * MATRICES + VOCABULARY * HIDDEN
+    assert first.state.parameters == matrices // tensor + LAYERS * HIDDEN
+    assert last.state.parameters == matrices // tensor + LAYERS * HIDDEN + HIDDEN
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_each_rank_of_a_tensor_group_keeps_its_part_of_the_activations() -> None:
+    for whole, half in zip(_stages(), _stages(2), strict=True):
+        assert whole.peak_activations / 2 < half.peak_activations < whole.peak_activations
+        assert half.sent_bytes == whole.sent_bytes
+        assert half.forward == pytest.approx(whole.forward / 2)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_traffic_of_the_tensor_group(tensor: int) -> None:
+    """A layer sums two outputs, and five gradients of inputs: of query, key, value, gate and up."""
+    first, last = _stages(tensor)
+
+    states, tokens = B * T * HIDDEN * 4, B * T * 4
+    ring = 2 * (tensor - 1) / tensor
+    layers = LAYERS // 2 * 7 * states
+    assert first.traffic.tensor == MICROBATCHES * ring * (layers + states)
+    # The head sums its input's gradient. The loss exchanges a maximum and two sums of each token.
+    assert last.traffic.tensor == MICROBATCHES * ring * (layers + states + 3 * tokens)
+
+
+def test_traffic_of_the_replicas() -> None:
+    for data in (1, 2, 4):
+        for plain, sharded in zip(_stages(data=data), _stages(data=data, zero1=True), strict=True):
+            part = (data - 1) / data * plain.state.weights
+            assert (plain.traffic.average, plain.traffic.reduce_scatter, plain.traffic.all_gather) == (2 * part, 0, 0)
+            assert (sharded.traffic.average, sharded.traffic.reduce_scatter) == (0, part)
+            assert sharded.traffic.all_gather == part
+
+
+@pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 8), (torch.bfloat16, 12)])
+def test_zero1_shares_moments_and_master_copies_of_float32(dtype: torch.dtype, each: int) -> None:
+    for stage in _stages(data=4, zero1=True, dtype=dtype):
+        assert stage.state.optimizer == stage.state.parameters * each // 4
+        assert stage.state.gradients == stage.state.weights == stage.state.parameters * dtype.itemsize
+
+
+def test_a_memory_limit_counts_the_shared_state() -> None:
+    used = max(stage.memory for stage in _stages(data=8, zero1=True, balanced=True))
+
+    stages = _stages(data=8, zero1=True, balanced=True, memory_limit=used)
+    assert max(stage.memory for stage in stages) <= used
+    with pytest.raises(ValueError, match="no cut over 2 stages fits"):
+        _stages(data=8, balanced=True, memory_limit=used)
+
+
+def _plan(folder: Path, *arguments: str) -> int:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIG}))
+    given = ("--pipeline-parallel-size", "2", "--num-microbatches", "4", "--seq-length", "16", *arguments)
+    return main(["plan", str(folder), *given])
+
+
+def test_the_command_prints_what_each_dimension_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--tensor-parallel-size", "2", "--data-parallel-size", "4", "--zero1")
+    assert _plan(tmp_path, *sizes, "--batch-size", "8") == 0
+
+    output = capsys.readouterr().out
+    assert "2 tensor x 2 pipeline x 4 data, ZeRO-1: bytes sent in a step" in output
+    row = [cell.strip() for cell in output.splitlines() if cell.startswith("│ 0 ")][-1].split("│")[2:-1]
+    (first, _) = _stages(2, 4, True)
+    traffic = first.traffic
+    expected = (first.memory, traffic.tensor, 0, traffic.reduce_scatter, traffic.all_gather)
+    assert [cell.strip() for cell in row] == [f"{size / 1024:.2f} KiB" if size else "0 B" for size in expected]
+    # Two channels, the pipeline, the tensor group and the replicas.
+    assert _plan(tmp_path, "--tensor-parallel-size", "2", "--data-parallel-size", "2") == 0
+    assert "communicators and messages: 500.0" in capsys.readouterr().out
+
+
+def test_sizes_that_do_not_divide_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(tmp_path, "--tensor-parallel-size", "3") == 2
+
+    assert "3 tensor-parallel ranks" in capsys.readouterr().err
+    assert not parallel_state.model_parallel_is_initialized()
