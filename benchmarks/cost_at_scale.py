@@ -172,9 +172,9 @@ def exchange(store: Any, rank: int, ranks: int) -> None:
     store_exchange.StoreExchange(store, rank, ranks).gather(None)
 
 
-def start_gloo(store: Any, rank: int, ranks: int) -> None:
-    """Start of a gloo group."""
-    dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
+def start_gloo(store: Any, rank: int, ranks: int) -> Any:
+    """Start of a gloo group, which must live until all ranks have connected."""
+    return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
 
 
 def polls_of_the_watch() -> int:
