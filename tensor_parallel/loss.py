@@ -11,6 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from nxdpp.parallel_layers.loss_functions import IGNORED_LABEL, parallel_cross_entropy
 from nxdpp.tensor_parallel.modules import ColumnLinear
+from nxdpp.tracing.loss_terms import in_place_of
 
 
 def divide_loss(model: PreTrainedModel) -> bool:
@@ -29,6 +30,7 @@ def divide_loss(model: PreTrainedModel) -> bool:
     return True
 
 
+@in_place_of(ForCausalLMLoss)
 def parallel_causal_lm_loss(
     logits: torch.Tensor,
     labels: torch.Tensor | None,

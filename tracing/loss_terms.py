@@ -14,7 +14,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -26,6 +26,8 @@ from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.checks import passes_on
 from nxdpp.tracing.in_place import IN_PLACE_OPERATORS
 
+Loss = TypeVar("Loss", bound=Callable[..., Any])
+
 NUM_ITEMS = "num_items_in_batch"
 """The input of transformers models that divides their summed loss."""
 
@@ -34,6 +36,7 @@ _FUNCTIONS = (F.cross_entropy, F.nll_loss)
 _MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 # Losses of transformers: each is the mean over labels, or their sum divided by ``num_items_in_batch``.
 _THEIRS = (loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss, loss_utils.ForTokenClassification)
+_in_place_of: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
 # Operations whose result is not-a-number where one of their arguments is.
 _KEEP_NAN = (
@@ -109,6 +112,21 @@ class LossTerm:
         return (counted != self.ignore_index).sum()
 
 
+def in_place_of(theirs: Callable[..., Any]) -> Callable[[Loss], Loss]:
+    """Declare a function to be a loss of transformers computed otherwise: same arguments, labels and divisor.
+
+    Raises ``ValueError`` for a loss of transformers that this module does not know.
+    """
+    if not _is_one_of(theirs, _THEIRS):
+        raise ValueError(f"{theirs.__name__} is not one of {', '.join(each.__name__ for each in _THEIRS)}")
+
+    def declared(function: Loss) -> Loss:
+        _in_place_of.append((function, theirs))
+        return function
+
+    return declared
+
+
 def means(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
     """Return the means over labels that ``loss`` is a sum or a product of: without labels it is not-a-number."""
     return [term for node in _with_nan(loss) for term in _terms(node, module) if term.divisor is None]
@@ -167,15 +185,20 @@ def _terms(node: fx.Node, module: nn.Module) -> Iterator[LossTerm]:
         is_mean = found.get("reduction", "mean") == "mean"
         if is_mean and found.get("size_average") is None and found.get("reduce") is None:
             name, targets, ignored = call.__name__, found.get("target"), found.get("ignore_index", _IGNORED)
-    elif _is_one_of(call, _THEIRS):
-        found = _bound(call, args, kwargs)
+    elif (theirs := _loss_of_transformers(call)) is not None:
+        found = _bound(theirs, args, kwargs)
         name, ignored, divisor = call.__name__, found.get("ignore_index", _IGNORED), found.get(NUM_ITEMS)
         given = found.get("shift_labels")
         targets = found.get("labels") if given is None else given
-        shifted = call is loss_utils.ForCausalLMLoss and given is None
+        shifted = theirs is loss_utils.ForCausalLMLoss and given is None
     # A label to ignore may itself be traced: the length of a sequence.
     if isinstance(targets, fx.Node) and isinstance(ignored, int):
         yield LossTerm(name, targets, ignored, shifted, divisor)
+
+
+def _loss_of_transformers(call: Any) -> Callable[..., Any] | None:
+    known = (*((each, each) for each in _THEIRS), *_in_place_of)
+    return next((theirs for function, theirs in known if call is function), None)
 
 
 def _is_one_of(call: Any, functions: Iterable[Any]) -> bool:

@@ -1,7 +1,9 @@
 """Two stages of two tensor-parallel ranks: numbers, initial weights and checkpoints are those of one process."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
@@ -21,8 +23,8 @@ from tests.support.tensor_models import batch, differing, gradient_distance, lla
 MICROBATCHES = 2
 
 
-def _wrap(model: torch.nn.Module, divide: bool = True) -> NxDPPModel:
-    return NxDPPModel(tensor_parallelize(model) if divide else model, num_microbatches=MICROBATCHES)
+def _wrap(model: torch.nn.Module, divide: bool = True, **arguments: Any) -> NxDPPModel:
+    return NxDPPModel(tensor_parallelize(model) if divide else model, num_microbatches=MICROBATCHES, **arguments)
 
 
 def _on_meta(seed: int, divide: bool, tie: bool) -> NxDPPModel:
@@ -43,6 +45,29 @@ def _step(tie: bool) -> float:
         total += one.detach()
     if model.holds_last_stage:
         torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
+    return gradient_distance(dict(model.local_named_parameters()), whole)
+
+
+def _labels_of_one_microbatch() -> dict[str, torch.Tensor]:
+    """A batch whose second microbatch has no label."""
+    inputs = batch()
+    inputs["labels"][2:] = -100
+    return inputs
+
+
+def _microbatch_without_labels() -> float:
+    """The refusal of the step; then the distance of the gradients of the mean over tokens, which the message names."""
+    inputs = _labels_of_one_microbatch()
+    model = _wrap(make("llama"))
+    for step in (model.run_train, model.run_eval):
+        with pytest.raises(ValueError, match=r"microbatch 1 of 2 has no label: .*loss_normalization='tokens'"):
+            step(**inputs)
+    assert all(parameter.grad is None for parameter in model.local_parameters())
+    model, whole = _wrap(make("llama"), loss_normalization="tokens"), make("llama")
+    loss, expected = model.run_train(**inputs), whole(**inputs).loss
+    expected.backward()
+    if model.holds_last_stage:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
     return gradient_distance(dict(model.local_named_parameters()), whole)
 
 
@@ -83,6 +108,7 @@ def _initial_weights(tie: bool) -> list[str]:
 
 def _cases(rank: int, folder: Path) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert _microbatch_without_labels() < 1e-5
     for tie in (False, True):
         assert _step(tie) < 1e-5, tie
         assert not _checkpoints(folder / str(tie), tie), tie

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from nxdpp.tracing.loss_terms import NUM_ITEMS, all_terms, labels_of_modules, means, takes_number_of_items
+from nxdpp.tracing.loss_terms import NUM_ITEMS, all_terms, in_place_of, labels_of_modules, means, takes_number_of_items
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
 from tests.support.models import make
 
@@ -110,6 +111,20 @@ def test_labels_of_transformers_are_those_of_their_losses(kind: str, expected: i
     (term,) = means(loss, model)
     assert int(term.count({"input_ids": IDS, "labels": LABELS})) == expected
     assert term.divisor is None
+
+
+def test_labels_of_a_function_in_place_of_a_loss_of_transformers() -> None:
+    @in_place_of(ForCausalLMLoss)
+    def computed_otherwise(*args: Any, **kwargs: Any) -> Any:
+        return ForCausalLMLoss(*args, **kwargs)
+
+    model: Any = make("llama", layers=2)
+    model.loss_function = computed_otherwise
+    _, loss = traced_loss(model, type(model.model.layers[0]))
+    (term,) = means(loss, model)
+    assert (term.name, term.count({"input_ids": IDS, "labels": LABELS})) == ("computed_otherwise", 2)
+    with pytest.raises(ValueError, match="cross_entropy is not one of ForCausalLMLoss, "):
+        in_place_of(F.cross_entropy)
 
 
 def test_a_number_of_items_reaches_the_loss_or_not() -> None:
