@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from nxdpp.parallel_layers import parallel_state
@@ -103,8 +104,18 @@ def _leave_out_vocabulary(found: Mapping[str, nn.Module], chosen: dict[str, str]
             del chosen[name]
             yield (
                 f"{name} stays whole on each rank: its {rows} rows do not divide by the tensor-parallel size {size}. "
-                f"model.resize_token_embeddings({rows + -rows % size}) makes a vocabulary that does."
+                f"{_remedy(found[''], module, rows + -rows % size)}"
             )
+
+
+def _remedy(model: nn.Module, module: nn.Module, rows: int) -> str:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(model, PreTrainedModel) else ()
+    if not any(module is each for each in ends):
+        return "A tensor-parallel size that divides them makes parts of it."
+    return (
+        f"model.resize_token_embeddings({rows}) before tensor_parallelize makes a vocabulary that does; the new tokens "
+        f"count in the loss."
+    )
 
 
 def _check_module(name: str, module: nn.Module, style: str) -> None:

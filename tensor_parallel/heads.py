@@ -23,7 +23,8 @@ def check_heads(found: Mapping[str, nn.Module], chosen: Mapping[str, str]) -> No
             if heads % size:
                 raise ValueError(
                     f"{name} has {heads} heads ({words}), which do not divide over {size} tensor-parallel ranks: use a "
-                    f"tensor-parallel size that divides {heads}, or pad the model's heads to a multiple of {size}"
+                    f"tensor-parallel size that divides {heads}, or leave {owner} whole by a plan= without its "
+                    f"modules"
                 )
 
 

@@ -1,6 +1,6 @@
 """Unmodified Hugging Face models over two tensor-parallel ranks equal one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +14,15 @@ from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import MODELS, VOCABULARY, batch, differing, gradient_distance, llama, make
 
 
-def _compare(name: str, **changes: Any) -> tuple[float, float, int]:
+def _compare(
+    name: str, change: Callable[[Any], None] | None = None, plan: dict[str, str] | None = None, **changes: Any
+) -> tuple[float, float, int]:
     """Distances of the loss and of the gradients, and the number of logits of this rank."""
     model, whole = make(name, **changes), make(name, **changes)
-    assert tensor_parallelize(model) is model
+    if change is not None:
+        change(model)
+        change(whole)
+    assert tensor_parallelize(model, plan) is model
     assert not differing(dict(model.named_parameters()), whole)
     output, expected = model(**batch()), whole(**batch())
     output.loss.backward()
@@ -31,9 +36,18 @@ def _all_models(rank: int) -> dict[str, tuple[float, float, int]]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     results = {name: _compare(name) for name in MODELS}
     results["tied"] = _compare("llama", tie_word_embeddings=True)
-    with pytest.warns(UserWarning, match="its 63 rows do not divide by the tensor-parallel size 2"):
+    with pytest.warns(UserWarning, match="its 63 rows do not divide .*resize_token_embeddings.64. before"):
         results["odd vocabulary"] = _compare("llama", vocab_size=63, pad_token_id=None)
+    # The remedies of the warning, and of the refusal of heads that do not divide.
+    results["resized"] = _compare("llama", _resize, vocab_size=63, pad_token_id=None)
+    plan = {name: style for name, style in llama().tp_plan.items() if ".self_attn." not in name}
+    results["one head"] = _compare("llama", plan=plan, num_key_value_heads=1)
     return results
+
+
+def _resize(model: Any) -> None:
+    torch.manual_seed(1)
+    model.resize_token_embeddings(VOCABULARY)
 
 
 def test_two_ranks_equal_one_process() -> None:
@@ -42,7 +56,7 @@ def test_two_ranks_equal_one_process() -> None:
             assert loss < 1e-5, name
             assert gradients < 1e-5, name
             # Causal losses take this rank's logits.
-            divided = name in ("llama", "experts", "gpt2", "tied")
+            divided = name in ("llama", "experts", "gpt2", "tied", "resized")
             assert logits == (63 if name == "odd vocabulary" else VOCABULARY // 2 if divided else VOCABULARY), name
 
 
@@ -75,10 +89,16 @@ class TestOneOfTwo:
 
     def test_heads_that_do_not_divide(self) -> None:
         model = make("llama", num_key_value_heads=1)
-        sentence = r"k_proj has 1 heads \(8 / head_dim=8\), which do not divide over 2 tensor-parallel ranks"
+        sentence = r"k_proj has 1 heads \(8 / head_dim=8\), which do not divide over 2 .*whole by a plan= without its"
         with pytest.raises(ValueError, match=sentence):
             tensor_parallelize(model)
         assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+    def test_other_outputs_that_do_not_divide(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 5))
+        with pytest.warns(UserWarning, match=r"its 5 rows do not divide .*2\. A tensor-parallel size that divides"):
+            tensor_parallelize(model, {"0": "colwise_gather_output"})
+        assert type(model[0]) is nn.Linear
 
     def test_sizes_that_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match=r"has 47 rows or columns to divide over 2 tensor-parallel ranks"):
@@ -116,6 +136,18 @@ class TestOneOfTwo:
         model[1].weight = model[0].weight
         with pytest.raises(ValueError, match="0 is divided, and 1, a Linear, has the same weight"):
             tensor_parallelize(model, {"0": "colwise"})
+
+
+def test_a_size_that_divides_the_heads() -> None:
+    try:
+        parallel_state.initialize_debug(tensor_model_parallel_size=4)
+        with pytest.raises(ValueError, match=r"k_proj has 2 heads .* use a tensor-parallel size that divides 2, or"):
+            tensor_parallelize(make("llama"))
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_debug(tensor_model_parallel_size=2)
+        assert tensor_parallelize(make("llama")).model.layers[0].self_attn.k_proj.weight.shape == (8, 32)
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def test_one_rank_changes_nothing() -> None:
