@@ -278,7 +278,7 @@ class Pipeline:
         check = self._first_check()
 
         def once_verified() -> None:
-            self._replicas.verify(self.part.origin, self.part.seed)
+            self._replicas.verify(self.part.origin, self.part.seed, self.part.attribute_lines())
             if check is not None:
                 check.run(step.microbatches, step.scales)
 
@@ -426,6 +426,7 @@ class Pipeline:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load this rank's part of a state dict; not collective. The replicas compare values at their next average."""
         result = self._upkeep.load(state_dict, strict, assign)
+        self.part.has_loaded_state = True
         self._replicas.verify_again()
         self.follow()
         return result

@@ -34,18 +34,19 @@ class ReplicaGradients:
         """Figures of the last average that began during a step."""
         return AverageReport(0, 0, 0.0) if self._overlapped is None else self._overlapped.report
 
-    def verify(self, origin: str | None, seed: int) -> None:
+    def verify(self, origin: str | None, seed: int, lines: Sequence[str] = ()) -> None:
         """Verify once that the replicas have the same parameters and values; collective over them.
 
         Args:
             origin: a line about the origin of the values, the same on each replica.
             seed: ``torch.initial_seed()`` when this rank wrapped the model, for the message.
+            lines: other facts about the model that are equal on all replicas.
 
         Raises:
             RuntimeError: for other names, shapes or dtypes than the first replica has, or other values in a sample.
         """
         if not self._verified:
-            self._compare(origin, seed)
+            self._compare(origin, seed, lines)
             self._verified = True
 
     def average(self, origin: str | None, seed: int, number: int) -> None:
@@ -139,9 +140,9 @@ class ReplicaGradients:
         """Verify the parameters again before the next average, on all replicas."""
         self._changed = True
 
-    def _compare(self, origin: str | None, seed: int) -> None:
+    def _compare(self, origin: str | None, seed: int, lines: Sequence[str] = ()) -> None:
         self._exchanges.begin("comparison of parameters")
         parameters = list(self._module.named_parameters())
         group = parallel_state.get_data_parallel_group()
         with failure_watch.reported():
-            check_replica_values(parameters, origin, group, seed, parameter_lines(parameters))
+            check_replica_values(parameters, origin, group, seed, [*lines, *parameter_lines(parameters)])

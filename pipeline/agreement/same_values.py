@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxdpp.pipeline.agreement.fingerprint import digest
+from nxdpp.pipeline.agreement.plain_attributes import check_same_attributes
 
 # Enough to notice another seed. A large model on disk is not read for it.
 _INITIAL_ELEMENTS = 16
@@ -48,6 +49,8 @@ class Values:
         conversions: the rank, and the dtypes from and to which all of its weights were converted; ``None`` where a rank
             has no floating weights or has converted some.
         loads: the first rank, and how often it has loaded weights by ``load_pretrained``.
+        has_loaded_state: the first rank, and whether it has loaded a state dict.
+        attributes: the first rank, and the plain attributes that its modules had when it wrapped the model.
     """
 
     ties: dict[int, Copy] = field(default_factory=dict)
@@ -55,6 +58,8 @@ class Values:
     seeds: dict[int, int] = field(default_factory=dict)
     conversions: tuple[int, Conversions] | None = None
     loads: tuple[int, int] | None = None
+    has_loaded_state: tuple[int, bool] | None = None
+    attributes: tuple[int, Mapping[str, str]] | None = None
 
 
 class InitialWeights:
@@ -111,6 +116,8 @@ class RankValues:
         parameters: of this rank, by name.
         ties: this rank's copies of tied weights, by number.
         loads: how often the rank has loaded weights by ``load_pretrained``.
+        has_loaded_state: whether the rank has loaded a state dict.
+        attributes: plain attributes of all modules, by path, when the rank wrapped the model.
     """
 
     def __init__(
@@ -120,19 +127,26 @@ class RankValues:
         parameters: Mapping[str, nn.Parameter],
         ties: Mapping[int, Copy],
         loads: int,
+        has_loaded_state: bool,
+        attributes: Mapping[str, str],
     ) -> None:
         self._rank = rank
         self._initial = initial
         self._parameters = parameters
         self._ties = ties
         self._loads = loads
+        self._has_loaded_state = has_loaded_state
+        self._attributes = attributes
 
     def after(self, heard: Values, name: Callable[[int], str]) -> Values:
         """Return what the next rank is told, after the comparison with what this rank has ``heard``.
 
         ``name`` gives the name of a rank. Raises ``RuntimeError`` for a part of another model.
         """
+        if heard.attributes is not None:
+            check_same_attributes(name(heard.attributes[0]), heard.attributes[1], name(self._rank), self._attributes)
         self._check_loads(heard.loads, name)
+        self._check_loaded_state(heard.has_loaded_state, name)
         kept = self._initial.kept(self._parameters)
         conversions = self._initial.conversions(self._parameters)
         self._check_conversions(heard.conversions, conversions, name)
@@ -145,6 +159,8 @@ class RankValues:
             heard.seeds | {self._rank: self._initial.seed},
             heard.conversions if conversions is None else (self._rank, conversions),
             heard.loads or (self._rank, self._loads),
+            heard.has_loaded_state or (self._rank, self._has_loaded_state),
+            heard.attributes or (self._rank, self._attributes),
         )
 
     def _check_loads(self, heard: tuple[int, int] | None, name: Callable[[int], str]) -> None:
@@ -152,6 +168,15 @@ class RankValues:
             raise RuntimeError(
                 f"{name(heard[0])} has called load_pretrained {heard[1]} times, and {name(self._rank)} {self._loads} "
                 f"times: only a part of the model has the loaded weights. Call load_pretrained on every rank."
+            )
+
+    def _check_loaded_state(self, heard: tuple[int, bool] | None, name: Callable[[int], str]) -> None:
+        if heard is not None and heard[1] != self._has_loaded_state:
+            loaded, other = (heard[0], self._rank) if heard[1] else (self._rank, heard[0])
+            raise RuntimeError(
+                f"{name(loaded)} has loaded a state dict, and {name(other)} has not: only a part of the model has the "
+                f"loaded weights. Call load_state_dict on every rank, with the tensors that local_state_dict() names "
+                f"there; on a rank that has none of them load_state_dict({{}}, strict=False)."
             )
 
     def _check_initial(self, heard: Values, name: Callable[[int], str]) -> None:

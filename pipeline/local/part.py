@@ -13,6 +13,7 @@ from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.pipeline.agreement.plain_attributes import attribute_lines, plain_attributes
 from nxdpp.pipeline.agreement.same_values import InitialWeights, RankValues
 from nxdpp.pipeline.local.own_save import refuse_own_save
 from nxdpp.pipeline.local.tied_weights import TiedWeight, TiedWeights
@@ -49,6 +50,8 @@ class LocalPart:
         origin: the seed or generator state of the initial weights, as text; ``None`` where none were drawn. It must
             be equal on all ranks that have one.
         loads: how often ``load_pretrained`` has loaded weights.
+        has_loaded_state: ``True`` after a state dict was loaded.
+        attributes: plain attributes of all modules at construction, by path.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class LocalPart:
         self._rank = rank
         self.origin: str | None = None
         self.loads = 0
+        self.has_loaded_state = False
+        self.attributes = plain_attributes(root)
         self._seed = seed
         self._param_init_fn = param_init_fn
         self._record = record_of(root)
@@ -117,11 +122,23 @@ class LocalPart:
     def values(self) -> RankValues:
         """The present values, to compare them with those of other ranks."""
         parameters = dict(listings.named_parameters(self.module))
-        return RankValues(self._rank, self._initial, parameters, self.tied.copies(), self.loads)
+        return RankValues(
+            self._rank,
+            self._initial,
+            parameters,
+            self.tied.copies(),
+            self.loads,
+            self.has_loaded_state,
+            self.attributes,
+        )
 
     def forget_initial_weights(self) -> None:
         """Drop the samples of the initial weights: the ranks have compared them."""
         self._initial.forget()
+
+    def attribute_lines(self) -> list[str]:
+        """A line for each plain attribute that the ranks have to compare."""
+        return attribute_lines(self.attributes)
 
     @property
     def seed(self) -> int:

@@ -6,12 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.parallel_layers.layers import ColumnParallelLinear
 from nxdpp.pipeline.agreement.fingerprint import fingerprint
+from nxdpp.pipeline.agreement.plain_attributes import plain_attributes
 from nxdpp.pipeline.agreement.same_values import InitialWeights, sample
 from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
+from nxdpp.tracing.code_names import is_framework
 from tests.support.run_ranks import run_ranks
 
 SEED = "Give torch.manual_seed the same seed on every rank of a pipeline, before the model is built and wrapped."
@@ -21,11 +25,35 @@ SEEDS = (
 )
 
 
+class Scaled(nn.Module):
+    """A module with a number that its code reads, and one that names its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.rank = self.unread = 0
+        self.verbose = self.rank_is_verbose = False
+        self.calls: list[str] = []
+
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.verbose or self.rank_is_verbose or self.is_first:
+            self.calls.append("forward")
+        return self.scaled(hidden) if self.rank >= 0 else hidden
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.scale
+
+
 class Model(nn.Module):
     """Two layers, and an embedding that is tied to the head."""
 
     def __init__(self, ties: bool) -> None:
         super().__init__()
+        self.block = Scaled()
         self.embed = nn.Embedding(8, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.head = nn.Linear(4, 8, bias=False)
@@ -36,12 +64,16 @@ class Model(nn.Module):
         hidden = self.embed(ids)
         for layer in self.layers:
             hidden = layer(hidden)
+        hidden = self.block(hidden)
         return {"loss": self.head(hidden).square().mean()}
 
 
-def wrap(seed: int, ties: bool = False, cuts: tuple[str, ...] = ("layers.0",)) -> NxDPPModel:
+def wrap(seed: int, ties: bool = False, cuts: tuple[str, ...] = ("layers.0",), **attributes: float) -> NxDPPModel:
     torch.manual_seed(seed)
-    return NxDPPModel(Model(ties), transformer_layer_cls=nn.Linear, pipeline_cuts=cuts)
+    model = Model(ties)
+    for name, value in attributes.items():
+        setattr(model.block, name, value)
+    return NxDPPModel(model, nn.Linear, pipeline_cuts=cuts, leaf_module_cls=[Scaled])
 
 
 def other_seed(rank: int) -> NxDPPModel:
@@ -112,6 +144,32 @@ def load_on_one_rank(rank: int) -> NxDPPModel:
     return wrapped
 
 
+def load_state_on_one_rank(rank: int) -> NxDPPModel:
+    wrapped = wrap(5)
+    if rank == 1:
+        wrapped.load_state_dict({name: torch.ones_like(value) for name, value in wrapped.state_dict().items()})
+    return wrapped
+
+
+def load_state_on_one_rank_and_none_on_the_other(rank: int) -> NxDPPModel:
+    wrapped = load_state_on_one_rank(rank)
+    if rank == 0:
+        wrapped.load_state_dict({}, strict=False)
+    return wrapped
+
+
+def other_attribute(rank: int) -> NxDPPModel:
+    return wrap(5, scale=1.0 + rank)
+
+
+def attribute_for_a_log(rank: int) -> NxDPPModel:
+    return wrap(5, verbose=rank == 0)
+
+
+def attributes_that_name_the_rank_or_are_not_read(rank: int) -> NxDPPModel:
+    return wrap(5, rank=rank, rank_is_verbose=rank == 0, unread=rank)
+
+
 CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
     other_seed: (
         "pipeline rank 0 (rank 0) and pipeline rank 1 (rank 1) have built the model with different initial weights: "
@@ -145,6 +203,21 @@ CASES: dict[Callable[[int], NxDPPModel], tuple[str, ...]] = {
         "part of the model has the loaded weights. Call load_pretrained on every rank.",
     ),
     one_module_of_another_dtype: (),
+    load_state_on_one_rank: (
+        "pipeline rank 1 (rank 1) has loaded a state dict, and pipeline rank 0 (rank 0) has not",
+        "load_state_dict({}, strict=False)",
+    ),
+    load_state_on_one_rank_and_none_on_the_other: (),
+    other_attribute: (
+        "pipeline rank 0 (rank 0): block.scale = 1.0\n",
+        "pipeline rank 1 (rank 1): block.scale = 2.0\n",
+        "different attributes, which forward reads: 1 differ.",
+    ),
+    attribute_for_a_log: (
+        "pipeline rank 0 (rank 0): block.verbose = True\n",
+        "needs 'rank' in its name, such as rank_is_verbose; or make it a property.",
+    ),
+    attributes_that_name_the_rank_or_are_not_read: (),
 }
 
 
@@ -178,9 +251,17 @@ def test_a_part_of_another_model_is_found_and_the_remedies_work() -> None:
             assert part in message
 
 
+def test_modules_of_torch_transformers_and_nxdpp_are_not_compared() -> None:
+    for kind in (nn.Linear, ColumnParallelLinear, LlamaRMSNorm):
+        assert is_framework(kind.__module__)
+    model = nn.Sequential(nn.Dropout(0.5), LlamaRMSNorm(4), Scaled())
+    assert plain_attributes(model[:2]) == {}
+    assert plain_attributes(model) == {"2.scale": "1.0", "2.verbose": "False"}
+
+
 def train_replicas(rank: int) -> None:
     parallel_state.initialize_model_parallel()
-    wrapped = wrap(3 + rank, cuts=())
+    wrapped = wrap(3 + rank, cuts=(), scale=1.0 + rank)
     try:
         wrapped.run_train(ids=torch.arange(4).view(2, 2))
     except RuntimeError as error:
@@ -194,6 +275,7 @@ def test_replicas_of_other_seeds_are_found_before_the_first_step() -> None:
     message = str(raised.value)
     assert "data-parallel rank 1 (rank 1) has other parameters than data-parallel rank 0 (rank 0)" in message
     assert "torch.initial_seed() was 3 and 4 when they wrapped the model." in message
+    assert "data-parallel rank 1 (rank 1): attribute block.scale = 2.0" in message
     assert "gradients: 0" in message
 
 
