@@ -89,7 +89,9 @@ class ReferenceStep:
 
         def act() -> list[str]:
             with _unchanged_generators(self._device) as have_moved:
-                self._train(self._copy(values), microbatches, scales)
+                module = self._copy(values)
+                with _noted_progress(module):
+                    self._train(module, microbatches, scales)
                 return [_DRAWS] if have_moved() else []
 
         self._raise_together(act, "check_against_module cannot compare this step")
@@ -183,6 +185,23 @@ class ReferenceStep:
         with failure_watch.reported():
             dist.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+
+@contextmanager
+def _noted_progress(module: nn.Module) -> Iterator[None]:
+    """Note each forward of a submodule, and each gradient of a parameter, on the board: the whole model may be slow."""
+
+    def note(*_: object) -> None:
+        board.moved()
+
+    hooks = [nn.modules.module.register_module_forward_pre_hook(note)]
+    trained = (parameter for parameter in listings.parameters(module) if parameter.requires_grad)
+    hooks += [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ import ctypes
 import random
 import re
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.parallel_layers.faults.board import board
+from nxdpp.pipeline.reference_step import ReferenceStep
 from tests.support import models
 from tests.support.models import gradient_differences, padded_batch, reference, train_in_one_process
 from tests.support.plain_models import Base, Block
@@ -55,6 +58,36 @@ def test_a_wrong_pipeline_is_found_on_every_rank() -> None:
     assert "leaf_module_cls" in messages[0]
     assert re.search(r"rank 1: the loss of microbatch 0 has \S+ in the pipeline, \S+ in one process", messages[0])
     assert re.search(r"rank 0: the gradient of embedding.weight has \S+ in the pipeline, \S+ in", messages[0])
+
+
+class Runs(Base):
+    """Has nine modules and ten parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+def moves_of_the_whole_model(rank: int) -> int:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    wrapped = NxDPPModel(Runs(), Block, 2, input_names=["x"], check_against_module="first")
+    moves, train = 0, ReferenceStep._train
+
+    def counted(*arguments: Any) -> None:
+        nonlocal moves
+        before = board.moves
+        train(*arguments)
+        moves = board.moves - before
+
+    with patch.object(ReferenceStep, "_train", counted):
+        wrapped.run_train(x=torch.ones(4, 4))
+    assert not nn.modules.module._global_forward_pre_hooks
+    return moves
+
+
+def test_each_forward_and_each_gradient_of_the_whole_model_is_progress() -> None:
+    microbatches = 2
+    assert run_ranks(2, moves_of_the_whole_model) == [microbatches * (9 + 10 + 1)] * 2
 
 
 def state() -> tuple[Any, ...]:
