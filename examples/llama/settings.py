@@ -42,6 +42,7 @@ class Settings:
     dtype: torch.dtype
     output: Path
     pipeline_parallel_size: int
+    tensor_parallel_size: int
     zero1: bool
 
 
@@ -52,10 +53,11 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags = _parser().parse_args(arguments)
-    pipeline_parallel_size = flags.pipeline_parallel_size or world_size
+    pipeline_parallel_size = flags.pipeline_parallel_size or max(1, world_size // flags.tensor_parallel_size)
     config = _read_config(flags)
     _check_division(flags, pipeline_parallel_size, world_size)
     _check_model(config, flags.seq_length, pipeline_parallel_size)
+    _check_parts(config, flags.tensor_parallel_size)
     corpus = read_corpus(flags.data or standard_library_files())
     _check_length(corpus, flags.seq_length)
     if _rank() == 0:
@@ -172,6 +174,13 @@ def _parser() -> argparse.ArgumentParser:
         help="stages of a pipeline; further processes are replicas [all processes]",
     )
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="processes that share each layer [%(default)s]",
+    )
+    parser.add_argument(
         "--zero1", action="store_true", help="divide the optimizer's state over the data-parallel replicas [no]"
     )
     return parser
@@ -209,12 +218,16 @@ def _read_config(flags: argparse.Namespace) -> LlamaConfig:
 
 
 def _check_division(flags: argparse.Namespace, pipeline_parallel_size: int, world_size: int) -> None:
-    if world_size % pipeline_parallel_size:
+    in_replica = pipeline_parallel_size * flags.tensor_parallel_size
+    if world_size % in_replica:
+        tensor = (
+            "" if flags.tensor_parallel_size == 1 else f" times --tensor-parallel-size {flags.tensor_parallel_size}"
+        )
         raise ValueError(
             f"{world_size} processes do not divide into pipelines of --pipeline-parallel-size "
-            f"{pipeline_parallel_size}: start a multiple of {pipeline_parallel_size} processes"
+            f"{pipeline_parallel_size}{tensor}: start a multiple of {in_replica} processes"
         )
-    replicas = world_size // pipeline_parallel_size
+    replicas = world_size // in_replica
     if flags.zero1 and replicas == 1:
         raise ValueError(
             f"--zero1 divides the optimizer's state over data-parallel replicas, and {world_size} process(es) with "
@@ -240,6 +253,16 @@ def _check_model(config: LlamaConfig, seq_length: int, pipeline_parallel_size: i
             f"--seq-length {seq_length} is longer than the model's max_position_embeddings of "
             f"{config.max_position_embeddings}"
         )
+
+
+def _check_parts(config: LlamaConfig, tensor_parallel_size: int) -> None:
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    for name in names:
+        number = getattr(config, name)
+        if number % tensor_parallel_size:
+            raise ValueError(
+                f"the model's {name} of {number} does not divide over --tensor-parallel-size {tensor_parallel_size}"
+            )
 
 
 def _check_length(corpus: Corpus, seq_length: int) -> None:

@@ -24,7 +24,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from nxdpp import NxDPPModel, deferred_init, init_on_device, load_pretrained, parallel_state, save_pretrained
+from nxdpp import (
+    NxDPPModel,
+    deferred_init,
+    init_on_device,
+    load_pretrained,
+    parallel_state,
+    save_pretrained,
+    tensor_parallelize,
+)
 from nxdpp.optimizer import Zero1Optimizer
 
 HELD_OUT_SEQUENCES = 128
@@ -34,12 +42,17 @@ PROMPT_BYTES, SAMPLE_BYTES = 48, 240
 def train(settings: Settings) -> None:
     """Train, save and sample; collective over all ranks."""
     # nxdpp: number of processes in one pipeline; further pipelines are data-parallel replicas.
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings.pipeline_parallel_size)
+    parallel_state.initialize_model_parallel(
+        # nxdpp: number of processes that share each layer.
+        tensor_model_parallel_size=settings.tensor_parallel_size,
+        pipeline_model_parallel_size=settings.pipeline_parallel_size,
+    )
 
     torch.manual_seed(settings.seed)
     # nxdpp: wrap the model; each rank keeps its own layers.
     model = NxDPPModel(
-        model_without_memory(settings),
+        # nxdpp: each tensor-parallel rank keeps its part of the layers.
+        tensor_parallelize(model_without_memory(settings)),
         transformer_layer_cls=LlamaDecoderLayer,
         num_microbatches=settings.num_microbatches,
         broadcast_and_average_loss=True,
@@ -108,7 +121,7 @@ def make_optimizer(model: NxDPPModel, settings: Settings) -> torch.optim.Optimiz
 
 
 def training_batches(settings: Settings) -> DataLoader[torch.Tensor]:
-    """Batches ``(B, T)`` of this data-parallel replica, one for each step; its pipeline ranks get the same ones."""
+    """Batches ``(B, T)`` of this data-parallel replica, one for each step; its other ranks get the same ones."""
     count = settings.steps * settings.batch_size
     windows = RandomWindows(settings.corpus.train, count, settings.seq_length, settings.seed)
     replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()

@@ -69,13 +69,18 @@ def test_a_pretrained_folder_has_its_configuration(tmp_path: Path) -> None:
     assert "cannot read" in _refusal("--pretrained", str(tmp_path / "nothing"))
 
 
-def test_processes_beyond_the_stages_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_beyond_the_stages_are_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     assert read_settings([]).pipeline_parallel_size == 4
     assert read_settings(["--pipeline-parallel-size", "2", "--batch-size", "16"]).pipeline_parallel_size == 2
     assert "2 data-parallel replica(s) of --num-microbatches 8" in _refusal(
         "--pipeline-parallel-size", "2", "--batch-size", "8"
+    )
+    assert read_settings(["--tensor-parallel-size", "2"]).pipeline_parallel_size == 2
+    assert "num_attention_heads of 3 does not divide over --tensor-parallel-size 2" in _refusal(
+        *["--tensor-parallel-size", "2", "--seq-length", "32", "--config"],
+        _config(tmp_path, num_attention_heads=3, hidden_size=36),
     )
     zero1 = ["--pipeline-parallel-size", "2", "--batch-size", "16", "--zero1"]
     assert read_settings(zero1).zero1

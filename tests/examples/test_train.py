@@ -149,6 +149,17 @@ def test_replicas_train_like_one_process(
     torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
 
 
+def test_tensor_parallel_ranks_train_like_one_process(
+    tmp_path: Path, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    losses, weights = unwrapped
+    _job(tmp_path / "run", 4, "--tensor-parallel-size", "2")
+    saved = _saved(tmp_path / "run")
+
+    assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
+
+
 def test_training_continues_from_a_pretrained_folder(tmp_path: Path) -> None:
     torch.manual_seed(3)
     LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "before")
