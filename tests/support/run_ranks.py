@@ -141,7 +141,9 @@ class _Rank:
         # A rank that has returned waits for the others until it is released.
         self.was_running = not self.done and (not self.result or self.released)
         if self.was_running and self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGUSR1)
+            # It may end at any moment.
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGUSR1)
             self.process.join(STACK_SECONDS)
             self.process.kill()
 
