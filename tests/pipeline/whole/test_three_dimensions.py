@@ -22,6 +22,7 @@ def _check_all(rank: int, cases: list[Case], state: dict[str, torch.Tensor], who
         check(case, state, whole)
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_schedule_equals_one_process(sizes: tuple[int, int, int]) -> None:
     state = initial_state()
