@@ -34,7 +34,8 @@ class CudaDevice(Device):
     def between(self, start: Stamp, end: Stamp) -> int:
         """Return the nanoseconds from one event to a later one; wait until the device has reached the later one."""
         end.synchronize()
-        return round(1e6 * start.elapsed_time(end))
+        milliseconds: float = start.elapsed_time(end)
+        return round(1e6 * milliseconds)
 
     def origin(self) -> tuple[Stamp, int]:
         """Return an event and its ``time.perf_counter_ns``; wait until the device is idle."""
