@@ -43,7 +43,7 @@ def mark_part(tensor: torch.Tensor, part: PartOf) -> None:
 
 
 def part_of(tensor: torch.Tensor) -> PartOf | None:
-    """What ``tensor`` is a part of; ``None`` for a whole tensor."""
+    """The whole of which ``tensor`` is a part; ``None`` for a whole tensor."""
     part: PartOf | None = getattr(tensor, _NAME, None)
     return part
 

@@ -31,7 +31,7 @@ class Division(Part):
 
 
 def division_of(tensor: torch.Tensor) -> Division | None:
-    """How ``tensor`` is divided over the tensor-parallel ranks; ``None`` for a whole one.
+    """Division of ``tensor`` over the tensor-parallel ranks; ``None`` for a whole one.
 
     Raises ``NotImplementedError`` where several ranks hold one part.
     """

@@ -12,7 +12,7 @@ from nxdpp.pipeline.local.spine_hooks import SpineHooks
 
 
 class NextStep:
-    """What the next step checks and verifies of this rank's ``part`` of ``module``, whose layers are ``layers``.
+    """Checks and verification of this rank's ``part`` of ``module`` in the next step; its layers are ``layers``.
 
     Hooks are compared in each step. The first step after a change looks for wrappers, and checks dtypes and values.
     """
