@@ -11,8 +11,9 @@ from torch.nn import init
 from nxdpp.parallel_layers import mappings
 from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
 from nxdpp.parallel_layers.kv_groups import kv_shared_group
-from nxdpp.parallel_layers.layers import ParallelLayer, column_parallel, init_as_torch
+from nxdpp.parallel_layers.layers import column_parallel, init_as_torch
 from nxdpp.parallel_layers.overlapped_linear import Part
+from nxdpp.parallel_layers.parallel_layer import ParallelLayer
 
 _NAMES = ("q", "k", "v")
 

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from nxdpp.initialization.recorder import is_recording
-from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear
+from nxdpp.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxdpp.parallel_layers.padding import padded_part
+from nxdpp.parallel_layers.parallel_layer import ParallelLayer
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 
 M = TypeVar("M", bound=nn.Module)

@@ -8,7 +8,7 @@ from torch import nn
 from nxdpp.checkpoint.files.safetensors_reader import Part
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.collectives import all_gather
-from nxdpp.parallel_layers.layers import ParallelEmbedding
+from nxdpp.parallel_layers.embedding import ParallelEmbedding
 
 
 @dataclass(frozen=True)
