@@ -9,42 +9,21 @@ The method is that of "ZeRO: Memory Optimizations Toward Training Trillion Param
 """
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from nxdpp.optimizer.bucket_exchange import average_buckets, gather_buckets
 from nxdpp.optimizer.elementwise import check_elementwise
 from nxdpp.optimizer.grad_norm import clip_pieces
 from nxdpp.optimizer.sharded_bucket import Member, Piece, ShardedBucket, Sharding, make_buckets
+from nxdpp.optimizer.zero1_state import Shard, check_state, options_of, saved_state, shard_of
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
-
-# One bucket is sent while the next one is packed.
-_IN_FLIGHT = 2
-
-
-class Shard(NamedTuple):
-    """A part of a parameter that this rank keeps, in row-major order.
-
-    Attributes:
-        parameter: index among the parameters of all groups.
-        name: of the parameter, where the optimizer was made from named parameters; else ``None``.
-        group: index of its parameter group.
-        shape: of the whole parameter.
-        start, stop: the range of its flattened elements.
-    """
-
-    parameter: int
-    name: str | None
-    group: int
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class Zero1Optimizer(Optimizer):
@@ -109,7 +88,7 @@ class Zero1Optimizer(Optimizer):
         pieces: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
         for piece in self._pieces():
             pieces[piece.member.group].append(piece.tensor)
-        groups = [{**_options(group), "params": own} for group, own in zip(self.param_groups, pieces, strict=True)]
+        groups = [{**options_of(group), "params": own} for group, own in zip(self.param_groups, pieces, strict=True)]
         self.base_optimizer = optimizer_class(groups, **optimizer_defaults)
         # State is that of the pieces.
         self.state = self.base_optimizer.state
@@ -119,7 +98,7 @@ class Zero1Optimizer(Optimizer):
         """Add a group of parameters, on all replicas alike; not collective."""
         super().add_param_group(param_group)
         if self._is_made:
-            self.base_optimizer.add_param_group({**_options(self.param_groups[-1]), "params": []})
+            self.base_optimizer.add_param_group({**options_of(self.param_groups[-1]), "params": []})
             self._add_members()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,7 +124,7 @@ class Zero1Optimizer(Optimizer):
     def shards(self) -> Iterator[tuple[Shard, nn.Parameter, dict[str, Any]]]:
         """Give each part of a parameter that this rank keeps, its values, and its state; not collective."""
         for piece in self._ordered():
-            yield _shard(piece), piece.tensor, self.base_optimizer.state.get(piece.tensor, {})
+            yield shard_of(piece), piece.tensor, self.base_optimizer.state.get(piece.tensor, {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state; not collective.
@@ -153,23 +132,9 @@ class Zero1Optimizer(Optimizer):
         ``state`` has the state of each shard by number, ``shards`` describes them, ``masters`` has their values where
         these are no views of parameters. ``param_groups`` has the options, with indices of the parameters.
         """
-        pieces = self._ordered()
-        masters = {id(piece) for bucket in self._buckets for piece in bucket.masters()}
-        indices = {id(member.parameter): member.index for member in self._members}
-        return {
-            "state": {
-                number: dict(self.base_optimizer.state[piece.tensor])
-                for number, piece in enumerate(pieces)
-                if piece.tensor in self.base_optimizer.state
-            },
-            "param_groups": [
-                {**_options(group), "params": [indices[id(parameter)] for parameter in group["params"]]}
-                for group in self.param_groups
-            ],
-            "shards": [_shard(piece)._asdict() for piece in pieces],
-            "masters": {number: piece.tensor.detach() for number, piece in enumerate(pieces) if id(piece) in masters},
-            "data_parallel": {"rank": self._sharding.rank, "size": self._sharding.size},
-        }
+        return saved_state(
+            self._ordered(), self._buckets, self._members, self.param_groups, self.base_optimizer, self._sharding
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this rank has returned; not collective.
@@ -178,26 +143,9 @@ class Zero1Optimizer(Optimizer):
         anything is changed.
         """
         pieces = self._ordered()
-        own = {"rank": self._sharding.rank, "size": self._sharding.size}
-        given = state_dict.get("data_parallel")
-        if given != own:
-            raise ValueError(
-                f"the state is that of data-parallel {given}, and this rank is {own}: each rank loads what it has "
-                f"saved, with the same number of data-parallel ranks."
-            )
-        expected = [_shard(piece)._asdict() for piece in pieces]
-        for ours, theirs in zip(expected, state_dict["shards"], strict=False):
-            if {**ours, "name": None} != {**theirs, "shape": tuple(theirs["shape"]), "name": None}:
-                raise ValueError(f"the state has {theirs}, and the optimizer {ours} in its place: {_SAME_PARAMETERS}")
-        groups = state_dict["param_groups"]
-        lengths = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
-        if len(expected) != len(state_dict["shards"]) or lengths[0] != lengths[1]:
-            raise ValueError(
-                f"the state has {len(state_dict['shards'])} shards in groups of {lengths[0]} parameters, and the "
-                f"optimizer {len(expected)} in groups of {lengths[1]}: {_SAME_PARAMETERS}"
-            )
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(_options(saved))
+        check_state(state_dict, pieces, self.param_groups, self._sharding)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(options_of(saved))
         self._give_options()
         base = self.base_optimizer.state_dict()["param_groups"]
         self.base_optimizer.load_state_dict({"state": state_dict["state"], "param_groups": base})
@@ -215,11 +163,7 @@ class Zero1Optimizer(Optimizer):
         present = self._present_anywhere()
         buckets = [bucket for bucket in self._buckets if bucket.has_gradients(present)]
         # Average.
-        reductions: deque[dist.Work | None] = deque()
-        for bucket in buckets:
-            _wait(reductions, _IN_FLIGHT - 1)
-            reductions.append(bucket.start_reduction())
-        _wait(reductions)
+        average_buckets(buckets)
         for bucket in buckets:
             bucket.give_gradients(present)
         # Clip.
@@ -227,17 +171,7 @@ class Zero1Optimizer(Optimizer):
             self.grad_norm = clip_pieces((piece for bucket in buckets for piece in bucket.pieces), self.max_norm)
         # Step and gather.
         self.base_optimizer.step()
-        gathered: deque[tuple[ShardedBucket, torch.Tensor]] = deque()
-        works: deque[dist.Work | None] = deque()
-        for bucket in buckets:
-            bucket.drop_gradients()
-            if len(gathered) == _IN_FLIGHT:
-                _take(gathered, works)
-            flat, work = bucket.start_gathering()
-            gathered.append((bucket, flat))
-            works.append(work)
-        while gathered:
-            _take(gathered, works)
+        gather_buckets(buckets)
 
     def _present_anywhere(self) -> list[bool]:
         """Return for each parameter whether a replica has its gradient. Raises as ``step`` does."""
@@ -297,10 +231,7 @@ class Zero1Optimizer(Optimizer):
     def _give_options(self) -> None:
         """Give the base optimizer the options that schedulers and programs have set."""
         for group, base in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
-            base.update(_options(group))
-
-
-_SAME_PARAMETERS = "make the optimizer with the same parameters in the same order."
+            base.update(options_of(group))
 
 
 def _sharding(dtype: torch.dtype | None) -> Sharding:
@@ -323,29 +254,6 @@ def _refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
                 f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which cannot be averaged in "
                 f"buckets: build its embedding with sparse=False"
             )
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _shard(piece: Piece) -> Shard:
-    member = piece.member
-    return Shard(member.index, member.name, member.group, tuple(member.parameter.shape), piece.start, piece.stop)
-
-
-def _wait(works: deque[dist.Work | None], leave: int = 0) -> None:
-    while len(works) > leave:
-        work = works.popleft()
-        if work is not None:
-            work.wait()
-        board.moved()
-
-
-def _take(gathered: deque[tuple[ShardedBucket, torch.Tensor]], works: deque[dist.Work | None]) -> None:
-    _wait(works, len(works) - 1)
-    bucket, flat = gathered.popleft()
-    bucket.take(flat)
 
 
 def _different(largest: Sequence[int], smallest: Sequence[int]) -> str:
