@@ -43,6 +43,8 @@ class PipelineConfig:
             are allowed.
         partition_memory_limit: bytes of one rank for ``"balanced"`` and ``"profiled"``. They hold its weights,
             gradients, AdamW's state and the activations that the schedule keeps.
+        shares_optimizer_state: whether the data-parallel replicas share the optimizer state (ZeRO-1). Of AdamW's state
+            ``partition_memory_limit`` then counts an equal part, of float32 at least.
         input_names: names of the inputs of every step. By default any.
         split_inputs_fn: a function of the inputs, a dict, and ``num_microbatches``. It returns the inputs of each
             microbatch, for inputs whose first dimension is not the batch. By default tensors are split along
@@ -76,6 +78,7 @@ class PipelineConfig:
     partition: str | PartitionPolicy = "even"
     partition_batch: Mapping[str, Any] | None = None
     partition_memory_limit: int | None = None
+    shares_optimizer_state: bool = False
     input_names: Sequence[str] | None = None
     split_inputs_fn: SplitInputs | None = None
     output_loss_value_spec: LossSpec = None
@@ -153,7 +156,8 @@ class PipelineConfig:
         batch = self._opened_batch()
         if self.partition == "even" or batch is None:
             return even
-        return CostPolicy(module, batch, self.partition, schedule, self.partition_memory_limit)
+        limit, zero1 = self.partition_memory_limit, self.shares_optimizer_state
+        return CostPolicy(module, batch, self.partition, schedule, limit, zero1)
 
     def _opened_batch(self) -> Any:
         """Return ``partition_batch`` with the values of each dict as inputs of their own."""

@@ -62,7 +62,8 @@ class NxDPPModel(LocalView):
         partition_batch: inputs of one microbatch with labels, for costs and the trace at construction. Meta tensors
             are allowed. Without it a trace that needs the shapes of inputs waits for the first step, or for ``trace``.
             Until then the layers are cut in an assumed order, and the step verifies it.
-        partition_memory_limit: bytes of a rank for weights, gradients, AdamW's state and activations.
+        partition_memory_limit: bytes of a rank for weights, gradients, AdamW's state and activations. With
+            ``use_zero1_optimizer=True`` the replicas share the state.
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``.
         post_partition_hooks: functions of the wrapped model, called in order at the end of construction.
         split_inputs_fn: a function of the inputs and ``num_microbatches`` that returns the inputs of each microbatch.
@@ -123,7 +124,7 @@ class NxDPPModel(LocalView):
         super().__init__()
         if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):
             pipeline_cuts = None
-        config = PipelineConfig.of(locals())
+        config = PipelineConfig.of({**locals(), "shares_optimizer_state": use_zero1_optimizer})
         hooks = checked_hooks(post_partition_hooks)
         arguments.check_loss_returns(return_mb_loss, broadcast_and_average_loss)
         arguments.check_scripts_arguments(use_optimizer_wrapper, fuse_microbatches, return_loss_on_cpu)
