@@ -13,10 +13,10 @@ from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.grad_scaler import GradScaler, check_grad_scaler
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
-from nxdpp.pipeline.item_counts import CountItems, check_normalization
+from nxdpp.pipeline.loss.item_counts import CountItems, check_normalization
+from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.other_cuts import modules_to_cut_after
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
-from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
 from nxdpp.schedules.chosen import ChosenSchedule, Written
 from nxdpp.schedules.timeline_file import check_path

@@ -15,14 +15,14 @@ from nxdpp.parallel_layers.grad_scaler import GradScaler
 from nxdpp.parallel_layers.overlapped_average import AverageReport
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.item_counts import CountItems
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
+from nxdpp.pipeline.loss.item_counts import CountItems
+from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
-from nxdpp.pipeline.split_batch import SplitInputs
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.schedules.chosen import Written
 

@@ -28,13 +28,14 @@ from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
-from nxdpp.pipeline.loss_normalization import LossNormalization, StepLoss
-from nxdpp.pipeline.microbatch import join_outputs, on_device
+from nxdpp.pipeline.loss.mean_loss import mean_loss
+from nxdpp.pipeline.loss.normalization import LossNormalization, StepLoss
+from nxdpp.pipeline.microbatches.rows import join_outputs, on_device
+from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.pipeline.reference_step import ReferenceStep
-from nxdpp.pipeline.replica_exchange import ReplicaExchanges
-from nxdpp.pipeline.replica_gradients import ReplicaGradients
-from nxdpp.pipeline.runtime.step_runner import StepRunner, mean_loss
-from nxdpp.pipeline.split_batch import split_batch
+from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
+from nxdpp.pipeline.replicas.gradients import ReplicaGradients
+from nxdpp.pipeline.runtime.step_runner import StepRunner
 from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.schedules.timeline_file import check_path

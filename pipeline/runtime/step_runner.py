@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
@@ -206,27 +205,6 @@ class StepRunner:
             is_limited = not (train and self._keep_outputs)
             self._lowered[edges, train] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
         return self._lowered[edges, train]
-
-
-def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:
-    """Mean loss over all microbatches and data-parallel replicas, on every rank; all ranks must call this.
-
-    Args:
-        losses: the loss of each microbatch, on the rank of the last stage; ignored on others.
-        source: the rank of the pipeline that has them.
-        device: device of the result.
-
-    Returns:
-        A float32 tensor of shape ().
-    """
-    if parallel_state.get_pipeline_model_parallel_rank() == source:
-        loss = torch.stack(list(losses)).mean().float()
-        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-        loss /= parallel_state.get_data_parallel_size()
-    else:
-        loss = torch.empty((), dtype=torch.float32, device=device)
-    dist.broadcast(loss, group=parallel_state.get_pipeline_model_parallel_group(), group_src=source)
-    return loss
 
 
 def _shapes(inputs: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.pipeline.microbatches.rows import split_inputs
 from nxdpp.pipeline.partition.partition import GivenCuts
 from nxdpp.pipeline.stages.loss import pick_loss
 from nxdpp.tracing.input_dicts import close_inputs, open_inputs

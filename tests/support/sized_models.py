@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.pipeline.microbatches.rows import split_inputs
 from tests.support.plain_models import WIDTH, Block
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.pipeline.microbatches.rows import split_inputs
 from tests.support.in_process import InProcessPipeline
 
 TIED_ROUNDING = 1e-6

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.pipeline.microbatches.rows import split_inputs
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.trace import TracingOptions, trace_for
 from tests.support.in_process import InProcessPipeline

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import BatchEncoding, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.split_batch import split_batch
+from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.tracing.input_dicts import close_inputs, levels, open_inputs
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline

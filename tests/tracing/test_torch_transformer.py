@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.pipeline.microbatches.rows import split_inputs
 from tests.support.exact import assert_exact
 from tests.support.in_process import InProcessPipeline
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.microbatch import split_inputs
+from nxdpp.pipeline.microbatches.rows import split_inputs
 from tests.support.models import gradient_differences, make, padded_batch, reference
 from tests.support.run_ranks import run_ranks
 

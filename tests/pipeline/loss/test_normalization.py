@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.pipeline.item_counts import number_of
+from nxdpp.pipeline.loss.item_counts import number_of
 from tests.support.models import gradient_differences, make, microbatches, reference
 from tests.support.run_ranks import run_ranks
 from tests.support.uneven_labels import ONE_EMPTY, UNEVEN, MeanLayer, count_labels, mean_model, uneven_batch

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.pipeline.microbatch import check_batch, check_kinds, split_inputs
-from nxdpp.pipeline.split_images import split_images
+from nxdpp.pipeline.microbatches.images import split_images
+from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, split_inputs
 from nxdpp.tracing.input_dicts import levels, open_inputs
 
 SplitInputs = Callable[[dict[str, Any], int], Sequence[Mapping[str, Any]]]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
-from nxdpp.pipeline.replica_exchange import ReplicaExchanges
+from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.tracing.input_dicts import close_inputs
 from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm
 from nxdpp.tracing.transformers_models import transformers_models

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp import NxDPPModel, PipelineConfig
-from nxdpp.pipeline.split_batch import split_batch
+from nxdpp.pipeline.microbatches.split_batch import split_batch
 from tests.support.run_ranks import run_ranks
 
 CPU = torch.device("cpu")

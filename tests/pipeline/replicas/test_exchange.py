@@ -7,10 +7,11 @@ import pytest
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.pipeline import replica_exchange, replica_gradients
-from nxdpp.pipeline.item_counts import of_all_replicas
-from nxdpp.pipeline.replica_exchange import ReplicaExchanges
-from nxdpp.pipeline.replica_gradients import ReplicaGradients
+from nxdpp.pipeline.loss.item_counts import of_all_replicas
+from nxdpp.pipeline.replicas import exchange as replica_exchange
+from nxdpp.pipeline.replicas import gradients as replica_gradients
+from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
+from nxdpp.pipeline.replicas.gradients import ReplicaGradients
 from tests.support.run_ranks import run_ranks
 
 

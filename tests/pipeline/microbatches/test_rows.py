@@ -8,7 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from nxdpp.devices.device import Device
 from nxdpp.devices.kinds import KINDS
-from nxdpp.pipeline.microbatch import check_batch, check_kinds, join_outputs, on_device, split_inputs
+from nxdpp.pipeline.microbatches.rows import check_batch, check_kinds, join_outputs, on_device, split_inputs
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.parallel_layers.overlapped_average import AverageReport, LastBackward, OverlappedAverage
 from nxdpp.pipeline.agreement.fingerprint import parameter_lines
 from nxdpp.pipeline.agreement.replicas import check_replica_values
-from nxdpp.pipeline.replica_exchange import ReplicaExchanges
+from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 
 
 class ReplicaGradients:

@@ -22,9 +22,9 @@ from torch import fx, nn
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.pipeline.example_inputs import example_shapes, example_specs
-from nxdpp.pipeline.item_counts import REMEDY, CountItems, counted, counts_of, number_of, of_all_replicas
+from nxdpp.pipeline.loss.item_counts import REMEDY, CountItems, counted, counts_of, number_of, of_all_replicas
 from nxdpp.pipeline.partition.partition import Partition
-from nxdpp.pipeline.replica_exchange import ReplicaExchanges
+from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.tracing.errors import TracingError

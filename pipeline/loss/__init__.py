@@ -1,0 +1,1 @@
+"""Loss of a step, from those of its microbatches."""

@@ -1,0 +1,1 @@
+"""Split of a batch into microbatches, and concatenation of their outputs."""

@@ -1,0 +1,1 @@
+"""Exchanges between data-parallel replicas, and the average of their gradients."""
