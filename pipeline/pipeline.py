@@ -7,17 +7,17 @@
                                                            └─▶ StepRunner     engine, channels, timeline
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from nxdpp.parallel_layers import clip_grad_norm, failure_watch, move_model_to_device, parallel_state
 from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.overlapped_average import AverageReport, LastBackward, OverlappedAverage
+from nxdpp.parallel_layers.overlapped_average import AverageReport
 from nxdpp.parallel_layers.sequence_parallel import StepGradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
@@ -29,19 +29,17 @@ from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.mean_loss import mean_loss
-from nxdpp.pipeline.loss.normalization import LossNormalization, StepLoss
-from nxdpp.pipeline.microbatches.rows import join_outputs, on_device
-from nxdpp.pipeline.microbatches.split_batch import split_batch
+from nxdpp.pipeline.loss.normalization import LossNormalization
+from nxdpp.pipeline.microbatches.rows import join_outputs
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
 from nxdpp.pipeline.runtime.step_runner import StepRunner
-from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
+from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
+from nxdpp.pipeline.step_preparation import Batch, PreparedStep, StepPreparation
 from nxdpp.schedules.timeline_file import check_path
-from nxdpp.tracing.huggingface import refuse_packed_positions
-from nxdpp.tracing.input_dicts import levels, open_inputs
-from nxdpp.tracing.loss_terms import NUM_ITEMS
+from nxdpp.tracing.input_dicts import open_inputs
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ class Pipeline:
             timeline_path,
             self._loss_gradient,
         )
-        self._input_names = None if config.input_names is None else tuple(config.input_names)
+        self._preparation = StepPreparation(module, config, self._programs, self._normalization)
         self._check_first = config.check_against_module is not None
         # From here on the parameters of other stages are freed.
         self.part = LocalPart(
@@ -161,11 +159,10 @@ class Pipeline:
             config.param_init_fn,
         )
         self.local_module: nn.Module = self.part.module
-        self._replicas = ReplicaGradients(self.local_module, self._exchanges)
+        self._replicas = ReplicaGradients(self.part, self._exchanges)
         self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._next_step = NextStep(module, self.part, self.partition.layers)
-        self._averages = self._is_averaged = True
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
         if self.part.is_initialised_at_once:
             self.materialise()
@@ -216,19 +213,17 @@ class Pipeline:
             ValueError, TypeError: for inputs that cannot be used, and where the partition does not fit them.
             TracingError: for inputs with which the model cannot be traced.
         """
-        arguments.check_input_names(self.original_module, inputs, self._input_names)
+        self._preparation.check_names(inputs)
         values = open_inputs(inputs).values()
         self._check_modules()
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), self.device)
-        batch = self._split(inputs, device)
+        batch = self._preparation.split(inputs, device)
         training = self.original_module.training
         with torch.set_grad_enabled(training):
-            cut = self._programs.cut_graph_of_all(batch.distinct, training)
-            ends_with = "loss" if training else self._programs.evaluation_ends_with(cut)
-            self._programs.program(cut, ends_with)
+            with_loss = self._preparation.trace(batch, training)
             self._next_step.note_hooks()
-            if ends_with == "loss":
-                self._normalization.check(cut)
+            if with_loss is not None:
+                self._normalization.check(with_loss)
 
     def train_step(self, inputs: Mapping[str, Any], average: bool = False) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches; collective over the pipeline.
@@ -255,62 +250,42 @@ class Pipeline:
                 for trained parameters in float16, and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
-        with board.call("train_step", "step", "pipeline", has_limit=True), self._steps.step():
-            self._is_averaged = average and self._averages
-            try:
-                return self._train_step(inputs, average and self._averages)
-            except BaseException:
-                self._replicas.abandon()
-                raise
+        call = board.call("train_step", "step", "pipeline", has_limit=True)
+        with call, self._steps.step(), self._replicas.step(average):
+            return self._train_step(inputs)
 
-    def _train_step(self, inputs: Mapping[str, Any], average: bool) -> list[torch.Tensor]:
+    def _train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-        batch = self._microbatches(inputs)
+        batch = self._batch(inputs)
         scaler = self.config.grad_scaler
         arguments.check_autocast(self.device, is_scaled=scaler is not None and scaler.is_enabled())
         self._next_step.check_dtypes()
         if scaler is not None:
             scaler.begin_step(self.device)
-        cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
-        cut, step = self._step_loss(cut, batch, train=True)
-        program = self._programs.program(cut, "loss")
+        step = self._preparation.training_step(batch)
         self._next_step.note_hooks()
         check = self._first_check()
 
         def once_verified() -> None:
-            self._replicas.verify(self.part.origin, self.part.seed, self.part.attribute_lines())
+            self._replicas.verify(self.part.attribute_lines())
             if check is not None:
-                check.run(step.microbatches, step.scales)
+                check.run(step.loss.microbatches, step.loss.scales)
 
         self.part.tied.set_aside()
         self._sequence.set_aside()
-        results = self._steps.run(
-            program,
-            step.microbatches,
-            batch.given,
-            self.device,
-            train=True,
-            origin=self.part.origin,
-            once_verified=once_verified,
-            scales=step.scales,
-            values=self._next_step.unverified_values(),
-            watch=self._begin_average if average else None,
-            leaves_average=not self._averages,
-        )
-        self._next_step.note_verified()
+        results = self._run(step, train=True, once_verified=once_verified)
         with failure_watch.reported():
             self._sequence.add_up()
             self.part.tied.add_up(self._steps.transport(self.device))
         losses = [result[0] for result in results if result]
         if check is not None:
-            plans = cut.plans([cut.loss(self.config.output_loss_value_spec)])
+            plans = step.cut.plans([step.cut.loss(self.config.output_loss_value_spec)])
             check.compare(losses, plans)
             self._check_first = False
-        if average:
-            with failure_watch.reported():
-                self._replicas.finish()
-        return step.scaled(losses)
+        with failure_watch.reported():
+            self._replicas.finish()
+        return step.loss.scaled(losses)
 
     def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
         """Run the forward of all microbatches without gradients; collective over the pipeline.
@@ -322,29 +297,31 @@ class Pipeline:
             return self._eval_step(inputs)
 
     def _eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
-        batch = self._microbatches(inputs)
-        cut = self._programs.cut_graph_of_all(batch.distinct, self.original_module.training)
-        ends_with = self._programs.evaluation_ends_with(cut)
-        step = StepLoss(batch.microbatches)
-        if ends_with == "loss":
-            cut, step = self._step_loss(cut, batch, train=False)
-        program = self._programs.program(cut, ends_with)
-        results = self._steps.run(
-            program,
-            step.microbatches,
-            batch.given,
-            self.device,
-            train=False,
-            origin=self.part.origin,
-            values=self._next_step.unverified_values(),
-        )
-        self._next_step.note_verified()
-        if ends_with == "loss":
-            return Evaluation(step.scaled([result[0] for result in results if result]))
+        step = self._preparation.evaluation(self._batch(inputs))
+        results = self._run(step, train=False)
+        if step.has_loss:
+            return Evaluation(step.loss.scaled([result[0] for result in results if result]))
         if not self.holds_last_stage:
             return Evaluation(None)
-        named = [dict(zip(program.results, values, strict=True)) for values in results]
-        return Evaluation(None, join_outputs([fill_output(cut.output, values) for values in named]))
+        named = [dict(zip(step.program.results, values, strict=True)) for values in results]
+        return Evaluation(None, join_outputs([fill_output(step.cut.output, values) for values in named]))
+
+    def _run(self, step: PreparedStep, train: bool, once_verified: Callable[[], None] | None = None) -> list[list[Any]]:
+        """Run ``step`` as ``StepRunner.run`` does."""
+        results = self._steps.run(
+            step.program,
+            step.loss.microbatches,
+            step.given,
+            self.device,
+            train=train,
+            origin=self.part.origin,
+            once_verified=once_verified,
+            scales=step.loss.scales if train else None,
+            values=self._next_step.unverified_values(),
+            average=self._replicas if train else None,
+        )
+        self._next_step.note_verified()
+        return results
 
     def mean_loss(self, losses: Sequence[torch.Tensor], train: bool = True) -> torch.Tensor:
         """Return the mean loss of all microbatches and replicas, float32, on every rank; collective over all ranks.
@@ -363,28 +340,17 @@ class Pipeline:
         Raises ``RuntimeError`` for replicas with other parameters than the first.
         """
         with board.call("average_gradients"), failure_watch.reported():
-            self._replicas.verify(self.part.origin, self.part.seed)
-            self._replicas.average(self.part.origin, self.part.seed, _training_steps())
-            self._is_averaged = True
+            self._replicas.verify()
+            self._replicas.average()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Leave the average over data-parallel replicas out of the training steps of the block.
 
         Gradients add up on each replica. The next step outside of the block, or ``average_gradients``, averages their
         sum. Not collective; every rank must enter it for the same steps. The sums of tied weights over stages are
         taken in each step.
         """
-        before, self._averages = self._averages, False
-        try:
-            yield
-        finally:
-            self._averages = before
-
-    def _begin_average(self, last: Sequence[LastBackward]) -> OverlappedAverage | None:
-        tied = self.part.tied.parameters
-        with failure_watch.reported():
-            return self._replicas.begin(self.part.origin, self.part.seed, _training_steps(), last, tied)
+        return self._replicas.no_sync()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
@@ -393,12 +359,7 @@ class Pipeline:
         ``parallel_layers.clip_grad_norm`` does. Raises ``RuntimeError`` for gradients that ``grad_scaler`` has scaled,
         or that are not averaged.
         """
-        if not self._is_averaged and parallel_state.get_data_parallel_size() > 1:
-            raise RuntimeError(
-                "the gradients of the last training step are not averaged over replicas, so each would clip by its own "
-                "norm. Clip after a run_train outside of no_sync(). If the program has averaged them itself, call "
-                "nxdpp.parallel_layers.clip_grad_norm(model.local_parameters(), max_norm)."
-            )
+        self._replicas.check_averaged()
         if self.config.grad_scaler is not None:
             self.config.grad_scaler.check_unscaled()
         return clip_grad_norm(self.local_module.parameters(), max_norm, norm_type)
@@ -471,33 +432,12 @@ class Pipeline:
         spec = self.config.output_loss_value_spec
         return ReferenceStep(self.part, self.partition.owners, group, spec, self.device, self._loss_gradient)
 
-    def _microbatches(self, inputs: Mapping[str, Any]) -> "_Batch":
-        arguments.check_input_names(self.original_module, inputs, self._input_names)
+    def _batch(self, inputs: Mapping[str, Any]) -> Batch:
+        self._preparation.check_names(inputs)
         self._check_modules()
         self.check_materialised()
-        opened = open_inputs(inputs)
-        for names in levels(opened):
-            refuse_packed_positions(self.original_module, {key: opened[name] for key, name in names.items()})
-        return self._split(inputs, self.device)
-
-    def _split(self, inputs: Mapping[str, Any], device: torch.device) -> "_Batch":
-        config = self.config
-        parts, are_alike = split_batch(
-            self.original_module, inputs, config.num_microbatches, config.split_inputs_fn, device
-        )
-        before, is_counted = self._normalization.prepared(parts, inputs)
-        microbatches = on_device(before, device)
-        # A function may split equal batches in different ways.
-        given = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
-        return _Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted, given, before)
-
-    def _step_loss(self, cut: CutGraph, batch: "_Batch", train: bool) -> tuple[CutGraph, StepLoss]:
-        """Return the graph of a step that ends with the loss, and the part of each microbatch in it."""
-        step = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, train)
-        if step.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
-            # The model's control flow depends on the number of items, which is then part of the graph.
-            cut = self._programs.cut_graph_of_all(step.microbatches, self.original_module.training)
-        return cut, step
+        self._preparation.refuse_packed(inputs)
+        return self._preparation.split(inputs, self.device)
 
 
 @contextmanager
@@ -505,21 +445,3 @@ def _kept_tensors() -> Iterator[None]:
     """No gradients, also in the caller's inference mode, whose tensors no training step could use later."""
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
-
-
-def _training_steps() -> int:
-    return board.calls_of("run_train") + board.calls_of("train_step")
-
-
-class _Batch(NamedTuple):
-    """Inputs of each microbatch, and of those that may differ in shapes; ``True`` if the user counted the items.
-
-    ``given`` are the inputs that all ranks of the pipeline have to give alike. ``before`` are those of each microbatch
-    before they were moved to the device.
-    """
-
-    microbatches: list[dict[str, Any]]
-    distinct: list[dict[str, Any]]
-    is_counted: bool
-    given: Sequence[Mapping[str, Any]]
-    before: list[dict[str, Any]]

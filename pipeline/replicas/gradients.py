@@ -1,30 +1,45 @@
-"""Gradients averaged over the data-parallel replicas, whose parameters are verified before."""
+"""Gradients averaged over the data-parallel replicas, whose parameters are verified before.
 
-from collections.abc import Callable, Collection, Sequence
+::
+
+    train_step(average=True)    verify ─▶ begin, with the last backwards of the stages ─▶ finish
+    in no_sync()                verify
+    average_gradients()         verify ─▶ average
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.parallel_layers.overlapped_average import AverageReport, LastBackward, OverlappedAverage
 from nxdpp.pipeline.agreement.fingerprint import parameter_lines
 from nxdpp.pipeline.agreement.replicas import check_replica_values
+from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 
 
 class ReplicaGradients:
-    """The gradients of this rank's parameters.
+    """The gradients of this rank's parameters, and whether they are averaged.
 
     Args:
-        module: the local modules.
+        part: the parameters of this rank.
         exchanges: those with the data-parallel replicas.
+
+    Attributes:
+        is_left_out: ``True`` in ``no_sync()``.
     """
 
-    def __init__(self, module: nn.Module, exchanges: ReplicaExchanges) -> None:
-        self._module = module
+    def __init__(self, part: LocalPart, exchanges: ReplicaExchanges) -> None:
+        self.is_left_out = False
+        self._part = part
+        self._module = part.module
         self._exchanges = exchanges
+        self._is_averaged = True
         self._verified = False
         self._changed = False
         self._overlapped: OverlappedAverage | None = None
@@ -34,53 +49,68 @@ class ReplicaGradients:
         """Figures of the last average that began during a step."""
         return AverageReport(0, 0, 0.0) if self._overlapped is None else self._overlapped.report
 
-    def verify(self, origin: str | None, seed: int, lines: Sequence[str] = ()) -> None:
+    def verify(self, lines: Sequence[str] = ()) -> None:
         """Verify once that the replicas have the same parameters and values; collective over them.
 
-        Args:
-            origin: a line about the origin of the values, the same on each replica.
-            seed: ``torch.initial_seed()`` when this rank wrapped the model, for the message.
-            lines: other facts about the model that are equal on all replicas.
+        ``lines`` are other facts about the model that are equal on all replicas.
 
         Raises:
             RuntimeError: for other names, shapes or dtypes than the first replica has, or other values in a sample.
         """
         if not self._verified:
-            self._compare(origin, seed, lines)
+            self._compare(lines)
             self._verified = True
 
-    def average(self, origin: str | None, seed: int, number: int) -> None:
+    def average(self) -> None:
         """Average ``.grad`` over the replicas; collective over them.
-
-        Args:
-            origin, seed: as for ``verify``, after ``verify_again`` on any replica.
-            number: of this rank's training step.
 
         Raises:
             RuntimeError: on all of them, where replicas are in different steps, and as ``verify`` does.
         """
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-        check = self._check_of(origin, seed, number)
+        number = _training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
-        average_gradients(self._module.parameters(), group, control, [number, -number, self._changed], check)
+        notes = [number, -number, self._changed]
+        average_gradients(self._module.parameters(), group, control, notes, self._check_of(number))
+        self._is_averaged = True
 
-    def begin(
-        self,
-        origin: str | None,
-        seed: int,
-        number: int,
-        last: Sequence[LastBackward],
-        tied: Collection[nn.Parameter],
-    ) -> OverlappedAverage | None:
-        """Begin the average of a step, which ``finish`` ends. Returns ``None`` for one replica.
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the average out of the training steps of the block."""
+        before, self.is_left_out = self.is_left_out, True
+        try:
+            yield
+        finally:
+            self.is_left_out = before
 
-        Args:
-            origin, seed, number: as for ``average``. The same errors are raised before a gradient is sent.
-            last: the last backward of each local stage.
-            tied: weights whose gradients are summed over stages before they are averaged.
+    @contextmanager
+    def step(self, average: bool) -> Iterator[None]:
+        """Make the block a training step. With ``average`` the average is taken, unless it is left out."""
+        self._is_averaged = average and not self.is_left_out
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def check_averaged(self) -> None:
+        """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""
+        if not self._is_averaged and parallel_state.get_data_parallel_size() > 1:
+            raise RuntimeError(
+                "the gradients of the last training step are not averaged over replicas, so each would clip by its own "
+                "norm. Clip after a run_train outside of no_sync(). If the program has averaged them itself, call "
+                "nxdpp.parallel_layers.clip_grad_norm(model.local_parameters(), max_norm)."
+            )
+
+    def begin(self, last: Sequence[LastBackward]) -> OverlappedAverage | None:
+        """Begin the average of a step, which ``finish`` ends; ``None`` for one replica, and for a step without it.
+
+        ``last`` has the last backward of each local stage. The errors of ``average`` are raised before a gradient is
+        sent.
         """
-        if parallel_state.get_data_parallel_size() == 1:
+        if not self._is_averaged or parallel_state.get_data_parallel_size() == 1:
             return None
+        number = _training_steps()
         if self._overlapped is None:
             control = parallel_state.get_data_parallel_control_group()
             self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control)
@@ -91,17 +121,18 @@ class ReplicaGradients:
             notes = torch.tensor([number, -number, int(self._changed), order, -order])
             dist.all_reduce(notes, dist.ReduceOp.MAX, control)
             *largest, last_order, negative_first = notes.tolist()
-            self._check_of(origin, seed, number)(largest)
+            self._check_of(number)(largest)
             return bool(last_order == -negative_first)
 
         # A parameter that is divided along the sequence gets the sum over tensor ranks after the step.
-        held_back = [*tied, *(p for p in self._module.parameters() if getattr(p, "sequence_parallel_enabled", False))]
-        self._overlapped.begin(list(self._module.parameters()), last, held_back, agree)
+        parameters = list(self._module.parameters())
+        divided = (each for each in parameters if getattr(each, "sequence_parallel_enabled", False))
+        self._overlapped.begin(parameters, last, [*self._part.tied.parameters, *divided], agree)
         return self._overlapped
 
     def finish(self) -> None:
         """End the average that ``begin`` began, after the sums of tied weights; collective over the replicas."""
-        if self._overlapped is not None:
+        if self._is_averaged and self._overlapped is not None:
             self._overlapped.finish()
 
     def follow(self) -> None:
@@ -114,7 +145,7 @@ class ReplicaGradients:
         if self._overlapped is not None:
             self._overlapped.abandon()
 
-    def _check_of(self, origin: str | None, seed: int, number: int) -> Callable[[list[int]], None]:
+    def _check_of(self, number: int) -> Callable[[list[int]], None]:
         """Return the check of the numbers of all replicas, which raises as ``average`` does."""
 
         def check(largest: list[int]) -> None:
@@ -127,7 +158,7 @@ class ReplicaGradients:
                     f"step, it must leave the step out on all ranks."
                 )
             if changed:
-                self._compare(origin, seed)
+                self._compare()
                 self._changed = False
 
         return check
@@ -140,9 +171,14 @@ class ReplicaGradients:
         """Verify the parameters again before the next average, on all replicas."""
         self._changed = True
 
-    def _compare(self, origin: str | None, seed: int, lines: Sequence[str] = ()) -> None:
+    def _compare(self, lines: Sequence[str] = ()) -> None:
         self._exchanges.begin("comparison of parameters")
         parameters = list(self._module.named_parameters())
         group = parallel_state.get_data_parallel_group()
         with failure_watch.reported():
-            check_replica_values(parameters, origin, group, seed, [*lines, *parameter_lines(parameters)])
+            facts = [*lines, *parameter_lines(parameters)]
+            check_replica_values(parameters, self._part.origin, group, self._part.seed, facts)
+
+
+def _training_steps() -> int:
+    return board.calls_of("run_train") + board.calls_of("train_step")

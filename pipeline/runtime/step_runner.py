@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,19 @@ from nxdpp.schedules.lowering.lowering import StagePair
 from nxdpp.schedules.lowering.rank_program import RankProgram as LoweredProgram
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
 from nxdpp.schedules.lowering.transport_rules import TransportRules
+
+
+class StepAverage(Protocol):
+    """Average of gradients over the data-parallel replicas, as a training step sees it.
+
+    Attributes:
+        is_left_out: ``True`` in ``no_sync()``, which must be equal on all ranks.
+    """
+
+    is_left_out: bool
+
+    def begin(self, last: Sequence[LastBackward]) -> LastBackwardWatch | None:
+        """Begin with the ``last`` backward of each stage; ``None`` for a step in which nothing is averaged."""
 
 
 class StepRunner:
@@ -117,8 +130,7 @@ class StepRunner:
         once_verified: Callable[[], None] | None = None,
         scales: Sequence[float] | None = None,
         values: RankValues | None = None,
-        watch: Callable[[Sequence[LastBackward]], LastBackwardWatch | None] | None = None,
-        leaves_average: bool = False,
+        average: StepAverage | None = None,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
@@ -131,8 +143,7 @@ class StepRunner:
             origin: the random numbers that this rank's initial weights are from; ``None`` when none were drawn.
             once_verified: called when all ranks are known to run the same step, before it; may be collective.
             values: of this rank's parameters, in the first step after a change of them; ``None`` in others.
-            watch: gives the watch of the stages' last backwards, once the step is verified.
-            leaves_average: ``True`` for a step in ``no_sync()``, which must be equal on all ranks.
+            average: of the gradients of a training step. It begins once the step is verified.
             scales: factor of each microbatch's loss in the loss that is differentiated, by default that of a mean.
 
         Returns:
@@ -162,7 +173,7 @@ class StepRunner:
                 self._refused,
                 values,
                 begun["world"],
-                leaves_average,
+                average is not None and average.is_left_out,
             )
         self._is_verified, self._refused = True, None
         if once_verified is not None:
@@ -170,7 +181,8 @@ class StepRunner:
         # Run it.
         engine = self._engine(program, device, train) if known is None else known[0]
         with failure_watch.reported(), nullcontext() if self._timeline is None else self._timeline.step(device, train):
-            results = engine.run(microbatches, scales, None if watch is None else watch(engine.last_backwards))
+            watch = None if average is None else average.begin(engine.last_backwards)
+            results = engine.run(microbatches, scales, watch)
         self._timer = engine.timer
         # Keep the engine of a new signature.
         if known is None:

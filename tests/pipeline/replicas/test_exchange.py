@@ -2,11 +2,13 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from torch import nn
 
 from nxdpp import parallel_state
+from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.loss.item_counts import of_all_replicas
 from nxdpp.pipeline.replicas import exchange as replica_exchange
 from nxdpp.pipeline.replicas import gradients as replica_gradients
@@ -38,7 +40,7 @@ def exchange(rank: int) -> dict[str, str]:
     pair = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
     pair[rank].requires_grad_(False)
     with pytest.raises(RuntimeError) as raised:
-        ReplicaGradients(pair, same).average(None, 0, 1)
+        ReplicaGradients(cast(LocalPart, SimpleNamespace(module=pair)), same).average()
     same.begin("average", ["a"])
     return {**found, "frozen": str(raised.value)}
 
