@@ -14,11 +14,9 @@ of the pipeline, in other groups, never wait for the average.
 """
 
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -27,11 +25,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from nxdpp.parallel_layers.average_plan import NO_STAGE, AveragePlan, LastBackward, make_plan
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_average import (
     Reduction,
     average_tensors,
-    buckets,
     dense,
     gradients_of_any_rank,
     largest_flags,
@@ -43,8 +41,6 @@ _COPIED_BYTES = 256 * 2**20
 
 # References to a storage that only one tensor uses: the tensor's own, and the storage object's.
 _OWN_USES = 2
-
-_NO_STAGE = -1
 
 
 class AverageReport(NamedTuple):
@@ -66,13 +62,6 @@ class AverageReport(NamedTuple):
         return self.early_bytes / self.sent_bytes if self.sent_bytes else 0.0
 
 
-class LastBackward(NamedTuple):
-    """The last action of ``stage`` in a rank's step that adds to the gradients of ``parameters``."""
-
-    stage: int
-    parameters: Sequence[nn.Parameter]
-
-
 @dataclass(eq=False)
 class _Bucket:
     """Parameters whose gradients are sent together; ``remaining`` are not final yet."""
@@ -81,31 +70,6 @@ class _Bucket:
     remaining: set[int] = field(default_factory=set)
     reduction: Reduction | None = None
     is_sent: bool = False
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The order of the buckets for some parameters and last backwards.
-
-    ``stage_of`` has the stage of each parameter's last backward, by id; ``order`` is a hash, equal on equal replicas.
-    """
-
-    trained: list[nn.Parameter]
-    last: Sequence[LastBackward]
-    held_back: set[int]
-    expected: set[int]
-    buckets: list[list[nn.Parameter]]
-    stage_of: dict[int, int]
-    order: int
-
-    def is_for(
-        self, trained: list[nn.Parameter], last: Sequence[LastBackward], held_back: set[int], expected: set[int]
-    ) -> bool:
-        """Return whether this is the plan of a step with these."""
-        same = last is self.last and len(trained) == len(self.trained)
-        return (
-            same and all(map(is_, trained, self.trained)) and (held_back, expected) == (self.held_back, self.expected)
-        )
 
 
 class OverlappedAverage:
@@ -126,13 +90,13 @@ class OverlappedAverage:
         self._expected: set[int] = set()
         self._trained: list[nn.Parameter] = []
         self._stage_of: dict[int, int] = {}
-        self._plan: _Plan | None = None
+        self._plan: AveragePlan | None = None
         self._buckets: list[_Bucket] = []
         self._of_parameter: dict[int, _Bucket] = {}
         self._next = 0
         self._hooks: list[RemovableHandle] = []
         self._in_flight: deque[Reduction] = deque()
-        self._stage = _NO_STAGE
+        self._stage = NO_STAGE
         self._stages_left = 0
         self._agree: Callable[[int], bool] | None = None
         self._early_bytes = 0
@@ -159,7 +123,7 @@ class OverlappedAverage:
             return
         held_ids = set(map(id, held_back))
         if self._plan is None or not self._plan.is_for(self._trained, last, held_ids, self._expected):
-            self._plan = _plan(self._trained, last, held_ids, self._expected)
+            self._plan = make_plan(self._trained, last, held_ids, self._expected)
         self._stage_of = self._plan.stage_of
         self._buckets = [_Bucket(bucket, {id(parameter) for parameter in bucket}) for bucket in self._plan.buckets]
         self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
@@ -178,7 +142,7 @@ class OverlappedAverage:
 
     def after_last(self, stage: int) -> None:
         """Note that the last backward of ``stage`` has ended: all its gradients are final."""
-        self._stage = _NO_STAGE
+        self._stage = NO_STAGE
         self._stages_left -= 1
         for bucket in self._buckets[self._next :]:
             bucket.remaining -= {each for each in bucket.remaining if self._stage_of.get(each) == stage}
@@ -240,7 +204,7 @@ class OverlappedAverage:
         self._in_flight.clear()
         self._agree = None
         self._next = 0
-        self._stage = _NO_STAGE
+        self._stage = NO_STAGE
 
     def _agree_once(self) -> None:
         """Wait for all replicas to begin, once a step."""
@@ -260,7 +224,7 @@ class OverlappedAverage:
                 f"begun. A layer of another stage uses it through a hidden reference, or a reentrant checkpoint runs "
                 f"its module twice: give torch.utils.checkpoint use_reentrant=False, or make one stage use it."
             )
-        if self._stage_of.get(id(parameter), _NO_STAGE) == self._stage != _NO_STAGE:
+        if self._stage_of.get(id(parameter), NO_STAGE) == self._stage != NO_STAGE:
             bucket.remaining.discard(id(parameter))
             self._send_ready()
 
@@ -276,7 +240,7 @@ class OverlappedAverage:
         with torch.no_grad():
             gradients = [torch.zeros_like(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
             # Memory that a view shares may be that of a gradient on its way through the graph.
-            in_place = self._stage == _NO_STAGE or _has_own_memory(gradients[0])
+            in_place = self._stage == NO_STAGE or _has_own_memory(gradients[0])
             bucket.reduction = start(gradients, self._group, self._size, in_place)
         bucket.is_sent = True
         self._in_flight.append(bucket.reduction)
@@ -305,23 +269,6 @@ class OverlappedAverage:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _plan(trained: list[nn.Parameter], last: Sequence[LastBackward], held_back: set[int], expected: set[int]) -> _Plan:
-    """Make the buckets: by the order of the last backwards, in each against the order of the parameters."""
-    stage_of = {id(p): stage for stage, parameters in last for p in parameters if id(p) not in held_back}
-    number = {stage: place for place, (stage, _) in enumerate(last)}
-    places: list[list[nn.Parameter]] = [[] for _ in range(len(last) + 1)]
-    for parameter in trained:
-        if id(parameter) in expected:
-            places[number.get(stage_of.get(id(parameter), _NO_STAGE), -1)].append(parameter)
-    ordered = [parameter for place in places[:-1] for parameter in reversed(place)]
-    # Those that are held back wait for no other, and no other waits for them.
-    made = [*buckets(ordered), *buckets(places[-1])]
-    index = {id(parameter): place for place, parameter in enumerate(trained)}
-    text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket] for bucket in made]
-    order = zlib.crc32(repr((len(trained), text)).encode())
-    return _Plan(trained, last, held_back, expected, made, stage_of, order)
 
 
 def _has_own_memory(gradient: torch.Tensor) -> bool:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_average import average_gradients
-from nxdpp.parallel_layers.overlapped_average import AverageReport, LastBackward, OverlappedAverage
+from nxdpp.parallel_layers.overlapped_average import AverageReport, OverlappedAverage
 from nxdpp.pipeline.agreement.fingerprint import parameter_lines
 from nxdpp.pipeline.agreement.replicas import check_replica_values
 from nxdpp.pipeline.local.part import LocalPart

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from nxdpp.parallel_layers import failure_watch
+from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.overlapped_average import LastBackward
 from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
 from nxdpp.pipeline.p2p.boundary import Boundary
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel

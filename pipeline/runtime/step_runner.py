@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
+from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.overlapped_average import LastBackward
 from nxdpp.pipeline.agreement.input_hash import InputHasher
 from nxdpp.pipeline.agreement.same_values import RankValues
 from nxdpp.pipeline.agreement.step_signature import StepSignature
