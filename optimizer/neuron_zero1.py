@@ -1,6 +1,6 @@
 """NeuronZero1Optimizer: NeuronX Distributed's name and arguments over ``Zero1Optimizer``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,16 +49,13 @@ class NeuronZero1Optimizer(Zero1Optimizer):
         higher_cc_precision: bool = False,
         **defaults: Any,
     ) -> None:
-        data, tensor = (
-            parallel_state.get_data_parallel_group(as_list=True),
-            parallel_state.get_tensor_model_parallel_group(as_list=True),
-        )
+        data = parallel_state.get_data_parallel_group(as_list=True)
         _check_groups("sharding_groups", sharding_groups, {"data-parallel groups": data})
-        _check_groups(
-            "grad_norm_groups",
-            grad_norm_groups,
-            {"tensor-parallel groups": tensor, "model-parallel groups": _model_groups(tensor)},
-        )
+        norms = {
+            "tensor-parallel groups": parallel_state.get_tensor_model_parallel_group(as_list=True),
+            "model-parallel groups": parallel_state.get_model_parallel_group(as_list=True),
+        }
+        _check_groups("grad_norm_groups", grad_norm_groups, norms)
         if lazy_init:
             raise ValueError("lazy_init=True is not supported: make the optimizer after move_model_to_device().")
         if use_grad_acc_hook or higher_cc_precision:
@@ -84,14 +81,7 @@ class NeuronZero1Optimizer(Zero1Optimizer):
         )
 
 
-def _model_groups(tensor: _Groups) -> _Groups:
-    """The ranks of each replica of the model: its pipeline and tensor ranks."""
-    pipelines = parallel_state.get_pipeline_model_parallel_group(as_list=True)
-    of_rank = {rank: number for number, group in enumerate(tensor) for rank in group}
-    return list({frozenset(r for rank in pipe for r in tensor[of_rank[rank]]): None for pipe in pipelines})  # type: ignore[misc]
-
-
-def _check_groups(argument: str, given: _Groups | None, allowed: dict[str, _Groups]) -> None:
+def _check_groups(argument: str, given: _Groups | None, allowed: Mapping[str, _Groups]) -> None:
     if given is None:
         return
     sets = {frozenset(group) for group in given}

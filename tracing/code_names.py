@@ -3,6 +3,7 @@
 import dis
 import re
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType
 
@@ -21,13 +22,7 @@ def is_framework(module: str | None) -> bool:
 @lru_cache(_KEPT)
 def names_in(code: CodeType) -> frozenset[str]:
     """Names of globals and attributes in ``code`` and the functions inside, and its strings."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return frozenset(names)
+    return frozenset({*code.co_names, *_in_constants(code, names_in)})
 
 
 def names_on_others(code: CodeType) -> frozenset[str]:
@@ -49,9 +44,15 @@ def _names_on_others(code: CodeType, owner: str) -> frozenset[str]:
         loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         is_load = instruction.opname.startswith("LOAD_FAST") or instruction.opname == "LOAD_DEREF"
         loads_self = is_load and bool(loaded) and loaded[-1] in own
+    return frozenset(names | _in_constants(code, names_on_others))
+
+
+def _in_constants(code: CodeType, names_of: Callable[[CodeType], frozenset[str]]) -> set[str]:
+    """Names in the strings among the constants of ``code``, and ``names_of`` the functions inside."""
+    names: set[str] = set()
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= names_on_others(constant)
+            names |= names_of(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
-    return frozenset(names)
+    return names

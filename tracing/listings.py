@@ -4,10 +4,13 @@ A class may override ``named_parameters``: ``CheckpointWrapper`` gives names tha
 the true ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import nn
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 # The attribute at which a class of torch holds the module that it runs.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -31,24 +34,24 @@ def named_modules(module: nn.Module, remove_duplicate: bool = True) -> Iterator[
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters in ``module`` with their qualified names."""
-    seen: set[nn.Parameter] = set()
-    for name, child in named_modules(module, remove_duplicate):
-        for key, parameter in child._parameters.items():
-            if parameter is not None and parameter not in seen:
-                if remove_duplicate:
-                    seen.add(parameter)
-                yield f"{name}.{key}" if name else key, parameter
+    return _named(module, lambda child: child._parameters, remove_duplicate)
 
 
 def named_buffers(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """All buffers in ``module`` with their qualified names."""
-    seen: set[torch.Tensor] = set()
+    return _named(module, lambda child: child._buffers, remove_duplicate)
+
+
+def _named(
+    module: nn.Module, registry: Callable[[nn.Module], Mapping[str, _Tensor | None]], remove_duplicate: bool
+) -> Iterator[tuple[str, _Tensor]]:
+    seen: set[_Tensor] = set()
     for name, child in named_modules(module, remove_duplicate):
-        for key, buffer in child._buffers.items():
-            if buffer is not None and buffer not in seen:
+        for key, tensor in registry(child).items():
+            if tensor is not None and tensor not in seen:
                 if remove_duplicate:
-                    seen.add(buffer)
-                yield f"{name}.{key}" if name else key, buffer
+                    seen.add(tensor)
+                yield f"{name}.{key}" if name else key, tensor
 
 
 def modules(module: nn.Module) -> Iterator[nn.Module]:
