@@ -1,10 +1,11 @@
-"""Environment variables, threads and garbage collection of all tests.
+"""Environment variables, threads and garbage collection of all tests, and their common fixture.
 
 The single-process references have one thread, like the ranks: the order of a sum can depend on the threads.
 """
 
 import gc
 import os
+from collections.abc import Iterator
 
 # OpenMP reads this variable when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -14,6 +15,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # torch looks up the name of every address that connects: a lost answer costs 1 s in place of 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+import pytest
 import torch
 
 from tests.support.torchvision_operators import define_missing_operators
@@ -26,3 +28,13 @@ def pytest_collection_finish() -> None:
     """Leave the objects of imported modules out of garbage collections, as ``tests/support/preloaded.py`` does."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make this process a job of one rank."""
+    from nxdpp import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
+    yield
+    parallel_state.destroy_model_parallel()

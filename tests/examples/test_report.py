@@ -1,21 +1,14 @@
 """Metrics of a run beside its checkpoint: those of an earlier run are replaced together with it, whatever is killed."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from nxdpp import parallel_state
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def finished_report(folder: Path, run: str) -> Any:

@@ -1,6 +1,6 @@
 """Tiny models of each architecture, traced as the runtime does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +91,18 @@ class PlainModel(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         result: torch.Tensor = self.head(hidden).mean()
+        return result
+
+
+class PreparedModel(PlainModel):
+    """A model with a function in front of its layers."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.__dict__["function"] = function
+
+    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.__dict__["function"](hidden)
         return result
 
 

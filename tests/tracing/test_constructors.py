@@ -17,22 +17,10 @@ from torch import zeros as nothing
 from nxdpp.tracing.constructors import refused_random_numbers
 from nxdpp.tracing.errors import TracingError
 from tests.support import other_names
-from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, PreparedModel, options_for, run_graph, trace_with
 
 # A global that is a method of an object without a truth.
 first_item = numpy.ones(2).item
-
-
-class Prepared(PlainModel):
-    """A model with a function in front of its layers."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.__dict__["function"] = function
-
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.__dict__["function"](hidden)
-        return result
 
 
 CONSTRUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -59,7 +47,7 @@ def _trace(model: nn.Module):  # type: ignore[no-untyped-def]
 def test_a_tensor_made_in_the_spine_follows_the_size_of_the_batch(
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    model = Prepared(function)
+    model = PreparedModel(function)
     traced = _trace(model)
 
     for rows in (2, 7):
@@ -93,7 +81,7 @@ def test_a_sequence_that_is_one_traced_value_is_joined(function: Callable[[torch
 )
 def test_a_random_number_in_the_spine_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(TracingError, match=r"torch\.(rand|bern)\w* is used outside the transformer layers"):
-        _trace(Prepared(function))
+        _trace(PreparedModel(function))
 
 
 def _by_helper(hidden: torch.Tensor) -> torch.Tensor:
@@ -117,7 +105,7 @@ def test_constructors_under_other_names(name: str) -> None:
 @pytest.mark.parametrize("tracer", ["hf", "torch"])
 def test_random_functions_under_other_names(tracer: str) -> None:
     for function in (lambda h: h * rand(1), lambda h: h + other_names.draw()):
-        model = Prepared(function)
+        model = PreparedModel(function)
         with pytest.raises(TracingError, match=r"torch\.randn? is used outside the transformer layers"):
             trace_with(model, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
 
@@ -144,7 +132,7 @@ def test_the_state_of_the_generators_is_not_set(name: str, tracer: str) -> None:
         SEEDS[name](hidden)
         return hidden
 
-    model = Prepared(prepare)
+    model = PreparedModel(prepare)
     before = torch.get_rng_state()
     with pytest.raises(TracingError, match=rf"torch.(cuda.)?{name.split()[0]} is used outside .* would have no effect"):
         trace_with(model, {"x": torch.ones(3, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
@@ -154,22 +142,22 @@ def test_the_state_of_the_generators_is_not_set(name: str, tracer: str) -> None:
 def test_constructors_are_torchs_own_afterwards() -> None:
     before = dict(vars(torch))
 
-    _trace(Prepared(CONSTRUCTIONS["arange"]))
+    _trace(PreparedModel(CONSTRUCTIONS["arange"]))
     with pytest.raises(TracingError):
-        _trace(Prepared(lambda h: h + torch.rand(4)))
+        _trace(PreparedModel(lambda h: h + torch.rand(4)))
 
     assert {name for name in before if vars(torch)[name] is not before[name]} == set()
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), lambda: torch.randn(4)], ids=["number", "tensor"])
 def test_random_tensors_that_plain_fx_would_draw_once_are_refused(draw: Callable[[], Any]) -> None:
-    model = Prepared(lambda hidden: hidden * draw())
+    model = PreparedModel(lambda hidden: hidden * draw())
     with pytest.raises(TracingError, match=r"torch.randn? is used outside .*\n  at .*test_constructors.py:\d+"):
         trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
 
 
 def test_plain_fx_draws_random_tensors_like_a_traced_value_in_each_step() -> None:
-    model = Prepared(torch.rand_like)
+    model = PreparedModel(torch.rand_like)
     traced = trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls="torch"))
     x = torch.ones(2, 4)
     for seed in range(2):

@@ -13,25 +13,13 @@ from torch.overrides import TorchFunctionMode
 from nxdpp.tracing.errors import TracingError
 from nxdpp.tracing.modes import Modes, applied, current_modes, modes_of
 from nxdpp.tracing.trace import TracedGraph
-from tests.support.traced_models import PlainLayer, PlainModel, options_for, trace_with
+from tests.support.traced_models import PlainLayer, PlainModel, PreparedModel, options_for, trace_with
 
 TRACERS = ["hf", "torch"]
 
 
-class Prepared(PlainModel):
-    """A model with a function in front of its layers."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.__dict__["function"] = function
-
-    def prepare(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.__dict__["function"](hidden)
-        return result
-
-
 def _trace(function: Callable[[torch.Tensor], torch.Tensor], tracer: str | type[fx.Tracer] = "hf") -> TracedGraph:
-    model = Prepared(function)
+    model = PreparedModel(function)
     return trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer, tracer_cls=tracer))
 
 

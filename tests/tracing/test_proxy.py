@@ -11,8 +11,7 @@ from nxdpp.tracing.in_place import assign_item
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.trace import trace
 from tests.support.exact import assert_exact
-from tests.support.traced_models import PlainLayer, PlainModel, options_for, run_graph, trace_with
-from tests.tracing.test_constructors import Prepared
+from tests.support.traced_models import PlainLayer, PlainModel, PreparedModel, options_for, run_graph, trace_with
 
 
 def _assigns(hidden: torch.Tensor) -> torch.Tensor:
@@ -44,7 +43,7 @@ def _returns_itself(hidden: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [_assigns, _masks, _reads_between, _returns_itself])
 def test_changes_in_place_are_made_in_their_order(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    model = Prepared(function)
+    model = PreparedModel(function)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
     traced = trace_with(model, {"x": x}, options_for(model, PlainLayer))

@@ -1,24 +1,18 @@
 """The first step after a change looks for wrappers, dtypes and values; later steps do not."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.local import next_step
 from tests.support.models import make, padded_batch
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 BATCH = padded_batch(4)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 def test_checks_run_once_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Models in wrappers of other runtimes: refused, with a remedy that is followed here."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,19 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 BATCH = padded_batch(4)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 def llama() -> Any:

@@ -1,23 +1,16 @@
 """Hooks of modules that no stage runs: told at construction, and refused where they would be ignored."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel
 from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from tests.support.models import make, padded_batch
 from tests.support.traced_models import make_model
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 BATCH = padded_batch(4)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 def test_warning_for_hooks_that_run_at_the_trace(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
 """State dicts that do not fit: an error before anything is changed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,17 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel
 from nxdpp.pipeline.local.state_check import check_state
 from tests.support.models import make
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
-
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {

@@ -1,19 +1,12 @@
 """Index errors inside a step name the input."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel
 from tests.support.models import VOCABULARY, make, padded_batch
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def notes_for(name: str, value: int) -> list[str]:
