@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.tensor_parallel.apply import apply_plan
 from nxdpp.tensor_parallel.compared_types import COMPARED
 from nxdpp.tensor_parallel.loss import divide_loss
@@ -43,7 +44,8 @@ def tensor_parallelize(model: M, plan: Mapping[str, str] | None = None, *, seque
         ValueError: for a type whose plan was not compared with one process (``docs/tensor_models.md``), and for sizes
             that do not divide, with the numbers. Nothing is changed then.
         NotImplementedError: for ``sequence_parallel=True``.
-        RuntimeError: before ``initialize_model_parallel``.
+        RuntimeError: before ``initialize_model_parallel``, and for parameters that an optimizer holds: it would go on
+            with the whole ones.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "replace_local_tensors"):
         raise TypeError(
@@ -69,8 +71,12 @@ def parallelize(model: M, plan: Mapping[str, str], sequence_parallel: bool = Fal
         raise NotImplementedError("sequence_parallel=True is not implemented for this model: leave it out")
     if parallel_state.get_tensor_model_parallel_size() == 1:
         return model
+    before = dict(model.named_parameters())
+    check_no_optimizer_holds(before, "Make the optimizer after NxDPPModel(tensor_parallelize(model), ...).")
     for told in apply_plan(model, plan):
         warnings.warn(told, stacklevel=3)
+    kept = {id(parameter) for parameter in model.parameters()}
+    watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})
     if parallel_loss and isinstance(model, PreTrainedModel):
         divide_loss(model)
     return model

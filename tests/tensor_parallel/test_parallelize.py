@@ -124,6 +124,18 @@ class TestOneOfTwo:
             tensor_parallelize(nn.Linear(2, 2))
         tensor_parallelize(nn.Sequential(nn.Linear(2, 2)), {"0": "colwise_rep"})
 
+    def test_optimizers_of_the_whole_parameters(self) -> None:
+        model = make("llama")
+        parameters, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match=r"Make the optimizer after NxDPPModel\(tensor_parallelize\(model"):
+            tensor_parallelize(model)
+        assert type(model.lm_head) is nn.Linear
+        optimizer.param_groups.clear()
+        tensor_parallelize(model)
+        with pytest.raises(RuntimeError, match="they were replaced"):
+            torch.optim.SGD(parameters, lr=0.1).step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
     def test_one_call_before_the_wrapper(self) -> None:
         model = tensor_parallelize(make("llama"))
         with pytest.raises(ValueError, match="call tensor_parallelize once"):
