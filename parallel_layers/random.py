@@ -8,6 +8,10 @@ others, for activations that are divided over the ranks::
     dropped = dropout(hidden)                     equal on all tensor ranks
     with get_xla_rng_tracker().fork():
         dropped = dropout(attention_scores)       another mask on each tensor rank
+
+A fork takes one number from the default generator, and begins at a seed of this number and the rank's own. So a layer
+that ``torch.utils.checkpoint`` recomputes draws what it drew before: the checkpoint puts the default generator back,
+and knows of no other state.
 """
 
 from collections.abc import Iterator
@@ -22,53 +26,55 @@ _MODEL_PARALLEL = "model-parallel-rng"
 # Between the seed of the default generator and those of the tensor ranks, as in Megatron-LM.
 _OFFSET = 2718
 
+# Seeds are below.
+_SEEDS = 2**63
+
 _State = tuple[torch.Tensor, bytes]
 
 
 class XLARNGStatesTracker:
-    """Named states of this rank's generators, each beside the default one."""
+    """Named seeds of this rank, each of which gives random numbers beside those of the default generator."""
 
     def __init__(self) -> None:
-        self._states: dict[str, _State] = {}
         self._seeds: dict[str, int] = {}
 
     def reset(self) -> None:
-        """Forget all states."""
-        self._states, self._seeds = {}, {}
+        """Forget all names."""
+        self._seeds = {}
 
-    def get_states(self) -> dict[str, _State]:
-        """Return the states by name: those of the CPU's and of the device's generator."""
-        return dict(self._states)
+    def get_states(self) -> dict[str, int]:
+        """Return the seeds by name. The rest of the state is that of the default generators."""
+        return dict(self._seeds)
 
-    def set_states(self, states: dict[str, _State]) -> None:
+    def set_states(self, states: dict[str, int]) -> None:
         """Take over what ``get_states`` has returned."""
-        self._states = dict(states)
+        self._seeds = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a state that begins at ``seed``. Raises ``ValueError`` for a name or a seed that is there already."""
-        if name in self._states or seed in self._seeds.values():
+        """Add ``name`` with ``seed``. Raises ``ValueError`` for a name or a seed that is there already."""
+        if name in self._seeds or seed in self._seeds.values():
             raise ValueError(
                 f"a random state named {name!r}, or one with seed {seed}, was added before: call reset() first, or "
                 f"give another name and seed."
             )
-        before = _state()
-        torch.manual_seed(seed)
-        self._states[name], self._seeds[name] = _state(), seed
-        _set_state(before)
+        self._seeds[name] = seed
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the state ``name`` in the block. Raises ``ValueError`` for one that was not added."""
-        if name not in self._states:
+        """Draw other numbers than the default generator's in the block, which follow from it and the seed of ``name``.
+
+        The default generator moves on by one number. Raises ``ValueError`` for a name that was not added.
+        """
+        if name not in self._seeds:
             raise ValueError(
                 f"there is no random state {name!r}: call model_parallel_xla_manual_seed(seed) or add({name!r}, seed)."
             )
+        number = int(torch.randint(_SEEDS - 1, (), device="cpu"))
         before = _state()
-        _set_state(self._states[name])
+        torch.manual_seed((self._seeds[name] + number) % _SEEDS)
         try:
             yield
         finally:
-            self._states[name] = _state()
             _set_state(before)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from nxdpp import parallel_state
 from nxdpp.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
@@ -31,10 +33,9 @@ def drawn(rank: int) -> list[list[float]]:
 
 def test_tensor_ranks_draw_alike_outside_a_fork_and_differently_inside() -> None:
     first, second = drawn(0), drawn(1)
-    torch.manual_seed(7)
-    outside = [torch.rand(3).tolist() for _ in range(3)]
 
-    assert first[::2] == second[::2] == outside
+    assert first[::2] == second[::2]
+    assert len({tuple(numbers) for numbers in first[::2]}) == 3
     assert len({tuple(numbers) for numbers in (*first[1::2], *second[1::2])}) == 4
 
 
@@ -42,13 +43,37 @@ def test_states_can_be_kept_and_put_back() -> None:
     parallel_state.initialize_model_parallel()
     model_parallel_xla_manual_seed(7)
     tracker = get_xla_rng_tracker()
-    states = tracker.get_states()
+    states, default = tracker.get_states(), torch.get_rng_state()
     numbers = []
     for _ in range(2):
+        torch.set_rng_state(default)
         tracker.set_states(states)
         with tracker.fork():
             numbers.append(torch.rand(3).tolist())
+        tracker.reset()
     assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputed_layer_draws_again_what_it_drew(use_reentrant: bool) -> None:
+    parallel_state.initialize_model_parallel()
+    model_parallel_xla_manual_seed(7)
+    masks = []
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with get_xla_rng_tracker().fork():
+                hidden = functional.dropout(hidden, 0.5)
+                masks.append(hidden.detach() != 0)
+        return hidden * hidden
+
+    hidden = torch.ones(64, requires_grad=True)
+    output = checkpoint(layer, hidden, use_reentrant=use_reentrant)
+    torch.rand(3)
+    output.sum().backward()
+    first, second, *again = masks
+    assert not first.equal(second)
+    assert all(map(torch.equal, [first, second], again))
 
 
 def test_unknown_and_repeated_states_are_refused() -> None:
