@@ -4,8 +4,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property, partial
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -13,8 +13,7 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 
 from nxdpp.tracing import listings
-from nxdpp.tracing.answers import Answers
-from nxdpp.tracing.any_data import check_in_every_step, is_checked
+from nxdpp.tracing.answering_tracer import AnsweringTracer
 from nxdpp.tracing.calls import (
     holds_proxy,
     is_compiled,
@@ -32,28 +31,17 @@ from nxdpp.tracing.dataclass_calls import recorded_dataclasses
 from nxdpp.tracing.einops_calls import recorded_einops
 from nxdpp.tracing.errors import StaleValueError, calling_line
 from nxdpp.tracing.feature_methods import answer_of_features
-from nxdpp.tracing.guesses import MOST_GUESSES, guessed_answer
 from nxdpp.tracing.in_place import change_argument
 from nxdpp.tracing.input_specs import constant_of
 from nxdpp.tracing.items_of_dicts import refuse_changed_items
 from nxdpp.tracing.kept_tensors import recorded_sizes
 from nxdpp.tracing.left_behind import LeftBehind
 from nxdpp.tracing.lost_changes import ROOT, unchanged_modules
-from nxdpp.tracing.modes import current_modes
 from nxdpp.tracing.parameter_devices import devices_of_inputs
 from nxdpp.tracing.proxy import proxy_of, refuse_attributes
 from nxdpp.tracing.selections import answer_with_items
 from nxdpp.tracing.shared_state import call_sharing, with_unfilled_lists
-from nxdpp.tracing.sizes import (
-    DataInModuleError,
-    Fact,
-    Shapes,
-    Sizes,
-    UnknownInputError,
-    UnknownSizeError,
-    is_none,
-    is_tensor,
-)
+from nxdpp.tracing.sizes import Shapes, UnknownSizeError
 from nxdpp.tracing.spine_modules import without_forward
 from nxdpp.tracing.swap import StableSet, sources, stable_attributes, swapped
 from nxdpp.tracing.torch_transformer import recorded_transformers
@@ -63,7 +51,7 @@ _TORCH = re.compile(r"(torch|builtins|abc|typing)\b")
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-class SpineTracer(fx.Tracer):
+class SpineTracer(AnsweringTracer):
     """Trace the spine alone.
 
     Embeddings, norms, heads, rotary modules and layers are single nodes. A pipeline does not cut them, and most code
@@ -73,19 +61,13 @@ class SpineTracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, spine: set[str], shapes: Shapes, guess: bool | None = None, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(shapes, guess, **options)
         self._spine = spine
-        self._shapes = shapes
-        self._guess = guess
-        self._guessed = 0
         self._left_behind: LeftBehind | None = None
         self._thread = threading.get_ident()
-        self._modes = current_modes()
-        self.facts: list[Fact] = []
         self.refusal: Exception | None = None
         self._data_checks = DataChecks()
         self.finished = False
-        self.answers = Answers()
         self.first_input: fx.Proxy | None = None
 
     @contextmanager
@@ -126,11 +108,6 @@ class SpineTracer(fx.Tracer):
     def is_tracing_thread(self) -> bool:
         """Return whether this thread traces. fx changes modules for all threads, and others use theirs meanwhile."""
         return threading.get_ident() == self._thread
-
-    @property
-    def guesses(self) -> bool:
-        """``True`` for a trace of the order of modules, whose graph is never run."""
-        return self._guess is not None
 
     def spine_modules(self, model: nn.Module) -> list[nn.Module]:
         """The modules of ``model`` that are traced through."""
@@ -253,89 +230,6 @@ class SpineTracer(fx.Tracer):
                 f"a {name} is handed on between layers; a graph holds tensors, numbers and strings, and "
                 f"tuples, lists, dicts and dataclasses of them{remedy}"
             ) from None
-
-    def fact(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
-        """``read(value)`` for inputs of the sizes at hand. The graph then belongs to inputs with the same answer.
-
-        A tracer that guesses answers for inputs of unknown shapes too. Raises ``UnknownSizeError`` if the answer
-        depends on more than sizes.
-        """
-        try:
-            answer = self.read(node, read)
-        except UnknownInputError as error:
-            return self._guess_answer(node, read, error)
-        except DataInModuleError as error:
-            return self._fact_of_any_data(node, read, error)
-        self.facts.append(Fact(node, read, answer))
-        return answer
-
-    def _fact_of_any_data(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownSizeError) -> Any:
-        if not is_checked(read):
-            raise unknown
-        try:
-            question = (node.name, read, "any data")
-            answer = self.answers.get(question, lambda: self._known_sizes.read_for_any_data(node, read))
-        except UnknownSizeError:
-            raise unknown from None
-        check_in_every_step(self.proxy(node), read, answer)
-        self.facts.append(Fact(node, read, answer, of_any_data=True))
-        return answer
-
-    def is_none(self, node: fx.Node) -> tuple[bool | None, bool]:
-        """Return whether a value is ``None`` for inputs of the sizes at hand, and whether that is sure.
-
-        It is a guess where it depends on data, and ``None`` where no guess is possible. A sure ``None`` becomes a fact
-        of the graph.
-        """
-        try:
-            answer = bool(self.read(node, is_none))
-        except UnknownSizeError:
-            return self._guess_none(node), False
-        if answer:
-            self.facts.append(Fact(node, is_none, answer))
-        return answer, True
-
-    def is_tensor(self, node: fx.Node) -> bool:
-        """Return whether a value is surely a tensor for inputs of the sizes at hand. It then is a fact of the graph."""
-        try:
-            answer = bool(self.read(node, is_tensor))
-        except UnknownSizeError:
-            return False
-        if answer:
-            self.facts.append(Fact(node, is_tensor, answer))
-        return answer
-
-    @cached_property
-    def _guesses(self) -> list[Sizes]:
-        return [Sizes(self.root, self._shapes, guess, self._modes) for guess in (True, False)]
-
-    def _guess_none(self, node: fx.Node) -> bool | None:
-        def guess() -> bool | None:
-            for sizes in self._guesses:
-                with suppress(UnknownSizeError):
-                    return bool(sizes.read(node, is_none))
-            return None
-
-        answer: bool | None = self.answers.get((node.name, "guess"), guess)
-        return answer
-
-    def _guess_answer(self, node: fx.Node, read: Callable[[Any], Any], unknown: UnknownInputError) -> Any:
-        if self._guess is None:
-            raise unknown
-        self._guessed += 1
-        answer = guessed_answer(node, read, self._guess, self.root)
-        if answer is None or self._guessed > MOST_GUESSES:
-            raise UnknownSizeError("no shapes of the inputs give the answer") from unknown
-        return answer
-
-    def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
-        """``read(value)`` for inputs of the sizes at hand. Raises ``UnknownSizeError`` as ``fact`` does."""
-
-        return self.answers.get((node.name, read), lambda: self._known_sizes.read(node, read))
-
-    @cached_property
-    def _known_sizes(self) -> Sizes:
-        return Sizes(self.root, self._shapes, modes=self._modes)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The proxy of a node."""
