@@ -90,7 +90,7 @@ def _large_cells(name: str) -> list[str]:
     if name == "profiled":
         return ["", ""]
     with torch.device("meta"):
-        model: PreTrainedModel = LlamaForCausalLM(_config(2)).to(torch.bfloat16)  # type: ignore[arg-type]
+        model: PreTrainedModel = LlamaForCausalLM(_config(2)).to(torch.bfloat16)  # type: ignore[arg-type]  # transformers' decorator hides the signature
         ids = torch.empty(1, LARGE_TOKENS, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
     traced = InProcessPipeline(model, STAGES, batch).cut.traced

@@ -80,4 +80,7 @@ def _mark(tensor: torch.Tensor) -> int:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload, no-any-return]
+    flat: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    # Without this overload in torch's stubs.
+    of_storage: torch.Tensor = flat.set_(storage, 0, (storage.nbytes(),))
+    return of_storage

@@ -223,7 +223,7 @@ class RowParallelLinear(_ParallelLinear):
             parameter = nn.Parameter(torch.empty(output_size, dtype=dtype, device=device or None))
             set_tensor_model_parallel_attributes(parameter, False, -1)
             # Each rank adds it to its part of the sequence.
-            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]  # an attribute of ours on a tensor
             self.bias = parameter
         else:
             self.register_parameter("bias", None)

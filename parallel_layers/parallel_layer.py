@@ -40,7 +40,7 @@ class ParallelLayer(KeepsAttributes):
         own[dim] = (padded or shape[dim]) // parts
         parameter = nn.Parameter(torch.empty(own, dtype=dtype, device=device or None))
         set_tensor_model_parallel_attributes(parameter, True, dim, stride, parts)
-        parameter.whole_size = shape[dim]  # type: ignore[attr-defined]
+        parameter.whole_size = shape[dim]  # type: ignore[attr-defined]  # an attribute of ours on a tensor
         self.register_parameter(name, parameter)
 
     def _check_group(self) -> None:

@@ -71,7 +71,7 @@ def mark_sequence_parallel(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         if not is_tensor_parallel(parameter):
-            parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]
+            parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # an attribute of ours on a tensor
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
@@ -95,7 +95,7 @@ class KeepsAttributes(nn.Module):
         before = dict(self._parameters)
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._restore(before)
-        return result  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]  # torch gives no type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -93,7 +93,7 @@ def communicators(ranks: int, replicas: int, tensor: int = 1) -> int:
 def own_group(lists_of_ranks: list[list[int]], backend: str) -> ProcessGroup:
     """Create a group for each list, and return this rank's one, if it has one."""
     group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, backend=backend)
-    return group  # type: ignore[no-any-return]
+    return group  # type: ignore[no-any-return]  # torch gives no type
 
 
 def _first_exchange(groups: TransferGroups, rank: int, device: torch.device) -> None:

@@ -45,10 +45,11 @@ class ChosenSchedule:
             wanted = None if chunks == 1 else chunks
             self.placement: Placement | ListedPlacement = self._family.placement(ranks, wanted)
         else:
-            is_file = isinstance(schedule, str | Path)
-            if not is_file:
+            if isinstance(schedule, str | Path):
+                self._written = read_schedule(Path(schedule))
+            else:
                 _check_lists(schedule)
-            self._written = read_schedule(Path(schedule)) if is_file else parse_schedule(schedule)  # type: ignore[arg-type]
+                self._written = parse_schedule(schedule)
             # Ranks compare names. The actions have to agree, the path of the file may differ.
             self.name = f"written: {[' '.join(map(str, actions)) for actions in self._written]}"
             self.placement = self._placement_of_written(chunks)

@@ -20,7 +20,7 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
         mark_sequence_parallel(module)
     elif style == "mla_kv_a_proj":
         assert rope_size is not None
-        module._rope_size = rope_size  # type: ignore[assignment]
+        module._rope_size = rope_size  # type: ignore[assignment]  # Module declares tensors and modules alone
         module.register_forward_hook(_copy_rope)
     elif style == "all_reduce":
         module.register_forward_hook(_sum_output)

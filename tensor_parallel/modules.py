@@ -19,20 +19,20 @@ from nxdpp.parallel_layers.overlapped_linear import Part
 _made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-class ColumnLinear(ColumnParallelLinear, nn.Linear):  # type: ignore[misc]
+class ColumnLinear(ColumnParallelLinear, nn.Linear):  # type: ignore[misc]  # both bases have the parameters
     """``torch.nn.Linear`` whose outputs are divided."""
 
     # The initial values are those of the whole layer, which the weight is meanwhile.
     reset_parameters = nn.Linear.reset_parameters
 
 
-class RowLinear(RowParallelLinear, nn.Linear):  # type: ignore[misc]
+class RowLinear(RowParallelLinear, nn.Linear):  # type: ignore[misc]  # both bases have the parameters
     """``torch.nn.Linear`` whose inputs are divided."""
 
     reset_parameters = nn.Linear.reset_parameters
 
 
-class VocabularyEmbedding(ParallelEmbedding, nn.Embedding):  # type: ignore[misc]
+class VocabularyEmbedding(ParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both bases have the parameters
     """``torch.nn.Embedding`` whose tokens are divided."""
 
     reset_parameters = nn.Embedding.reset_parameters
@@ -75,13 +75,13 @@ class RowConv1D(Conv1D):
 def to_column(module: nn.Linear, gather_output: bool, stride: int = 1) -> None:
     """Make ``module`` a ``ColumnLinear``; its parameters are still whole."""
     _become_linear(module, ColumnLinear, 0, stride)
-    module.gather_output = gather_output  # type: ignore[assignment]
+    module.gather_output = gather_output  # type: ignore[assignment]  # Module declares tensors and modules alone
 
 
 def to_row(module: nn.Linear, input_is_parallel: bool) -> None:
     """Make ``module`` a ``RowLinear``; its parameters are still whole."""
     _become_linear(module, RowLinear, 1, 1)
-    module.input_is_parallel = input_is_parallel  # type: ignore[assignment]
+    module.input_is_parallel = input_is_parallel  # type: ignore[assignment]  # Module declares tensors and modules alone
 
 
 def to_vocabulary(module: nn.Embedding) -> None:

@@ -244,7 +244,7 @@ def _value(node: fx.Node, inputs: Mapping[str, Any]) -> Any:
             raise _UnknownError
         return inputs[str(node.target)]
     if passes_on(node) or (node.op == "call_method" and node.target in _CONVERSIONS):
-        return _value(node.args[0], inputs)  # type: ignore[arg-type]
+        return _value(node.args[0], inputs)  # type: ignore[arg-type]  # such a node has a node as first argument
     is_method = node.op == "call_method" and node.target in _METHODS_COUNTED
     if not is_method and not _is_one_of(node.target, _COUNTED):
         raise _UnknownError

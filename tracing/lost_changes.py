@@ -111,8 +111,8 @@ def _sharing(alias: fx.Node, changed: fx.Node) -> list[fx.Node]:
 
 
 def _item_number(node: fx.Node) -> int | str | None:
-    is_item = node.target is operator.getitem and isinstance(node.args[1], int | str)
-    return node.args[1] if is_item else None  # type: ignore[return-value]
+    item = node.args[1] if node.target is operator.getitem else None
+    return item if isinstance(item, int | str) else None
 
 
 def _path(node: fx.Node) -> Iterator[fx.Node]:

@@ -26,7 +26,7 @@ class ParameterOfModel(nn.Parameter):
     is_detached: bool
 
     @property
-    def device(self) -> Any:  # type: ignore[override]
+    def device(self) -> Any:  # type: ignore[override]  # a proxy in the place of a device
         """The traced device of the first input."""
         return self.traced_device
 

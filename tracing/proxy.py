@@ -45,7 +45,7 @@ _OF_AUTOGRAD = frozenset({"_base", "_grad", "_grad_fn", "grad", "grad_fn"})
 class _SizedProxy(NumberProxy):
     """A traced value that gives its length and its items where they follow from specs or sizes of the inputs."""
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # object has no property of this name
     def __class__(self) -> type:
         """The class for ``isinstance`` in all code, also in torch and in helper modules; a proxy's own for fx."""
         caller = sys._getframe(1)

@@ -73,7 +73,7 @@ class _Code:
         offsets = list(self.instructions)
         self._next = dict(pairwise(offsets))
         self._same_return = self._returns()
-        self._handlers = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+        self._handlers = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]  # missing in typeshed
 
     @staticmethod
     @lru_cache(128)

@@ -101,7 +101,7 @@ def _function_of(frame: FrameType) -> FunctionType | None:
     for value in vars(module).values() if module is not None else ():
         function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
         if function is not None and function.__code__ is frame.f_code:
-            return value  # type: ignore[no-any-return]
+            return value  # type: ignore[no-any-return]  # unwrapped from a function
     return None
 
 

@@ -14,7 +14,7 @@ from nxdpp.tracing.checks import run_in_every_step
 from nxdpp.tracing.errors import calling_line, model_line
 
 # Comparisons of a number of items with a number: the answer if there are items.
-_WITH_ITEMS = {
+_WITH_ITEMS: dict[tuple[Any, int], bool] = {
     (operator.gt, 0): True, (operator.ne, 0): True, (operator.ge, 1): True,
     (operator.eq, 0): False, (operator.le, 0): False, (operator.lt, 1): False,
 }  # fmt: skip
@@ -38,7 +38,8 @@ def answer_with_items(question: fx.Proxy) -> bool | None:
     node = question.node
     if node.op != "call_function" or len(node.args) != 2 or not _is_number_of_items(node.args[0]):
         return None
-    expected = _WITH_ITEMS.get((node.target, node.args[1])) if type(node.args[1]) is int else None  # type: ignore[arg-type]
+    number = node.args[1]
+    expected = _WITH_ITEMS.get((node.target, number)) if type(number) is int else None
     if expected is not None:
         run_in_every_step(record_opaque_call(expect_items, (question, expected, model_line(calling_line())), {}))
     return expected

@@ -209,7 +209,7 @@ def _make_tracer(
 def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Tracer]:
     leaves = options.layer_classes + options.leaf_classes
 
-    class WithLeaves(base):  # type: ignore[misc, valid-type]
+    class WithLeaves(base):  # type: ignore[misc, valid-type]  # a class that is known at run time alone
         proxy_buffer_attributes = True
 
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -219,7 +219,7 @@ def _with_leaves(base: type[fx.Tracer], options: TracingOptions) -> type[fx.Trac
         def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
             node = super().create_node(*args, **kwargs)
             node.stack_trace = node.stack_trace or calling_line()
-            return node  # type: ignore[no-any-return]
+            return node  # type: ignore[no-any-return]  # of the base, which mypy does not know
 
     return WithLeaves
 

@@ -81,7 +81,7 @@ class Traffic(TorchDispatchMode):
             self.control += int(sent)
             return
         dimension = self._dimensions.get(group.group_name, "other")
-        self.sent[dimension, _KINDS.get(name, "send")] += sent  # type: ignore[assignment]
+        self.sent[dimension, _KINDS.get(name, "send")] += sent  # type: ignore[assignment]  # a Counter of floats
         self.messages[dimension] += 1
 
 
@@ -112,4 +112,4 @@ def _group(args: Any) -> dist.ProcessGroup:
             except RuntimeError:
                 continue
     name = next(value for value in reversed(args) if isinstance(value, str))
-    return _group_by_name(name)  # type: ignore[no-any-return]
+    return _group_by_name(name)  # type: ignore[no-any-return]  # without types in torch

@@ -195,7 +195,7 @@ def _accumulate(leaves: Sequence[GradientEdge], gradients: Sequence[torch.Tensor
     if not known:
         return
     # The first call has run the hooks of the tensors; the hooks of their accumulation still have to run.
-    variables: list[Any] = [leaf.node.variable for leaf, _ in known]  # type: ignore[attr-defined]
+    variables: list[Any] = [leaf.node.variable for leaf, _ in known]  # type: ignore[attr-defined]  # of torch's AccumulateGrad
     hooks = [variable._backward_hooks for variable in variables if variable._backward_hooks]
     kept = [dict(found) for found in hooks]
     for found in hooks:

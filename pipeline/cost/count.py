@@ -202,7 +202,8 @@ def _estimate(run: NodeRun, balance: float) -> _Counted:
     parameters = sum(parameter.numel() for parameter in listings.parameters(run.module))
     widths = sum(parameter.size(-1) for parameter in listings.parameters(run.module) if parameter.ndim > 1)
     value: Any = _another(states)
-    if all(user.op == "call_function" and user.target.__name__ == "getitem" for user in run.node.users):  # type: ignore[union-attr]
+    targets: list[Any] = [user.target if user.op == "call_function" else None for user in run.node.users]
+    if all(target is not None and target.__name__ == "getitem" for target in targets):
         value = (value,) * (1 + max((int(str(user.args[1])) for user in run.node.users), default=0))
     forward = 2 * parameters * tokens
     saved_bytes = tokens * widths * states.element_size()

@@ -118,7 +118,7 @@ class TiedWeights:
     def _mark(self) -> None:
         """Set ``shared`` of each copy, ``True`` but on the first owner: norms and counts take a weight once."""
         for weight, parameter in zip(self._weights, self._parameters, strict=True):
-            parameter.shared = self._rank != weight.ranks[0]  # type: ignore[attr-defined]
+            parameter.shared = self._rank != weight.ranks[0]  # type: ignore[attr-defined]  # an attribute of ours on a tensor
 
     def _sum(self, parameter: nn.Parameter, weight: TiedWeight, transport: Transport) -> torch.Tensor:
         """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens."""

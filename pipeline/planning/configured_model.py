@@ -47,7 +47,7 @@ def read_configuration(path: Path) -> PreTrainedConfig:
             f"It must be one of its types (llama, qwen3, bert, ...)."
         )
     try:
-        return AutoConfig.from_pretrained(str(file))  # type: ignore[no-any-return]
+        return AutoConfig.from_pretrained(str(file))  # type: ignore[no-any-return]  # transformers gives no type
     except Exception as error:
         raise ValueError(f"{file} is refused by transformers: {type(error).__name__}: {error}") from error
 

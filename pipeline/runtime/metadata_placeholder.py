@@ -33,11 +33,13 @@ class MetadataPlaceholder(torch.Tensor):
             cls, layout.size, strides=layout.strides, dtype=layout.dtype, device=device
         )
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an option
         return f"MetadataPlaceholder(size={list(self.size())}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's names one argument otherwise
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Make tensors from the placeholder's metadata; refuse all other operations."""
         if function in _LIKE and not any(isinstance(argument, MetadataPlaceholder) for argument in args[1:]):
             source = args[0]
