@@ -35,7 +35,10 @@ def check_elementwise(optimizer_class: Any, defaults: Mapping[str, Any], device:
         for at, part in zip((0, _CUT), parts, strict=True):
             _step([part], optimizer_class, tried, at)
     except Exception as error:
-        raise ValueError(f"{_refusal(optimizer_class)} It raised {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{optimizer_class.__name__} with these options does not step flat parts of dense parameters, which a rank "
+            f"has ({type(error).__name__}: {error}). {_remedy(optimizer_class)}"
+        ) from error
     if not torch.allclose(whole.detach().reshape(-1), torch.cat([part.detach() for part in parts]), rtol=1e-4):
         raise ValueError(_refusal(optimizer_class))
     return options
@@ -53,6 +56,11 @@ def _step(parameters: list[nn.Parameter], optimizer_class: Any, options: Mapping
 def _refusal(optimizer_class: type) -> str:
     return (
         f"{optimizer_class.__name__} does not change each element by itself, and a rank has only a part of a "
-        f"parameter's elements: the result would depend on the number of ranks. Take an elementwise optimizer "
-        f"such as torch.optim.AdamW, or use {optimizer_class.__name__} without sharding."
+        f"parameter's elements: the result would depend on the number of ranks. {_remedy(optimizer_class)}"
+    )
+
+
+def _remedy(optimizer_class: type) -> str:
+    return (
+        f"Take an elementwise optimizer such as torch.optim.AdamW, or use {optimizer_class.__name__} without sharding."
     )

@@ -24,9 +24,9 @@ class NeuronZero1Optimizer(Zero1Optimizer):
         lazy_init: ``False``.
         bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: largest size of a message, in MiB; 0 is 25. One layout
             serves both, so two sizes must be equal.
-        use_grad_acc_hook: ``False``. Gradients accumulate in the dtype of their parameters.
+        use_grad_acc_hook: gradients of half parameters accumulate in float32, which needs torch 2.10.
         save_master_weights: ``True`` or ``False``; ``state_dict`` always has the master copies.
-        higher_cc_precision: ``False``. Gradients are averaged in their dtype.
+        higher_cc_precision: gradients in half precision are averaged in float32.
 
     Raises ``ValueError`` for an argument that cannot be honoured, and otherwise as ``Zero1Optimizer`` does.
     """
@@ -58,12 +58,6 @@ class NeuronZero1Optimizer(Zero1Optimizer):
         _check_groups("grad_norm_groups", grad_norm_groups, norms)
         if lazy_init:
             raise ValueError("lazy_init=True is not supported: make the optimizer after move_model_to_device().")
-        if use_grad_acc_hook or higher_cc_precision:
-            raise ValueError(
-                "use_grad_acc_hook=True and higher_cc_precision=True are not supported: gradients accumulate and are "
-                "averaged in the dtype of their parameters. Keep the parameters in float32 and run the steps under "
-                "torch.autocast."
-            )
         sizes = {size for size in (bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter) if size}
         if len(sizes) > 1:
             raise ValueError(
@@ -77,6 +71,8 @@ class NeuronZero1Optimizer(Zero1Optimizer):
             grad_clipping,
             max_norm,
             bucket_cap_mb=sizes.pop() if sizes else 25,
+            accumulated_dtype=torch.float32 if use_grad_acc_hook else None,
+            averaged_dtype=torch.float32 if higher_cc_precision else None,
             **defaults,
         )
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from nxdpp.optimizer.master_copy import master_dtype, take_changes
+from nxdpp.parallel_layers.gradient_dtype import gradient_dtype
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -55,13 +56,16 @@ class Piece:
 class Sharding:
     """The data-parallel ranks that share the parameters; ``group`` is not used for one rank.
 
-    ``dtype`` is that of the values that the optimizer changes, by default at least float32.
+    ``dtype`` is that of the values that the optimizer changes, by default at least float32. ``accumulated`` is that of
+    ``.grad``, and ``averaged`` that of the messages with gradients, where they have more bits than the parameter.
     """
 
     rank: int
     size: int
     group: ProcessGroup | None
     dtype: torch.dtype | None = None
+    accumulated: torch.dtype | None = None
+    averaged: torch.dtype | None = None
 
 
 class ShardedBucket:
@@ -70,6 +74,7 @@ class ShardedBucket:
     Attributes:
         members: the parameters, in the order of the flat vector.
         pieces: this rank's part. Padding belongs to no piece.
+        averaged_dtype: of the messages with gradients.
     """
 
     def __init__(self, members: Sequence[Member], sharding: Sharding) -> None:
@@ -77,6 +82,8 @@ class ShardedBucket:
         self._sharding = sharding
         first = members[0].parameter
         self._dtype, self._device = first.dtype, first.device
+        own = gradient_dtype(first)
+        self.averaged_dtype = own if sharding.averaged is None else torch.promote_types(own, sharding.averaged)
         self._numel = sum(member.parameter.numel() for member in members)
         self._shard_numel = -(-self._numel // sharding.size)
         dtype = master_dtype(self._dtype, sharding.dtype)
@@ -114,7 +121,7 @@ class ShardedBucket:
     def start_reduction(self) -> dist.Work | None:
         """Start to average the gradients over the ranks; each gets its own part. Missing gradients count as zeros."""
         size = self._sharding.size
-        flat = torch.zeros(self._shard_numel * size, dtype=self._dtype, device=self._device)
+        flat = torch.zeros(self._shard_numel * size, dtype=self.averaged_dtype, device=self._device)
         parts = flat[: self._numel].split([member.parameter.numel() for member in self.members])
         for member, part in zip(self.members, parts, strict=True):
             if member.parameter.grad is not None:
@@ -186,9 +193,10 @@ class ShardedBucket:
 
 def make_buckets(members: Sequence[Member], sharding: Sharding, limit: int = BUCKET_BYTES) -> list[ShardedBucket]:
     """Return buckets of up to ``limit`` bytes, or of a single larger parameter; the same on all replicas."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
+    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[Member]] = {}
     for member in members:
-        alike.setdefault((member.parameter.dtype, member.parameter.device), []).append(member)
+        kind = (member.parameter.dtype, gradient_dtype(member.parameter), member.parameter.device)
+        alike.setdefault(kind, []).append(member)
     buckets = []
     for group in alike.values():
         bucket: list[Member] = []

@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.optimizer.bucket_exchange import average_buckets, gather_buckets
 from nxdpp.optimizer.elementwise import check_elementwise
 from nxdpp.optimizer.grad_norm import clip_pieces
+from nxdpp.optimizer.replica_position import Position, present_anywhere
 from nxdpp.optimizer.sharded_bucket import Member, Piece, ShardedBucket, Sharding, make_buckets
 from nxdpp.optimizer.zero1_state import Shard, check_state, options_of, saved_state, shard_of
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.gradient_dtype import accumulate_in
 
 
 class Zero1Optimizer(Optimizer):
@@ -43,6 +44,9 @@ class Zero1Optimizer(Optimizer):
         grad_clipping: clip the gradients by their norm over all ranks, each parameter counted once.
         max_norm: largest norm.
         bucket_cap_mb: largest size of a message, in MiB.
+        accumulated_dtype: of ``.grad``, such as float32 for half parameters. It has effect where it has more bits than
+            the parameter, and then needs torch 2.10. By default that of the parameter.
+        averaged_dtype: of the messages with gradients, likewise. By default that of ``.grad``.
         optimizer_defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -51,7 +55,8 @@ class Zero1Optimizer(Optimizer):
 
     Raises:
         TypeError, ValueError: for an optimizer that is not elementwise, and for options that it refuses.
-        RuntimeError: before ``initialize_model_parallel``, and for parameters on the meta device.
+        RuntimeError: before ``initialize_model_parallel``, for parameters on the meta device, and with
+            ``accumulated_dtype`` for those that have a gradient.
     """
 
     def __init__(
@@ -62,10 +67,18 @@ class Zero1Optimizer(Optimizer):
         grad_clipping: bool = True,
         max_norm: float | None = 1.0,
         bucket_cap_mb: float = 25.0,
+        accumulated_dtype: torch.dtype | None = None,
+        averaged_dtype: torch.dtype | None = None,
         **optimizer_defaults: Any,
     ) -> None:
-        if optimizer_dtype is not None and not optimizer_dtype.is_floating_point:
-            raise ValueError(f"optimizer_dtype must be a floating dtype such as torch.float32, not {optimizer_dtype}.")
+        dtypes = {
+            "optimizer_dtype": optimizer_dtype,
+            "accumulated_dtype": accumulated_dtype,
+            "averaged_dtype": averaged_dtype,
+        }
+        for name, dtype in dtypes.items():
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating dtype such as torch.float32, not {dtype}.")
         max_norm = 1.0 if max_norm is None else float(max_norm)
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, not {max_norm}. grad_clipping=False does not clip.")
@@ -76,7 +89,7 @@ class Zero1Optimizer(Optimizer):
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
-        self._sharding = _sharding(optimizer_dtype)
+        self._sharding = _sharding(optimizer_dtype, accumulated_dtype, averaged_dtype)
         self._buckets: list[ShardedBucket] = []
         self._steps = 0
         self._layout = 0
@@ -97,6 +110,11 @@ class Zero1Optimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on all replicas alike; not collective."""
         super().add_param_group(param_group)
+        try:
+            self._prepare(self.param_groups[-1]["params"])
+        except Exception:
+            self.param_groups.pop()
+            raise
         if self._is_made:
             self.base_optimizer.add_param_group({**options_of(self.param_groups[-1]), "params": []})
             self._add_members()
@@ -108,7 +126,8 @@ class Zero1Optimizer(Optimizer):
         without a gradient on all replicas stay as they are. Returns what ``closure`` returns.
 
         Raises:
-            RuntimeError: where replicas are in different steps or have other parameters, before anything is changed.
+            RuntimeError: where replicas are in different steps, or have other parameters or options, before anything is
+                changed.
             ValueError: for sparse gradients.
         """
         loss = None
@@ -154,6 +173,13 @@ class Zero1Optimizer(Optimizer):
             for number, values in state_dict["masters"].items():
                 pieces[number].tensor.copy_(values)
 
+    def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
+        if len(set(map(id, parameters))) < len(parameters):
+            raise ValueError("a group has a parameter twice, which would be stepped twice: leave one of them out.")
+        if self._sharding.accumulated is not None:
+            for parameter in parameters:
+                accumulate_in(parameter, self._sharding.accumulated)
+
     def _step(self) -> None:
         self._add_members()
         for bucket in self._buckets:
@@ -175,21 +201,18 @@ class Zero1Optimizer(Optimizer):
 
     def _present_anywhere(self) -> list[bool]:
         """Return for each parameter whether a replica has its gradient. Raises as ``step`` does."""
-        parameters = [member.parameter for member in self._members]
-        present = [parameter.grad is not None for parameter in parameters]
-        if self._sharding.size > 1:
-            control = parallel_state.get_data_parallel_control_group()
-            # The first message has a length that all replicas know.
-            numbers = (self._steps, self._layout, len(present))
-            head = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64)
-            dist.all_reduce(head, dist.ReduceOp.MAX, control)
-            largest, smallest = head[:3].tolist(), (-head[3:]).tolist()
-            if largest != smallest:
-                raise RuntimeError(_different(largest, smallest))
-            flags = torch.tensor(present, dtype=torch.uint8)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, control)
-            present = [bool(flag) for flag in flags.tolist()]
-        return present
+        present = [member.parameter.grad is not None for member in self._members]
+        if self._sharding.size == 1:
+            return present
+        return present_anywhere(present, Position(self._steps, self._layout, len(present), self._options()))
+
+    def _options(self) -> int:
+        """A hash of the options that replicas must have alike: each steps its own pieces."""
+        groups = [
+            sorted((key, value) for key, value in group.items() if isinstance(value, bool | int | float | str | tuple))
+            for group in map(options_of, self.param_groups)
+        ]
+        return zlib.crc32(repr((groups, self.grad_clipping, self.max_norm)).encode())
 
     def _add_members(self) -> None:
         """Shard parameters that were added, and those that require a gradient since the last step."""
@@ -208,7 +231,10 @@ class Zero1Optimizer(Optimizer):
         buckets = make_buckets(
             [member for member in members if member.parameter.requires_grad], self._sharding, self._bucket_bytes
         )
-        text = [[(m.index, m.group, tuple(m.parameter.shape), m.parameter.dtype) for m in b.members] for b in buckets]
+        text = [
+            [b.averaged_dtype, *((m.index, m.group, tuple(m.parameter.shape), m.parameter.dtype) for m in b.members)]
+            for b in buckets
+        ]
         self._layout = zlib.crc32(repr(text).encode(), self._layout)
         return buckets
 
@@ -234,10 +260,10 @@ class Zero1Optimizer(Optimizer):
             base.update(options_of(group))
 
 
-def _sharding(dtype: torch.dtype | None) -> Sharding:
+def _sharding(*dtypes: torch.dtype | None) -> Sharding:
     size = parallel_state.get_data_parallel_size()
     group = parallel_state.get_data_parallel_group() if size > 1 else None
-    return Sharding(parallel_state.get_data_parallel_rank(), size, group, dtype)
+    return Sharding(parallel_state.get_data_parallel_rank(), size, group, *dtypes)
 
 
 def _refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
@@ -254,15 +280,3 @@ def _refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
                 f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which cannot be averaged in "
                 f"buckets: build its embedding with sparse=False"
             )
-
-
-def _different(largest: Sequence[int], smallest: Sequence[int]) -> str:
-    if largest[1:] != smallest[1:]:
-        return (
-            f"the data-parallel replicas give Zero1Optimizer different parameters ({smallest[2]} and {largest[2]}, of "
-            f"different layouts). Make it with the same parameters, and set the same requires_grad, on every replica."
-        )
-    return (
-        f"a data-parallel replica is in step {smallest[0]} of its Zero1Optimizer, and another in step {largest[0]}: "
-        f"make each call of step() on every rank."
-    )

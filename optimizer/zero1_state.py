@@ -7,7 +7,10 @@ from torch.optim import Optimizer
 
 from nxdpp.optimizer.sharded_bucket import Member, Piece, ShardedBucket, Sharding
 
-_SAME_PARAMETERS = "make the optimizer with the same parameters in the same order."
+_SAME_PARAMETERS = (
+    "make the optimizer with the same parameters in the same order. Add or unfreeze parameters as before the save, "
+    "then load."
+)
 
 
 class Shard(NamedTuple):

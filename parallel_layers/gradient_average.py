@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.gradient_dtype import zero_gradient
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -112,7 +113,7 @@ def gradients_of_any_rank(trained: Sequence[nn.Parameter], anywhere: Sequence[in
     for parameter, is_anywhere in zip(trained, anywhere, strict=True):
         if is_anywhere:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
             gradients.append(dense(parameter.grad, parameter))
     return gradients
 

@@ -35,6 +35,7 @@ from nxdpp.parallel_layers.gradient_average import (
     largest_flags,
     start,
 )
+from nxdpp.parallel_layers.gradient_dtype import zero_gradient
 
 # Copies that are sent during backwards take at most so much memory.
 _COPIED_BYTES = 256 * 2**20
@@ -238,7 +239,7 @@ class OverlappedAverage:
 
     def _send(self, bucket: _Bucket) -> None:
         with torch.no_grad():
-            gradients = [torch.zeros_like(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
+            gradients = [zero_gradient(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
             # Memory that a view shares may be that of a gradient on its way through the graph.
             in_place = self._stage == NO_STAGE or _has_own_memory(gradients[0])
             bucket.reduction = start(gradients, self._group, self._size, in_place)

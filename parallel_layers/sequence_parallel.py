@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.collectives import all_reduce
+from nxdpp.parallel_layers.gradient_dtype import gradient_dtype, zero_gradient
 from nxdpp.parallel_layers.tensor_attributes import is_sequence_parallel
 
 # Parameters whose gradients a pipeline adds up.
@@ -80,7 +81,7 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
         return
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
-        alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        alike.setdefault((gradient_dtype(parameter), parameter.device), []).append(parameter)
     with torch.no_grad():
         for group in alike.values():
             _sum_alike(group)
@@ -88,7 +89,7 @@ def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 def _sum_alike(parameters: list[torch.Tensor]) -> None:
     present = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    gradients = [zero_gradient(p) if p.grad is None else p.grad for p in parameters]
     total = all_reduce(torch.cat([present, *(gradient.reshape(-1) for gradient in gradients)]))
     anywhere, *parts = total.split([len(parameters), *(gradient.numel() for gradient in gradients)])
     missing = [False] * len(parameters) if all(p.grad is not None for p in parameters) else (anywhere == 0).tolist()

@@ -23,6 +23,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.partition.assignment import Owners
 from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, pick_loss
@@ -143,6 +144,7 @@ class ReferenceStep:
             elif id(tensor) not in memo and name in known:
                 value, requires_grad = known[name]
                 made = with_type_of(value.to(self._device, copy=True), tensor).requires_grad_(requires_grad)
+                accumulate_in(made, gradient_dtype(tensor))
                 earlier = self._earlier.get(name)
                 made.grad = None if earlier is None else earlier.clone()
                 memo[id(tensor)] = by_name[first.get(name, name)] = made

@@ -11,7 +11,6 @@ from nxdpp.pipeline.model import NxDPPModel
 
 _OPTIMIZER = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
 _MODEL_INIT = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
-_MIXED_PRECISION = {"use_master_weights": True, "use_fp32_grad_acc": False, "use_master_weights_in_ckpt": False}
 
 # Keys of pipeline_config with which NxD chooses between wrappers. The trainer's wrappers are always used.
 _OF_WRAPPERS = ("use_model_wrapper", "use_optimizer_wrapper")
@@ -49,8 +48,9 @@ def neuronx_distributed_config(
             weights of ``param_init_fn``. ``sequential_move_factor`` (11) has no meaning here: all ranks build their
             models at the same time, on the meta device where memory is short.
         lora_config: ``None``.
-        mixed_precision_config: ``use_master_weights`` (``True``): float32 copies of half parameters, with ZeRO-1.
-            ``use_fp32_grad_acc`` (``False``; NxD's default is ``True``): for parameters in float32 alone.
+        mixed_precision_config: for ZeRO-1, whose ``zero_one_enabled`` is the default of the first two.
+            ``use_master_weights``: float32 copies of half parameters. ``use_fp32_grad_acc``: gradients of half
+            parameters accumulate and are averaged in float32, which needs torch 2.10.
             ``use_master_weights_in_ckpt``: ``False``.
 
     Raises:
@@ -64,12 +64,15 @@ def neuronx_distributed_config(
         raise ValueError(
             "lora_config is not supported: adapt the model with peft.get_peft_model in model_fn, before it is wrapped."
         )
+    _check_flag("pad_model", pad_model)
+    _check_flag("sequence_parallel", sequence_parallel)
     _check_checkpointing(activation_checkpoint_config)
     optimizer = _completed("optimizer_config", optimizer_config, _OPTIMIZER)
-    if optimizer["grad_clipping"] and not float(optimizer["max_grad_norm"]) > 0:
+    norm = optimizer["max_grad_norm"]
+    if optimizer["grad_clipping"] and not (isinstance(norm, int | float) and norm > 0):
         raise ValueError(
-            f"optimizer_config: max_grad_norm={optimizer['max_grad_norm']!r} must be above 0. grad_clipping=False "
-            f"leaves gradients as they are."
+            f"optimizer_config: max_grad_norm={norm!r:.80} must be a number above 0. grad_clipping=False leaves "
+            f"gradients as they are."
         )
     config: dict[str, Any] = {
         "tensor_parallel_size": tensor_parallel_size,
@@ -83,7 +86,7 @@ def neuronx_distributed_config(
         "sequence_parallel": bool(sequence_parallel),
         "model_init_config": _model_init(model_init_config),
         "lora_config": lora_config,
-        "mixed_precision_config": _mixed_precision(mixed_precision_config),
+        "mixed_precision_config": _mixed_precision(mixed_precision_config, optimizer["zero_one_enabled"]),
     }
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_parallel_size, pipeline_parallel_size)
@@ -108,6 +111,8 @@ def check_sizes(nxd_config: Any) -> None:
 def _pipeline(given: Mapping[str, Any] | None, has_zero1: bool) -> dict[str, Any] | None:
     if given is None:
         return None
+    if not isinstance(given, Mapping):
+        raise TypeError(f"pipeline_config must be a dict, not {given!r:.80}.")
     known = [name for name in inspect.signature(NxDPPModel).parameters if name != "module"]
     unknown = [name for name in given if name not in (*known, *_OF_WRAPPERS)]
     if unknown:
@@ -131,8 +136,15 @@ def _model_init(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return config
 
 
-def _mixed_precision(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    config = _completed("mixed_precision_config", given, _MIXED_PRECISION)
+def _mixed_precision(given: Mapping[str, Any] | None, has_zero1: bool) -> dict[str, Any]:
+    defaults = {"use_master_weights": has_zero1, "use_fp32_grad_acc": has_zero1, "use_master_weights_in_ckpt": False}
+    config = _completed("mixed_precision_config", given, defaults)
+    for name in ("use_master_weights", "use_fp32_grad_acc"):
+        if config[name] and not has_zero1:
+            raise ValueError(
+                f"mixed_precision_config: {name}=True is an option of ZeRO-1: set zero_one_enabled=True in "
+                f"optimizer_config, or leave it out. AdamW_FP32OptimParams has float32 copies without ZeRO-1."
+            )
     if config["use_master_weights_in_ckpt"]:
         raise ValueError(
             "mixed_precision_config: use_master_weights_in_ckpt=True is not supported: the optimizer's state_dict has "
@@ -149,7 +161,16 @@ def _completed(name: str, given: Mapping[str, Any] | None, defaults: Mapping[str
     unknown = [key for key in given if key not in defaults]
     if unknown:
         raise ValueError(f"{name} has {unknown}, which have no meaning here. It takes {', '.join(defaults)}.")
+    for key, value in given.items():
+        if isinstance(defaults[key], bool):
+            _check_flag(f"{name}: {key}", value)
     return {**defaults, **given}
+
+
+def _check_flag(name: str, value: Any) -> None:
+    # The text "False" of a file would be true.
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        raise TypeError(f"{name}={value!r:.80} must be True or False.")
 
 
 def _check_checkpointing(value: Any) -> None:

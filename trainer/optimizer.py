@@ -27,7 +27,7 @@ def initialize_parallel_optimizer(
         defaults: options of the class.
 
     Raises:
-        ValueError: for ``use_fp32_grad_acc`` with parameters in half precision, and as the class does.
+        ValueError: for ``use_fp32_grad_acc`` with half parameters before torch 2.10, and as the class does.
         RuntimeError: for a configuration of other sizes than the job's.
     """
     check_sizes(nxd_config)
@@ -35,11 +35,6 @@ def initialize_parallel_optimizer(
     precision, options = nxd_config["mixed_precision_config"], nxd_config["optimizer_config"]
     dtypes = {parameter.dtype for parameter in _parameters(given) if parameter.requires_grad}
     halves = [dtype for dtype in dtypes if dtype.itemsize < torch.float32.itemsize]
-    if halves and precision["use_fp32_grad_acc"]:
-        raise ValueError(
-            f"use_fp32_grad_acc=True is not supported for parameters in {halves[0]}: gradients accumulate in the dtype "
-            f"of their parameters. Keep the parameters in float32, and run the steps under torch.autocast."
-        )
     if not options["zero_one_enabled"]:
         return NxDOptimizer(optimizer_class(given, **defaults), nxd_config)
     if halves and not precision["use_master_weights"] and len(dtypes) > 1:
@@ -51,7 +46,9 @@ def initialize_parallel_optimizer(
         optimizer_class,
         optimizer_dtype=dtype,
         grad_clipping=options["grad_clipping"],
-        max_norm=options["max_grad_norm"],
+        max_norm=options["max_grad_norm"] if options["grad_clipping"] else None,
+        use_grad_acc_hook=precision["use_fp32_grad_acc"],
+        higher_cc_precision=precision["use_fp32_grad_acc"],
         **defaults,
     )
     return NxDOptimizer(sharded, nxd_config)
@@ -139,6 +136,9 @@ class NxDOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"NxDOptimizer({self.optimizer!r})"
+
+    def _patch_step_function(self) -> None:
+        """Leave the hooks of a step to the optimizer, which would otherwise run twice after a copy."""
 
     @property
     def _is_sharded(self) -> bool:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp.parallel_layers import failure_watch
+from nxdpp.parallel_layers.gradient_dtype import gradient_dtype
 from nxdpp.pipeline.agreement.same_values import Copy, sample
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.p2p.missing_gradients import are_zeros, zeros_like
@@ -122,7 +123,7 @@ class TiedWeights:
 
     def _sum(self, parameter: nn.Parameter, weight: TiedWeight, transport: Transport) -> torch.Tensor:
         """Sum the owners' gradients, of the shape of ``parameter``: ``(V, H)`` for an embedding of V tokens."""
-        own = parameter.grad if parameter.grad is not None else zeros_like(parameter)
+        own = parameter.grad if parameter.grad is not None else zeros_like(parameter, gradient_dtype(parameter))
         (layout,) = layout_of(own).tensors
         own = layout.arrange(own)
         first, *others = weight.ranks

@@ -18,9 +18,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _C_INTEGERS = {2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
 
 
-def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """-0.0 in the shape, dtype and strides of ``tensor``: neutral in each sum."""
-    return torch.zeros_like(tensor, requires_grad=False).neg_()
+def zeros_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """-0.0 in the shape and strides of ``tensor``, in its dtype by default: neutral in each sum."""
+    return torch.zeros_like(tensor, dtype=dtype, requires_grad=False).neg_()
 
 
 def are_zeros(received: torch.Tensor) -> bool:

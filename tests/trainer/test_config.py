@@ -28,6 +28,11 @@ def test_the_defaults_are_those_of_nxd() -> None:
         "meta_device_init": False,
         "param_init_fn": None,
     }
+    assert config["mixed_precision_config"] == {
+        "use_master_weights": False,
+        "use_fp32_grad_acc": False,
+        "use_master_weights_in_ckpt": False,
+    }
     assert config["pipeline_config"] is None
     assert config["activation_checkpoint_config"] is None
     assert config["pad_model"] is False
@@ -44,6 +49,8 @@ def test_given_options_are_completed() -> None:
 
     assert config["optimizer_config"] == {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0}
     assert config["pipeline_config"] == {"num_microbatches": 4, "use_zero1_optimizer": True}
+    assert config["mixed_precision_config"]["use_master_weights"] is True
+    assert config["mixed_precision_config"]["use_fp32_grad_acc"] is True
     assert config["activation_checkpoint_config"] is nn.Linear
     assert config["sequence_parallel"] is True
 
@@ -55,7 +62,13 @@ def test_given_options_are_completed() -> None:
         ({"expert_parallel_size": 2}, ValueError, "expert_parallel_size=2 is not supported"),
         ({"lora_config": object()}, ValueError, "lora_config is not supported: adapt the model with peft"),
         ({"optimizer_config": {"zero_two": 1}}, ValueError, r"optimizer_config has \['zero_two'\]"),
-        ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm=0 must be above 0"),
+        ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm=0 must be a number above 0"),
+        ({"optimizer_config": {"max_grad_norm": "1"}}, ValueError, "max_grad_norm='1' must be a number above 0"),
+        ({"optimizer_config": {"zero_one_enabled": "False"}}, TypeError, "zero_one_enabled='False' must be True or"),
+        ({"optimizer_config": {"grad_clipping": None}}, TypeError, "grad_clipping=None must be True or False"),
+        ({"sequence_parallel": "no"}, TypeError, "sequence_parallel='no' must be True or False"),
+        ({"pad_model": 2}, TypeError, "pad_model=2 must be True or False"),
+        ({"pipeline_config": [1]}, TypeError, r"pipeline_config must be a dict, not \[1\]"),
         ({"optimizer_config": [1]}, TypeError, "optimizer_config must be a dict"),
         ({"pipeline_config": {"microbatches": 4}}, ValueError, r"\['microbatches'\], which NxDPPModel does not take"),
         ({"pipeline_config": {"use_zero1_optimizer": True}}, ValueError, "give both the same value"),
@@ -63,7 +76,11 @@ def test_given_options_are_completed() -> None:
         ({"activation_checkpoint_config": ()}, TypeError, "must be 'full', None, a class of modules"),
         ({"model_init_config": {"sequential_move_factor": 33}}, ValueError, "a number from 1 to 32"),
         ({"model_init_config": {"param_init_fn": 3}}, TypeError, "must be a function"),
+        ({"model_init_config": {"meta_device": True}}, ValueError, r"\['meta_device'\], which have no meaning here"),
         ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, ValueError, "not supported"),
+        ({"mixed_precision_config": {"use_fp32_gradacc": True}}, ValueError, r"\['use_fp32_gradacc'\]"),
+        ({"mixed_precision_config": {"use_master_weights": True}}, ValueError, "an option of ZeRO-1: set zero_one_en"),
+        ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, ValueError, "or leave it out"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options: Any, error: type[Exception], message: str) -> None:

@@ -242,18 +242,14 @@ def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
     assert "NxDOptimizer" in repr(optimizer)
 
 
-def test_half_parameters_do_not_accumulate_in_float32(alone: dict[str, Any]) -> None:
-    precision = {**alone["mixed_precision_config"], "use_fp32_grad_acc": True}
-    with pytest.raises(ValueError, match=r"torch.bfloat16: gradients accumulate in the dtype of their parameters"):
-        initialize_parallel_optimizer(
-            {**alone, "mixed_precision_config": precision},
-            torch.optim.AdamW,
-            [nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))],
-        )
-    ours = initialize_parallel_optimizer(
-        {**alone, "mixed_precision_config": precision}, torch.optim.AdamW, [nn.Parameter(torch.zeros(1))], lr=RATE
-    )
-    assert isinstance(ours, torch.optim.Optimizer)
+def test_hooks_of_a_step_run_once_after_a_copy(alone: dict[str, Any]) -> None:
+    optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, [nn.Parameter(torch.zeros(1))], lr=RATE)
+    copy.deepcopy(optimizer)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"]
 
 
 def test_a_wrapped_model_is_refused(alone: dict[str, Any]) -> None:

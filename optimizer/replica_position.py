@@ -1,0 +1,61 @@
+"""Agreement of the data-parallel replicas before a step of their sharded optimizer."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nxdpp.parallel_layers import parallel_state
+
+
+class Position(NamedTuple):
+    """Numbers that are equal on replicas in the same step.
+
+    Attributes:
+        step: number of the step.
+        layout: hash of the buckets.
+        parameters: number of parameters.
+        options: hash of the options of the groups.
+    """
+
+    step: int
+    layout: int
+    parameters: int
+    options: int
+
+
+def present_anywhere(present: Sequence[bool], own: Position) -> list[bool]:
+    """Return for each parameter whether it is ``present`` on a replica; collective over the replicas.
+
+    Raises ``RuntimeError`` on all of them unless they have the same position.
+    """
+    control = parallel_state.get_data_parallel_control_group()
+    # The first message has a length that all replicas know.
+    head = torch.tensor([*own, *(-number for number in own)], dtype=torch.int64)
+    dist.all_reduce(head, dist.ReduceOp.MAX, control)
+    largest, negative = head.chunk(2)
+    if not torch.equal(largest, -negative):
+        raise RuntimeError(_difference(Position(*(-negative).tolist()), Position(*largest.tolist())))
+    flags = torch.tensor(present, dtype=torch.uint8)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, control)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def _difference(smallest: Position, largest: Position) -> str:
+    if (smallest.layout, smallest.parameters) != (largest.layout, largest.parameters):
+        return (
+            f"the data-parallel replicas give Zero1Optimizer different parameters ({smallest.parameters} and "
+            f"{largest.parameters}, of different layouts). Make it with the same parameters, and set the same "
+            f"requires_grad, on every replica."
+        )
+    if smallest.step != largest.step:
+        return (
+            f"a data-parallel replica is in step {smallest.step} of its Zero1Optimizer, and another in step "
+            f"{largest.step}: make each call of step() on every rank."
+        )
+    return (
+        "the data-parallel replicas have different options in the groups of their Zero1Optimizer, such as lr, or "
+        "another max_norm: each would step its part of the parameters by its own. Give a scheduler the same numbers on "
+        "every replica (ReduceLROnPlateau: the mean loss of broadcast_and_average_loss=True)."
+    )
