@@ -146,6 +146,14 @@ def get_data_parallel_control_group() -> ProcessGroup:
     return current_state.with_groups().replica_control_group
 
 
+def get_tensor_control_group() -> ProcessGroup:
+    """Group over this rank's tensor group for tensors in CPU memory, where it has several ranks: a gloo group.
+
+    On gloo it is the tensor group itself.
+    """
+    return current_state.with_groups().tensor_control_group
+
+
 def get_pipeline_transfer_groups() -> TransferGroups:
     """Groups for the P2P transfers between the stages of this rank's pipeline.
 

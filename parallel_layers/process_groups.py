@@ -28,6 +28,7 @@ class ProcessGroups:
         device: this rank's device.
         control_group: gloo group over this rank's pipeline group.
         replica_control_group: gloo group over this rank's data group.
+        tensor_control_group: gloo group over this rank's tensor group.
         transfer_groups: groups for the P2P transfers of this rank's pipeline.
         world: the default process group at the time of construction.
         started_world: ``True`` if nxdpp started ``torch.distributed``.
@@ -39,6 +40,7 @@ class ProcessGroups:
     device: torch.device
     control_group: ProcessGroup
     replica_control_group: ProcessGroup
+    tensor_control_group: ProcessGroup
     transfer_groups: TransferGroups
     world: ProcessGroup
     started_world: bool
@@ -78,6 +80,7 @@ class ProcessGroups:
             *self.mesh.get_all_groups(),
             self.control_group,
             self.replica_control_group,
+            self.tensor_control_group,
             *self.transfer_groups.all,
             *(vars(self)[name] for name in ("own_group", "model_group") if name in vars(self)),
         ]
@@ -98,17 +101,29 @@ def build_groups(rank_mesh: RankMesh, started_world: bool, device: torch.device,
     pipeline_group = mesh.get_group("pipeline")
     backend = "nccl" if device.type == "cuda" else "gloo"
     control_group, replica_control_group = pipeline_group, mesh.get_group("data")
+    tensor_control_group = mesh.get_group("tensor")
     if backend == "nccl":
         control_group = own_group(pipelines, "gloo")
         if rank_mesh.data > 1:
             replica_control_group = own_group(rank_mesh.groups("data"), "gloo")
+        if rank_mesh.tensor > 1:
+            tensor_control_group = own_group(rank_mesh.groups("tensor"), "gloo")
     transfer_groups = build_transfer_groups(RULES[backend], backend, pipelines, pipeline_group, device)
     world = dist.group.WORLD
     assert world is not None
     _wait_for_all_ranks(dist.get_world_size(), store, number)
     exchange = StoreExchange(store, dist.get_rank(), dist.get_world_size())
     return ProcessGroups(
-        rank_mesh, mesh, device, control_group, replica_control_group, transfer_groups, world, started_world, exchange
+        rank_mesh,
+        mesh,
+        device,
+        control_group,
+        replica_control_group,
+        tensor_control_group,
+        transfer_groups,
+        world,
+        started_world,
+        exchange,
     )
 
 

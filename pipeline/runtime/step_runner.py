@@ -15,6 +15,7 @@ from nxdpp.pipeline.agreement.input_hash import InputHasher
 from nxdpp.pipeline.agreement.same_values import RankValues
 from nxdpp.pipeline.agreement.step_signature import StepSignature
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
+from nxdpp.pipeline.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig, LastBackwardWatch
@@ -164,6 +165,10 @@ class StepRunner:
         with failure_watch.reported():
             inputs = self._hasher.of_step(given, known is None)
             begun = board.begun
+            leaves_average = average is not None and average.is_left_out
+            if self._rank == 0 and parallel_state.get_tensor_model_parallel_size() > 1:
+                group = parallel_state.get_tensor_control_group()
+                verify_tensor_ranks(group, signature, inputs, begun["pipeline"], known is None, leaves_average)
             begun["world"] = self._verifier.check(
                 step,
                 digest,
@@ -173,7 +178,7 @@ class StepRunner:
                 self._refused,
                 values,
                 begun["world"],
-                average is not None and average.is_left_out,
+                leaves_average,
             )
         self._is_verified, self._refused = True, None
         if once_verified is not None:

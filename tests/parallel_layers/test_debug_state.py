@@ -22,6 +22,7 @@ NEED_PROCESSES = (
     *GROUPS,
     "get_pipeline_control_group",
     "get_data_parallel_control_group",
+    "get_tensor_control_group",
     "get_pipeline_transfer_groups",
     "get_device_mesh",
     "get_exchange",
