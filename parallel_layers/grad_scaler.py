@@ -10,6 +10,7 @@
     scaler.update()
 """
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -107,21 +108,38 @@ class GradScaler(torch.amp.GradScaler):
             if not allow_fp16:
                 _refuse_float16(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            return {found_inf.device: self._anywhere(found.values(), found_inf.device)}
+            return {found_inf.device: self._anywhere(optimizer, found.values(), found_inf.device)}
 
-    def _anywhere(self, found: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return 1.0 if any rank has found an overflow, else 0.0. Raises ``RuntimeError`` for different scales."""
+    def _anywhere(
+        self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        """Return 1.0 if any rank has found an overflow, else 0.0.
+
+        Raises ``RuntimeError`` for different scales, and for optimizers in another order on some ranks.
+        """
         scale = self._check_scale_growth_tracker("unscale_")[0].to(device)
-        own = torch.stack([sum((each.to(device) for each in found), torch.zeros((), device=device)), scale, -scale])
+        total = sum((each.to(device) for each in found), torch.zeros((), device=device))
+        kind, shapes = _identity(optimizer)
+        numbers = torch.tensor([kind, -kind, 0, 0], dtype=scale.dtype, device=device)
+        own = torch.cat([torch.stack([total, scale, -scale]), numbers])
         for group in (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             parallel_state.get_data_parallel_group(),
         ):
+            if group is parallel_state.get_data_parallel_group():
+                # Stages have other parameters; replicas have the same.
+                own[5], own[6] = shapes, -shapes
             if dist.get_world_size(group) > 1:
                 own = own.cpu() if dist.get_backend(group) == "gloo" else own
                 dist.all_reduce(own, dist.ReduceOp.MAX, group)
-        overflows, largest, negative_smallest = own.tolist()
+        overflows, largest, negative_smallest, *identities = own.tolist()
+        if identities[0] != -identities[1] or identities[2] != -identities[3]:
+            raise RuntimeError(
+                f"the ranks step their optimizers in different orders: another rank has another one at the place of "
+                f"this rank's {type(optimizer).__name__}, and would skip it for the overflow of this one. Call "
+                f"scaler.unscale_ and scaler.step for the optimizers in the same order on every rank."
+            )
         if largest != -negative_smallest:
             raise RuntimeError(
                 f"the ranks scale the loss by different numbers, {-negative_smallest} to {largest}. Give update() and "
@@ -137,6 +155,20 @@ def check_grad_scaler(value: Any) -> None:
             f"grad_scaler must be an nxdpp.GradScaler, not {value!r:.80}: torch's decides about a step on each rank "
             f"alone. nxdpp.GradScaler takes the same arguments."
         )
+
+
+def _identity(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Return a hash of the kind of an optimizer, and one of its parameters: 24 bits each, exact in float32.
+
+    Groups are left out of the kind: a stage may have no parameters of one of them.
+    """
+    defaults = sorted(
+        (key, value) for key, value in optimizer.defaults.items() if isinstance(value, bool | int | float | str | tuple)
+    )
+    shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+    texts = repr((type(optimizer).__name__, defaults)), repr(shapes)
+    kind, own = (zlib.crc32(text.encode()) & 0xFFFFFF for text in texts)
+    return kind, own
 
 
 def _refuse_float16(optimizer: torch.optim.Optimizer) -> None:

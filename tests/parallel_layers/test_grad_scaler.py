@@ -143,6 +143,39 @@ def test_different_scales_are_an_error_on_all_ranks() -> None:
     assert re.search(told, str(error.value))
 
 
+def another_order(rank: int, by_replica: bool) -> None:
+    """Two optimizers in another order on one stage, or on one replica."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1 if by_replica else 2)
+    scaler = GradScaler(init_scale=4.0)
+    scaler.begin_step(torch.device("cpu"))
+    rates = (0.1, 0.1) if by_replica else (0.1, 0.2)
+    parameters = [nn.Parameter(torch.zeros(2 + place)) for place in range(2)]
+    both = [torch.optim.SGD([each], lr=rate) for each, rate in zip(parameters, rates, strict=True)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in both:
+        scaler.step(optimizer)
+    scaler.update()
+    # Another number of parameters on another stage is no difference.
+    if not by_replica and rank:
+        both[0].add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.3})
+    scaler.step(both[0])
+    scaler.step(both[1])
+    scaler.update()
+    print("now in another order", flush=True)
+    for optimizer in reversed(both) if rank else both:
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("by_replica", [False, True])
+def test_optimizers_in_another_order_are_an_error(by_replica: bool) -> None:
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, another_order, by_replica)
+    assert "the ranks step their optimizers in different orders" in str(error.value)
+    # Earlier steps raised nothing.
+    assert "now in another order" in str(error.value)
+
+
 def test_a_scaler_of_torch_is_refused() -> None:
     with pytest.raises(TypeError, match=r"nxdpp\.GradScaler takes the same arguments"):
         PipelineConfig(grad_scaler=torch.amp.GradScaler("cpu")).check(nn.Linear(2, 2))  # type: ignore[arg-type]
