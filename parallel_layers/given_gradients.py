@@ -1,5 +1,6 @@
 """Average of a list of gradients over the data-parallel ranks, for loops without ``run_train``."""
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -17,10 +18,13 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
     ``no_sync()`` or with ``use_zero1_optimizer=True``.
 
     Args:
-        grads_list: dense tensors.
+        grads_list: dense tensors. One that is given twice is averaged once.
         reduce_over_ep_group: ``False``; there is no expert parallelism.
 
-    Raises ``ValueError`` for another argument and for sparse tensors, ``TypeError`` for something other than a tensor.
+    Raises:
+        ValueError: for another argument and for sparse tensors.
+        TypeError: for something other than a tensor.
+        RuntimeError: for other shapes or dtypes on some ranks, before anything is changed.
     """
     if reduce_over_ep_group:
         raise ValueError("reduce_over_ep_group=True is not supported: there is no expert parallelism.")
@@ -31,5 +35,21 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
             raise ValueError("grads_list has a sparse gradient: build its embedding with sparse=False.")
     group = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) > 1:
+        gradients = list({id(gradient): gradient for gradient in grads_list}.values())
         with failure_watch.reported():
-            average_tensors(list(reversed(grads_list)), group)
+            _check_alike(gradients)
+            average_tensors(gradients[::-1], group)
+
+
+def _check_alike(gradients: Sequence[torch.Tensor]) -> None:
+    text = repr([(tuple(gradient.shape), gradient.dtype) for gradient in gradients])
+    numbers = (len(gradients), zlib.crc32(text.encode()))
+    both = torch.tensor([*numbers, *(-number for number in numbers)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, parallel_state.get_data_parallel_control_group())
+    largest, negative = both.chunk(2)
+    if not torch.equal(largest, -negative):
+        raise RuntimeError(
+            f"the data-parallel ranks give bucket_allreduce_gradients other gradients, {-int(negative[0])} to "
+            f"{int(largest[0])} of them, and this rank {len(gradients)}: each would be averaged with another's. Give "
+            f"zeros for a parameter that has no gradient on this rank."
+        )

@@ -126,17 +126,30 @@ def _given(rank: int) -> None:
     """Average a list of gradients under NxD's name, in their memory."""
     gradients = [_gradient(rank, index) for index in range(14)]
     first = gradients[0]
-    bucket_allreduce_gradients(gradients)
+    # A tied weight may be listed twice: each dtype has a bucket of its own tensors.
+    with mock.patch.object(gradient_average, "_BUCKET_BYTES", 1):
+        bucket_allreduce_gradients([*gradients, first])
     for index, gradient in enumerate(gradients):
         both = [_gradient(other, index) / 2 for other in range(2)]
         assert torch.equal(gradient, both[0] + both[1])
     assert first is gradients[0]
+    bucket_allreduce_gradients([])
     with pytest.raises(TypeError, match=r"has None in it: leave out parameters without a gradient"):
         bucket_allreduce_gradients([first, None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"no expert parallelism"):
         bucket_allreduce_gradients([first], reduce_over_ep_group=True)
     with pytest.raises(ValueError, match=r"sparse=False"):
         bucket_allreduce_gradients([torch.zeros(2, 2).to_sparse()])
+
+
+def _other_lists(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    bucket_allreduce_gradients([torch.ones(3), torch.ones(2 + rank)])
+
+
+def test_other_gradients_on_a_replica_are_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"give bucket_allreduce_gradients other gradients, 2 to 2 of them"):
+        run_ranks(2, _other_lists)
 
 
 def _large_and_given(rank: int) -> list[float]:
