@@ -1,7 +1,7 @@
-"""Check, at the first optimizer step, that the optimizer averages gradients over replicas (``use_zero1_optimizer``)."""
+"""Checks, after an optimizer step, that the gradients of replicas were averaged: by the optimizer, or before."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.parallel_layers import parallel_state
 from nxdpp.pipeline.agreement.replicas import check_replicas
 from nxdpp.pipeline.agreement.same_values import sample
 
@@ -52,3 +53,70 @@ class FirstStepCheck:
                 self._names.pop(parameter, None)
         if not len(self._names):
             self._hook.remove()
+
+
+class Averaged(Protocol):
+    """Pipelined model."""
+
+    @property
+    def is_averaged(self) -> bool:
+        """``True`` if the gradients of the last training step are averaged."""
+        ...
+
+
+class LeftOutAverageCheck:
+    """Compares a sample of the parameters over the replicas, after optimizer steps with gradients of one replica.
+
+    ``no_sync()`` leaves the average to a later step, and a program may forget that step, or average by itself. Those
+    steps are collective over ``group``. The hook is removed with the last parameter.
+
+    Args:
+        parameters: those of this rank, by name.
+        group: the data-parallel ranks that have the same ones.
+        source: gives what knows whether the gradients are averaged, and ``None`` once it is gone.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, source: Callable[[], Averaged | None]
+    ) -> None:
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
+        self._group = group
+        self._source = source
+        self._hook: RemovableHandle = register_optimizer_step_post_hook(self._check)
+
+    def _check(self, optimizer: Optimizer, *_: Any) -> None:
+        if not len(self._names):
+            self._hook.remove()
+            return
+        source = self._source()
+        if source is None or source.is_averaged:
+            return
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [f"values of {self._names[p]}: {sample(p).hex()}" for p in stepped if p in self._names]
+        if not held:
+            return
+        try:
+            check_replicas(held, self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the data-parallel replicas have different parameters after a step of {type(optimizer).__name__}: the "
+                f"last run_train was in no_sync(), and its gradients are those of each replica. Run the last batch of "
+                f"an accumulation outside of no_sync(), or average before the optimizer's step "
+                f"(nxdpp.parallel_layers.grads.bucket_allreduce_gradients)."
+            ) from error
+
+
+OptimizerCheck = FirstStepCheck | LeftOutAverageCheck
+
+
+def check_optimizers(
+    parameters: Mapping[str, nn.Parameter], hands_over: bool, source: Callable[[], Averaged | None]
+) -> OptimizerCheck | None:
+    """Have steps of optimizers checked from now on; ``None`` for one replica.
+
+    ``hands_over`` is ``use_zero1_optimizer``. The rest is as for ``LeftOutAverageCheck``.
+    """
+    if parallel_state.get_data_parallel_size() == 1:
+        return None
+    group = parallel_state.get_data_parallel_group()
+    return FirstStepCheck(parameters, group) if hands_over else LeftOutAverageCheck(parameters, group, source)

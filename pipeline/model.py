@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import fx, nn
 
-from nxdpp.optimizer.zero1_check import FirstStepCheck
+from nxdpp.optimizer.average_checks import OptimizerCheck, check_optimizers
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.grad_scaler import GradScaler
@@ -159,7 +160,7 @@ class NxDPPModel(LocalView):
         classes = self._pipeline.layer_classes
         self.transformer_layer_cls = classes[0] if len(classes) == 1 else classes
         self.partitioned = True
-        self._first_step_check: FirstStepCheck | None = None
+        self._optimizer_check: OptimizerCheck | None = None
         # The whole model is no submodule: this rank holds only a part of it.
         self.__dict__["original_module"] = module
         self.local_module = self._pipeline.local_module
@@ -224,10 +225,9 @@ class NxDPPModel(LocalView):
         with board.call("run_train", "step", "pipeline", has_limit=True):
             arguments.check_not_positional(positional)
             losses = self._pipeline.train_step(inputs, average=not self.use_zero1_optimizer)
-            is_handed_over = self.use_zero1_optimizer and parallel_state.get_data_parallel_size() > 1
-            if is_handed_over and self._first_step_check is None:
+            if self._optimizer_check is None and not self._pipeline.is_averaged:
                 parameters = dict(self.local_named_parameters())
-                self._first_step_check = FirstStepCheck(parameters, parallel_state.get_data_parallel_group())
+                self._optimizer_check = check_optimizers(parameters, self.use_zero1_optimizer, ref(self._pipeline))
             return self._return_loss(losses, train=True)
 
     def run_eval(self, *positional: Any, **inputs: Any) -> Any:

@@ -33,6 +33,7 @@ class ReplicaGradients:
 
     Attributes:
         is_left_out: ``True`` in ``no_sync()``.
+        is_averaged: ``True`` if the gradients of the last training step are averaged.
     """
 
     def __init__(self, part: LocalPart, exchanges: ReplicaExchanges) -> None:
@@ -40,7 +41,7 @@ class ReplicaGradients:
         self._part = part
         self._module = part.module
         self._exchanges = exchanges
-        self._is_averaged = True
+        self.is_averaged = True
         self._verified = False
         self._changed = False
         self._overlapped: OverlappedAverage | None = None
@@ -73,7 +74,7 @@ class ReplicaGradients:
         self._exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, self._changed]
         average_gradients(self._module.parameters(), group, control, notes, self._check_of(number))
-        self._is_averaged = True
+        self.is_averaged = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -87,7 +88,7 @@ class ReplicaGradients:
     @contextmanager
     def step(self, average: bool) -> Iterator[None]:
         """Make the block a training step. With ``average`` the average is taken, unless it is left out."""
-        self._is_averaged = average and not self.is_left_out
+        self.is_averaged = average and not self.is_left_out
         try:
             yield
         except BaseException:
@@ -96,7 +97,7 @@ class ReplicaGradients:
 
     def check_averaged(self) -> None:
         """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""
-        if not self._is_averaged and parallel_state.get_data_parallel_size() > 1:
+        if not self.is_averaged and parallel_state.get_data_parallel_size() > 1:
             raise RuntimeError(
                 "the gradients of the last training step are not averaged over replicas, so each would clip by its own "
                 "norm. Clip after a run_train outside of no_sync(). If the program has averaged them itself, call "
@@ -109,7 +110,7 @@ class ReplicaGradients:
         ``last`` has the last backward of each local stage. The errors of ``average`` are raised before a gradient is
         sent.
         """
-        if not self._is_averaged or parallel_state.get_data_parallel_size() == 1:
+        if not self.is_averaged or parallel_state.get_data_parallel_size() == 1:
             return None
         number = _training_steps()
         if self._overlapped is None:
@@ -133,7 +134,7 @@ class ReplicaGradients:
 
     def finish(self) -> None:
         """End the average that ``begin`` began, after the sums of tied weights; collective over the replicas."""
-        if self._is_averaged and self._overlapped is not None:
+        if self.is_averaged and self._overlapped is not None:
             self._overlapped.finish()
 
     def follow(self) -> None:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.optimizer import Zero1Optimizer
+from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
 
@@ -19,6 +21,30 @@ class Averaging(torch.optim.SGD):
             parameter.grad /= parallel_state.get_data_parallel_size()
             dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
         return super().step(closure)
+
+
+def left_out_averages(own: dict[str, torch.Tensor]) -> None:
+    """A step with the gradients of one replica is found; each remedy, and an optimizer that averages, is not."""
+    wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1)
+    parameters = list(wrapped.local_parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    averaging = Zero1Optimizer(parameters, torch.optim.AdamW, lr=0.1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for remedy in ("a last batch", "an average of the program", "an optimizer that averages"):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            wrapped.run_train(**own)
+        other.step()
+        if remedy == "a last batch":
+            wrapped.run_train(**own)
+        elif remedy == "an average of the program":
+            bucket_allreduce_gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
+        (averaging if remedy == "an optimizer that averages" else optimizer).step()
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        wrapped.run_train(**own)
+    with pytest.raises(RuntimeError, match=r"after a step of AdamW: .*no_sync.*Run the last batch of an accumulation"):
+        optimizer.step()
 
 
 def train(rank: int) -> None:
@@ -62,6 +88,7 @@ def train(rank: int) -> None:
     Averaging(parameters[:1], lr=0.1).step()
     with pytest.raises(RuntimeError, match=r"After the first step of SGD .*it does not average"):
         torch.optim.SGD(parameters[1:], lr=0.1).step()
+    left_out_averages(own)
     # The remedy.
     wrapped = NxDPPModel(make("llama", layers=2), num_microbatches=1, use_zero1_optimizer=False)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
