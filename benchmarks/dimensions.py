@@ -1,23 +1,30 @@
 """Bytes, memory and step times of tensor x pipeline x data parallelism and ZeRO-1.
 
-    python benchmarks/dimensions.py                    # about 3 minutes on 2 cores
-    python benchmarks/dimensions.py --only bytes       # or times
-    python benchmarks/dimensions.py --rounds 31        # more rounds of the times
+    python benchmarks/dimensions.py                                # about 6 minutes on 2 cores
+    python benchmarks/dimensions.py --write docs/dimensions.md     # also writes the tables into the page
+    python benchmarks/dimensions.py --only bytes                   # or average, times
+    python benchmarks/dimensions.py --rounds 5                     # fewer rounds of each time
 
-Each layout is a small Llama on processes of this machine, by gloo. The first table compares the bytes that a rank sends
-in a step, and the memory that it keeps, with formulas. The second one compares step times with torch's own.
+Each job is a small model on processes of this machine, by gloo. ``bytes`` compares the bytes that a rank sends in a
+step, and its memory, with formulas; load does not matter. ``average`` has the share of the data-parallel average that
+the backward hides, and ``times`` the step beside torch's own: both need an idle machine.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.layouts import tables
 from benchmarks.layouts.contenders import PAIRS, RANKS, time_rank
-from benchmarks.layouts.job import Layout, Shape, least_bytes, plan
-from benchmarks.layouts.step import DIMENSIONS, Measured, measure_rank
+from benchmarks.layouts.hidden import Case, Sleepers, time_average
+from benchmarks.layouts.job import Layout, Shape
+from benchmarks.layouts.page import write_blocks
+from benchmarks.layouts.step import measure_rank
+from benchmarks.report import describe_session
 from tests.support.run_ranks import run_ranks
 
 LAYOUTS = (
@@ -32,72 +39,68 @@ LAYOUTS = (
     Layout(2, 2, 2),
     Layout(2, 2, 2, True),
 )
-TIMED = Shape(hidden=256, middle=512, layers=4, batch=2, length=128, microbatches=4)
-_TIMEOUT = 300.0
+SHAPE = Shape(hidden=256, middle=512, layers=4, batch=2, length=128, microbatches=4)
+CASES = (
+    Case("Llama", Shape(hidden=512, middle=1376, layers=8, heads=8, vocabulary=4096, batch=1, length=64)),
+    Case("sleeping layers", Sleepers()),
+    Case("sleeping layers", Sleepers(), stages=2),
+)
+SECTIONS = ("bytes", "average", "times")
+_TIMEOUT = 500.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print tables in Markdown."""
+    """Measure, print tables in Markdown, and write them into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("bytes", "times"), help="one of the tables")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds of the times (15)")
+    parser.add_argument("--only", choices=SECTIONS, help="one of the sections")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds of each time (15)")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables between their marks in this page")
     options = parser.parse_args(arguments)
-    if options.only != "times":
-        print(HEADER)
-        for layout in LAYOUTS:
-            print("\n".join(rows(layout, Shape())), flush=True)
-    if options.only != "bytes":
-        print("\n" + TIMES_HEADER)
-        for pair in PAIRS:
-            print(row_of_times(pair, TIMED, options.rounds), flush=True)
+    if options.rounds < 2:
+        parser.error(f"--rounds {options.rounds} must be at least 2: quartiles need two")
+    session = describe()
+    blocks: dict[str, str] = {}
+    for section in SECTIONS:
+        if options.only in (None, section):
+            for name, table in measure(section, options.rounds).items():
+                blocks[name] = f"{session}\n\n{table}"
+                print(f"{blocks[name]}\n", flush=True)
+    if options.write is not None:
+        write_blocks(options.write, blocks)
 
 
-HEADER = (
-    "| tensor x pipeline x data | stage | tensor, KB: least, plan, sent | pipeline: least, sent | data: least, sent "
-    "| begun early | parameters, KB: plan, kept | gradients | optimizer |\n"
-    "| --- | --- | --- | --- | --- | ---: | --- | --- | --- |"
-)
-TIMES_HEADER = (
-    "| dimension | torch's own | its step, ms | nxdpp, ms | nxdpp / torch | its sent KB a step | nxdpp's |\n"
-    "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
-)
-
-
-def rows(layout: Layout, shape: Shape) -> list[str]:
-    """Return a row for each stage, of its rank that sends the most."""
-    planned = plan(layout, shape)
-    ranks: list[Measured] = run_ranks(layout.ranks, measure_rank, layout, shape, timeout=_TIMEOUT)
-    lines = []
-    for stage, summary in enumerate(planned):
-        measured = max((rank for rank in ranks if rank.stage == stage), key=lambda rank: sum(rank.sent.values()))
-        least = least_bytes(layout, shape, summary, stage)
-        assert not measured.sent["other"], "groups of no dimension send no numbers"
-        state = summary.state
-        cells = [
-            str(layout),
-            str(stage),
-            f"{_kb(least['tensor'])} {_kb(summary.traffic.tensor)} {_kb(measured.sent['tensor'])}",
-            *(f"{_kb(least[dimension])} {_kb(measured.sent[dimension])}" for dimension in DIMENSIONS[:2]),
-            f"{measured.early:.0%}" if layout.data > 1 and not layout.zero1 else "",
-            f"{_kb(state.weights)} {_kb(measured.parameters)}",
-            f"{_kb(state.gradients)} {_kb(measured.gradients)}",
-            f"{_kb(state.optimizer)} {_kb(measured.optimizer)}",
+def measure(section: str, rounds: int) -> dict[str, str]:
+    """Return the tables of a section by name."""
+    if section == "bytes":
+        rows = [
+            row
+            for layout in LAYOUTS
+            for row in tables.layout_rows(
+                layout, SHAPE, run_ranks(layout.ranks, measure_rank, layout, SHAPE, timeout=_TIMEOUT)
+            )
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        sent, memory = zip(*rows, strict=True)
+        return {"bytes": tables.table(tables.BYTES, sent), "memory": tables.table(tables.MEMORY, memory)}
+    if section == "average":
+        average = [
+            row
+            for case in CASES
+            for row in tables.average_rows(case, run_ranks(case.ranks, time_average, case, rounds, timeout=_TIMEOUT))
+        ]
+        return {section: tables.table(tables.AVERAGE, average)}
+    times = [
+        tables.times_row(pair, run_ranks(RANKS, time_rank, pair, SHAPE, rounds, timeout=_TIMEOUT)) for pair in PAIRS
+    ]
+    return {section: tables.table(tables.TIMES, times)}
 
 
-def row_of_times(pair: str, shape: Shape, rounds: int) -> str:
-    """Return a row of medians of the slower rank."""
-    ranks = run_ranks(RANKS, time_rank, pair, shape, rounds, timeout=_TIMEOUT)
-    (ours, theirs) = (max(each, key=lambda timed: timed.seconds) for each in zip(*ranks, strict=True))
-    cells = [pair, theirs.name, f"{theirs.seconds * 1e3:.0f}", f"{ours.seconds * 1e3:.0f}"]
-    cells += [f"{ours.seconds / theirs.seconds:.2f}", _kb(theirs.sent), _kb(ours.sent)]
-    return f"| {' | '.join(cells)} |"
-
-
-def _kb(size: float) -> str:
-    return f"{size / 1000:,.1f}" if size else "0"
+def describe() -> str:
+    """Return a line with the commit, the date, the load before and the machine."""
+    session = describe_session()
+    return (
+        f"Commit {session['commit']}, {datetime.now(UTC):%Y-%m-%d}, load {session['load_before']} before. "
+        f"{session['processor']}, {session['cores']} cores, Python {session['python']}, torch {session['torch']}."
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """nxdpp beside torch's own on two ranks: DDP, FSDP2 and ``parallelize_module``, one step each in turn."""
 
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,8 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -37,35 +43,35 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True)
 class Timed:
-    """A contender's median seconds of a step, its last loss, and the bytes that it sends in a step."""
+    """A contender's seconds of each step on one rank, its last loss, and the bytes that it sends in a step."""
 
     name: str
-    seconds: float
+    seconds: list[float]
     loss: float
     sent: float
 
 
 def time_rank(rank: int, pair: str, shape: Shape, rounds: int) -> list[Timed]:
-    """Time nxdpp and torch's own in alternating steps; for ``run_ranks`` over two ranks."""
+    """Time nxdpp and torch's own in turn, in another order in each second round; for ``run_ranks`` over two ranks."""
+    torch.set_num_threads(1)
     layout, theirs = PAIRS[pair]
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
     inputs = shape.inputs(parallel_state.get_data_parallel_rank())
     steps = {"nxdpp": _nxdpp(layout, shape, inputs), theirs: _TORCH[theirs](shape, inputs)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {name: [step() for _ in range(WARM_UP)][-1] for name, step in steps.items()}
-    for _ in range(rounds):
-        for name, step in steps.items():
+    for number in range(rounds):
+        for name in list(steps) if number % 2 else reversed(steps):
             dist.barrier()
             began = time.perf_counter()
-            losses[name] = step()
-            dist.barrier()
+            losses[name] = steps[name]()
             seconds[name].append(time.perf_counter() - began)
     sent = {}
     for name, step in steps.items():
         with Traffic({}) as traffic:
             step()
         sent[name] = float(sum(traffic.sent.values()))
-    timed = [Timed(name, statistics.median(seconds[name]), losses[name], sent[name]) for name in steps]
+    timed = [Timed(name, seconds[name], losses[name], sent[name]) for name in steps]
     parallel_state.destroy_model_parallel()
     return timed
 
@@ -106,18 +112,27 @@ def _fsdp2(shape: Shape, inputs: dict[str, torch.Tensor]) -> Step:
 
 
 def _parallelize_module(shape: Shape, inputs: dict[str, torch.Tensor]) -> Step:
+    """The input of query, key and value, and that of gate and up, is one DTensor: its gradient is summed once.
+
+    The logits stay divided, as those of ``tensor_parallelize``.
+    """
     model = shape.model()
     column, row = ColwiseParallel, RowwiseParallel
-    plan: dict[str, Any] = {
-        "model.embed_tokens": row(input_layouts=Replicate()),
-        "lm_head": column(output_layouts=Replicate()),
+    whole: Placement = Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": row(input_layouts=whole),
+        "lm_head": column(output_layouts=Shard(-1), use_local_output=False),
     }
+    states = {"hidden_states": whole}
     for number in range(shape.layers):
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-        plan |= {f"model.layers.{number}.{name}": column(output_layouts=Shard(-1)) for name in names}
-        plan |= {f"model.layers.{number}.{name}": row() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        layer = f"model.layers.{number}"
+        plan[f"{layer}.self_attn"] = PrepareModuleInput(input_kwarg_layouts=states, desired_input_kwarg_layouts=states)
+        plan[f"{layer}.mlp"] = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,))
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"{layer}.{name}"] = column()
+        plan |= {f"{layer}.{name}": row() for name in ("self_attn.o_proj", "mlp.down_proj")}
     parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
-    return _accumulating(model, shape, inputs, lambda is_last: nullcontext())
+    return _accumulating(model, shape, inputs, lambda is_last: loss_parallel())
 
 
 def _accumulating(model: nn.Module, shape: Shape, inputs: dict[str, torch.Tensor], sync: Callable[[bool], Any]) -> Step:

@@ -1,5 +1,6 @@
 """A small Llama, the layouts over which it is trained, and the formulas of their bytes."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ class Shape(NamedTuple):
         return {"input_ids": ids, "labels": ids}
 
 
+@cache
 def plan(layout: Layout, shape: Shape) -> list[StageSummary]:
     """Return what ``python -m nxdpp plan`` prints of the layout."""
     with torch.device("meta"):

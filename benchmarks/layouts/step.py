@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Layout, Shape
 from benchmarks.layouts.traffic import Traffic
 from nxdpp import NxDPPModel, parallel_state
@@ -27,6 +28,8 @@ class Measured:
         control: bytes of integer tensors in a step.
         early: share of the gradients whose average began before the end of the last backward.
         parameters, gradients, optimizer: bytes that it keeps between steps.
+        peak: most bytes that forward and backward allocate, gradients included.
+        optimizer_peak: most bytes that the optimizer's step allocates beside what it keeps.
     """
 
     stage: int
@@ -37,10 +40,12 @@ class Measured:
     parameters: int
     gradients: int
     optimizer: int
+    peak: int
+    optimizer_peak: int
 
 
 def measure_rank(rank: int, layout: Layout, shape: Shape) -> Measured:
-    """Train a few steps and measure the last one; for ``run_ranks``."""
+    """Train a few steps and measure the last ones; for ``run_ranks``."""
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
     wrapped, optimizer = make(layout, shape)
     inputs = shape.inputs(parallel_state.get_data_parallel_rank())
@@ -50,15 +55,23 @@ def measure_rank(rank: int, layout: Layout, shape: Shape) -> Measured:
     with Traffic(groups()) as traffic:
         wrapped.run_train(**inputs)
         optimizer.step()
+    early = wrapped.last_average.early_share
+    optimizer.zero_grad()
+    with allocated() as of_train:
+        wrapped.run_train(**inputs)
+    with allocated() as of_optimizer:
+        optimizer.step()
     measured = Measured(
         parallel_state.get_pipeline_model_parallel_rank(),
         {dimension: traffic.of(dimension) for dimension in (*DIMENSIONS, "other")},
         dict(traffic.messages),
         traffic.control,
-        wrapped.last_average.early_share,
+        early,
         sum(parameter.nbytes for parameter in wrapped.local_parameters()),
         sum(parameter.grad.nbytes for parameter in wrapped.local_parameters() if parameter.grad is not None),
         state_bytes(optimizer),
+        of_train.peak,
+        of_optimizer.peak,
     )
     parallel_state.destroy_model_parallel()
     return measured
