@@ -182,6 +182,19 @@ def half_parameters(rank: int) -> None:
         assert {value.dtype for value in tensors(saved) if value.dim()} == {torch.float32}
         each.load_state_dict(saved)
     step_all(5)
+    # Other optimizers get the low bits of the master copies with the state.
+    for each, parameters in ((optimizer, ours), (fp32, unsharded)):
+        again = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+        resumed: Any = Zero1Optimizer(again, torch.optim.AdamW, grad_clipping=False, lr=9.0)
+        if each is fp32:
+            resumed = AdamW_FP32OptimParams(again, lr=9.0)
+        resumed.load_state_dict(copy.deepcopy(each.state_dict()))
+        for both, stepped in ((parameters, each), (again, resumed)):
+            set_gradients(both, rank, 6)
+            stepped.step()
+        masters = [tensors(stepped.state_dict()) for stepped in (each, resumed)]
+        assert all(torch.equal(one, other) for one, other in zip(*masters, strict=True))
+        assert any(not torch.equal(one, one.bfloat16().float()) for one in masters[0] if one.numel() > 9)
 
 
 def tensors(state: Any) -> list[torch.Tensor]:

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingWarmRestarts,
@@ -18,7 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from nxdpp import parallel_state
-from nxdpp.optimizer import Zero1Optimizer
+from nxdpp.optimizer import Zero1Optimizer, sharded_bucket
 from tests.optimizer.test_zero1 import assert_same, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks
 
@@ -139,7 +141,36 @@ def other_options(rank: int) -> None:
         optimizer._present_anywhere()
 
 
-CASES: list[Callable[[int], None]] = [schedulers, options, frozen_for_a_step, infinite_gradients, other_options]
+def messages(rank: int) -> None:
+    """Gradients are reduce-scattered in buckets, and a master copy has half of a half parameter's elements."""
+    parameters = [nn.Parameter(torch.ones(100 + each, dtype=torch.bfloat16)) for each in range(8)]
+    optimizer = Zero1Optimizer(parameters, torch.optim.AdamW, lr=0.1, bucket_cap_mb=450 / 2**20)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    with (
+        mock.patch.object(sharded_bucket, "_reduce_scatter", wraps=sharded_bucket._reduce_scatter) as reduced,
+        mock.patch.object(sharded_bucket, "_all_gather", wraps=sharded_bucket._all_gather) as gathered,
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as numbers,
+    ):
+        optimizer.step()
+    whole = sum(parameter.numel() for parameter in parameters)
+    # Two parameters in each bucket, and an element of padding in some.
+    assert len(reduced.call_args_list) == len(gathered.call_args_list) == 4
+    assert 0 <= sum(call.args[0].numel() for call in reduced.call_args_list) - whole // 2 <= 4
+    assert all(call.args[0].numel() < 10 or call.args[0].dtype == torch.uint8 for call in numbers.call_args_list)
+    masters = [values for _, values, _ in optimizer.shards()]
+    assert {values.dtype for values in masters} == {torch.float32}
+    assert abs(sum(values.numel() for values in masters) - whole // 2) <= 4
+
+
+CASES: list[Callable[[int], None]] = [
+    schedulers,
+    options,
+    frozen_for_a_step,
+    infinite_gradients,
+    other_options,
+    messages,
+]
 
 
 def run_cases(rank: int) -> None:
