@@ -192,9 +192,9 @@ def half_parameters(rank: int) -> None:
         for both, stepped in ((parameters, each), (again, resumed)):
             set_gradients(both, rank, 6)
             stepped.step()
-        masters = [tensors(stepped.state_dict()) for stepped in (each, resumed)]
-        assert all(torch.equal(one, other) for one, other in zip(*masters, strict=True))
-        assert any(not torch.equal(one, one.bfloat16().float()) for one in masters[0] if one.numel() > 9)
+        states = [tensors(stepped.state_dict()) for stepped in (each, resumed)]
+        assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+        assert any(not torch.equal(one, one.bfloat16().float()) for one in states[0] if one.numel() > 9)
 
 
 def tensors(state: Any) -> list[torch.Tensor]:
