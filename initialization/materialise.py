@@ -6,6 +6,9 @@ the embedding's weight so gets the numbers of the embedding::
 
     first rank    embed.weight ─▶ memory ─▶ init(embed) ─▶ embed
     last rank     embed.weight ─▶ memory ─▶ init(embed) ─▶ head; embed has its meta tensor again
+
+A module of which the rank holds parts is whole in memory, alone, until the parts are taken. ``param_init_fn`` gets
+all modules of a stage whole: a module may write to others.
 """
 
 from collections.abc import Sequence
@@ -67,6 +70,31 @@ def initial_weights(
     Raises:
         RuntimeError: for tensors that are not or only partly initialised, or replaced by another shape or dtype.
     """
+    values: dict[MetaTensor, torch.Tensor] = {}
+    has_drawn = False
+    for group in _groups(metas, param_init_fn is None):
+        made, draws = _initialised(root, group, seed, param_init_fn, record)
+        values.update(zip(group, made, strict=True))
+        has_drawn |= draws
+    return [values[meta] for meta in metas], has_drawn
+
+
+def _groups(metas: Sequence[MetaTensor], one_by_one: bool) -> list[list[MetaTensor]]:
+    """``metas`` that are in memory together: those of each module with parts, if ``one_by_one``, and all others."""
+    with_parts = {meta.module for meta in metas if one_by_one and part_of(meta.tensor) is not None}
+    groups: dict[str | None, list[MetaTensor]] = {None: []}
+    for meta in metas:
+        groups.setdefault(meta.module if meta.module in with_parts else None, []).append(meta)
+    return list(groups.values())
+
+
+def _initialised(
+    root: nn.Module,
+    metas: Sequence[MetaTensor],
+    seed: int,
+    param_init_fn: ParameterInitialiser | None,
+    record: ConstructorRecord | None,
+) -> tuple[list[torch.Tensor], bool]:
     before = _tensors_at(root, metas)
     try:
         # Temporaries must be on the CPU whatever the caller's context: another device has another generator.
