@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.config import PipelineConfig
     from nxdpp.pipeline.model import NxDPPModel
     from nxdpp.pipeline.pipeline import Pipeline
+    from nxdpp.tensor_parallel.comparison import check_tensor_parallel
     from nxdpp.tensor_parallel.parallelize import tensor_parallelize
     from nxdpp.trainer.config import neuronx_distributed_config
     from nxdpp.trainer.optimizer import initialize_parallel_optimizer
@@ -28,6 +29,7 @@ __all__ = [
     "Pipeline",
     "PipelineConfig",
     "apply_checkpoint",
+    "check_tensor_parallel",
     "deferred_init",
     "init_on_device",
     "initialize_parallel_model",
@@ -45,6 +47,7 @@ _MODULES = {
     "Pipeline": "nxdpp.pipeline.pipeline",
     "PipelineConfig": "nxdpp.pipeline.config",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
+    "check_tensor_parallel": "nxdpp.tensor_parallel.comparison",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "init_on_device": "nxdpp.initialization.init_on_device",
     "initialize_parallel_model": "nxdpp.trainer.trainer",

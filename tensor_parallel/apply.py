@@ -140,6 +140,9 @@ def _check_parameter(model: nn.Module, name: str, style: str) -> None:
     if style not in PARAMETER:
         raise ValueError(f"the plan gives the parameter {name} the style {style}, which is one of modules")
     parameter = model.get_parameter(name)
+    owner, _, key = name.rpartition(".")
+    if key == "gate_up_proj" and style == "colwise" and getattr(model.get_submodule(owner), "is_concatenated", False):
+        raise ValueError(f"{name} has gate and up as blocks of one tensor: give it the style packed_colwise")
     dim, stride = _along(parameter, style)
     if dim is not None:
         _check_size(name, tuple(parameter.shape), dim, stride)
@@ -166,7 +169,8 @@ def _divide_module(module: Any, style: str, parts: Parts) -> None:
     elif isinstance(module, Conv1D):
         parallel.become(module, parallel.RowConv1D if style == "rowwise" else parallel.ColumnConv1D)
     elif "rowwise" in style:
-        parallel.to_row(module, input_is_parallel=style == "rowwise")
+        own_outputs = style == "rowwise_own_outputs"
+        parallel.to_row(module, input_is_parallel=own_outputs or style == "rowwise", own_outputs=own_outputs)
     else:
         parallel.to_column(module, gather_output=style in _VOCABULARY, stride=stride)
     parts.divide(module, "weight", dim, stride)

@@ -1,5 +1,22 @@
 """Models whose own ``tp_plan`` gives the numbers of one process, by ``python -m tests.zoo tensor``."""
 
+from collections.abc import Mapping
+
+from torch import nn
+
+_compared_here: set[tuple[type[nn.Module], frozenset[tuple[str, str]]]] = set()
+
+
+def note_compared(model_class: type[nn.Module], plan: Mapping[str, str]) -> None:
+    """Note that ``plan`` was compared with one process, for models of the class in this process."""
+    _compared_here.add((model_class, frozenset(plan.items())))
+
+
+def is_compared(model_class: type[nn.Module], plan: Mapping[str, str]) -> bool:
+    """Return whether ``plan`` was compared in this process."""
+    return (model_class, frozenset(plan.items())) in _compared_here
+
+
 COMPARED = frozenset(
     {
         "AXK1ForCausalLM",
@@ -20,7 +37,9 @@ COMPARED = frozenset(
         "DeepseekV2ForCausalLM",
         "DeepseekV32ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "DeepseekV4ForCausalLM",
         "DiffLlamaForCausalLM",
+        "DogeForCausalLM",
         "Dots1ForCausalLM",
         "Dots3NoteForCausalLM",
         "Emu3ForCausalLM",
@@ -34,6 +53,9 @@ COMPARED = frozenset(
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3nForCausalLM",
+        "Gemma4ForCausalLM",
+        "Gemma4UnifiedForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
@@ -54,6 +76,8 @@ COMPARED = frozenset(
         "HunYuanDenseV1ForCausalLM",
         "HunYuanMoEV1ForCausalLM",
         "HyperCLOVAXForCausalLM",
+        "Inkling2ForCausalLM",
+        "InklingForCausalLM",
         "Jais2ForCausalLM",
         "JambaForCausalLM",
         "KimiLinearForCausalLM",
@@ -64,6 +88,7 @@ COMPARED = frozenset(
         "Lfm3ForCausalLM",
         "Llama4ForCausalLM",
         "LlamaForCausalLM",
+        "LongcatFlashForCausalLM",
         "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
         "MiniCPM3ForCausalLM",
@@ -90,6 +115,9 @@ COMPARED = frozenset(
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
         "Qwen4ExpForCausalLM",
         "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",

@@ -11,6 +11,8 @@ from nxdpp.parallel_layers.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from nxdpp.parallel_layers.tensor_attributes import mark_sequence_parallel
+from nxdpp.tensor_parallel.gaussian_topk import WholeGaussianTopk
+from nxdpp.tensor_parallel.modules import override
 
 
 def install(module: nn.Module, style: str, rope_size: int | None) -> None:
@@ -22,13 +24,19 @@ def install(module: nn.Module, style: str, rope_size: int | None) -> None:
         assert rope_size is not None
         module._rope_size = rope_size  # type: ignore[assignment]  # Module declares tensors and modules alone
         module.register_forward_hook(_copy_rope)
-    elif style == "all_reduce":
+    elif style in ("all_reduce", "moe_tp_experts"):
+        if style == "moe_tp_experts" or _has_parts(module):
+            module.register_forward_pre_hook(_copy_expert_inputs, with_kwargs=True)
         module.register_forward_hook(_sum_output)
-    elif style == "moe_tp_experts":
-        module.register_forward_pre_hook(_copy_expert_inputs, with_kwargs=True)
-        module.register_forward_hook(_sum_output)
+    elif style == "gaussian_topk":
+        override(module, WholeGaussianTopk)
     elif style == "moe_identity_expert":
         module.register_forward_pre_hook(_divide_input)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether ``module`` itself has divided parameters; those of its linear layers copy their inputs."""
+    return any(getattr(parameter, "tensor_model_parallel", False) for parameter in module._parameters.values())
 
 
 def _copy_rope(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

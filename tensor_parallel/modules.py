@@ -32,6 +32,14 @@ class RowLinear(RowParallelLinear, nn.Linear):  # type: ignore[misc]  # both bas
     reset_parameters = nn.Linear.reset_parameters
 
 
+class RowLinearOfOwnOutputs(RowLinear):
+    """``RowLinear`` whose sums are divided again, such as one output for each head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's outputs ``(..., O / ranks)`` of its inputs ``(..., I / ranks)``."""
+        return mappings.scatter_to_tensor_model_parallel_region(super().forward(x))
+
+
 class VocabularyEmbedding(ParallelEmbedding, nn.Embedding):  # type: ignore[misc]  # both bases have the parameters
     """``torch.nn.Embedding`` whose tokens are divided."""
 
@@ -78,9 +86,9 @@ def to_column(module: nn.Linear, gather_output: bool, stride: int = 1) -> None:
     module.gather_output = gather_output  # type: ignore[assignment]  # Module declares tensors and modules alone
 
 
-def to_row(module: nn.Linear, input_is_parallel: bool) -> None:
-    """Make ``module`` a ``RowLinear``; its parameters are still whole."""
-    _become_linear(module, RowLinear, 1, 1)
+def to_row(module: nn.Linear, input_is_parallel: bool, own_outputs: bool = False) -> None:
+    """Make ``module`` a ``RowLinear``, or one of own outputs; its parameters are still whole."""
+    _become_linear(module, RowLinearOfOwnOutputs if own_outputs else RowLinear, 1, 1)
     module.input_is_parallel = input_is_parallel  # type: ignore[assignment]  # Module declares tensors and modules alone
 
 
@@ -106,11 +114,21 @@ def become(module: nn.Module, parallel: type[nn.Module]) -> None:
     module.__class__ = parallel if own in parallel.__mro__ else _under(own, parallel)
 
 
+def override(module: nn.Module, methods: type[nn.Module]) -> None:
+    """Put ``methods`` before the methods of the class of ``module``."""
+    own = type(module)
+    module.__class__ = _joined(own, methods, own)
+
+
 def _under(own: type[nn.Module], parallel: type[nn.Module]) -> type[nn.Module]:
-    if (own, parallel) not in _made:
-        # ``super().forward(...)`` in the methods of ``own`` is that of ``parallel``.
-        _made[own, parallel] = type(f"Parallel{own.__name__}", (own, parallel), {"__module__": own.__module__})
-    return _made[own, parallel]
+    # ``super().forward(...)`` in the methods of ``own`` is that of ``parallel``.
+    return _joined(own, own, parallel)
+
+
+def _joined(own: type[nn.Module], first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:
+    if (first, second) not in _made:
+        _made[first, second] = type(f"Parallel{own.__name__}", (first, second), {"__module__": own.__module__})
+    return _made[first, second]
 
 
 def _become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, stride: int) -> None:

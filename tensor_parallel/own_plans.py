@@ -3,7 +3,8 @@
 Names are those in the base model. Heads have their own names in the whole model.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 PLANS: dict[str, dict[str, str]] = {
     "bert": {
@@ -55,11 +56,61 @@ PLANS: dict[str, dict[str, str]] = {
 }
 """Plan of each type that has none."""
 
-ADDED: dict[str, dict[str, str]] = {
-    # The parameters of its activation see this rank's features only.
-    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+
+class Rule(NamedTuple):
+    """Rule that the plan of a type lacks, or has with another style.
+
+    Attributes:
+        name: pattern of modules or parameters.
+        style: theirs.
+        beside: rule of the plan that needs this one.
+        reason: for messages.
+    """
+
+    name: str
+    style: str
+    beside: str
+    reason: str
+
+
+_NORM = "it sees the heads of one rank"
+_BLOCKS = "gate and up are blocks of one tensor"
+ADDED: dict[str, tuple[Rule, ...]] = {
+    "apertus": (
+        Rule(
+            "layers.*.mlp.act_fn",
+            "replicated_with_grad_allreduce",
+            "layers.*.mlp.up_proj",
+            "its parameters see the features of one rank",
+        ),
+    ),
+    "doge": (
+        Rule(
+            "layers.*.self_attn.dt_proj",
+            "rowwise_own_outputs",
+            "layers.*.self_attn.v_proj",
+            "the mask of a head depends on the values of all heads",
+        ),
+        Rule("layers.*.self_attn.A", "colwise", "layers.*.self_attn.v_proj", "it has one number for each head"),
+        Rule("layers.*.self_attn.q_norm", "replicated_with_grad_allreduce", "layers.*.self_attn.q_proj", _NORM),
+        Rule("layers.*.self_attn.k_norm", "replicated_with_grad_allreduce", "layers.*.self_attn.k_proj", _NORM),
+    ),
+    "gemma3n_text": (
+        Rule(
+            "layers.*.mlp",
+            "gaussian_topk",
+            "layers.*.mlp.gate_proj",
+            "its activation takes mean and deviation of all features",
+        ),
+    ),
+    "inkling_text": (
+        Rule("layers.*.mlp.experts.gate_up_proj", "packed_colwise", "layers.*.mlp.experts.gate_up_proj", _BLOCKS),
+    ),
+    "inkling2_text": (
+        Rule("layers.*.mlp.experts.gate_up_proj", "packed_colwise", "layers.*.mlp.experts.gate_up_proj", _BLOCKS),
+    ),
 }
-"""Rules beside the plan of a type."""
+"""Rules beside the plan of a type, or in place of one of its rules."""
 
 COUNTS_OF_HEADS: dict[str, tuple[str, ...]] = {
     "GPT2Attention": ("split_size",),
@@ -70,11 +121,26 @@ COUNTS_OF_HEADS: dict[str, tuple[str, ...]] = {
 
 def plan_of(model: Any) -> dict[str, str]:
     """The plan of ``model`` with the names in ``model``: of transformers, or ours; empty if there is none."""
-    model_type = getattr(getattr(model, "config", None), "model_type", "")
-    base = getattr(model, "base_model", model)
-    prefix = "" if base is model else f"{model.base_model_prefix}."
+    model_type, prefix = _type_and_prefix(model)
     if model_type in PLANS:
         return {f"{prefix}{name}": style for name, style in PLANS[model_type].items()}
     plan = dict(getattr(model, "_tp_plan", None) or {})
-    added = ADDED.get(model_type, {}) if plan else {}
-    return plan | {f"{prefix}{name}": style for name, style in added.items()}
+    return plan | {f"{prefix}{rule.name}": rule.style for rule in ADDED.get(model_type, ()) if plan}
+
+
+def check_added(model: Any, plan: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` for a plan of the user that lacks a rule which the modules of the type need."""
+    model_type, prefix = _type_and_prefix(model)
+    for rule in ADDED.get(model_type, ()):
+        name, beside = f"{prefix}{rule.name}", f"{prefix}{rule.beside}"
+        if beside in plan and plan.get(name) != rule.style:
+            raise ValueError(
+                f"the plan of {type(model).__name__} divides {beside}. It must have {name!r}: {rule.style!r}, because "
+                f"{rule.reason}"
+            )
+
+
+def _type_and_prefix(model: Any) -> tuple[str, str]:
+    base = getattr(model, "base_model", model)
+    model_type: str = getattr(getattr(model, "config", None), "model_type", "")
+    return model_type, "" if base is model else f"{model.base_model_prefix}."

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.tensor_parallel.apply import apply_plan
-from nxdpp.tensor_parallel.compared_types import COMPARED
+from nxdpp.tensor_parallel.compared_types import COMPARED, is_compared
 from nxdpp.tensor_parallel.loss import divide_loss
-from nxdpp.tensor_parallel.own_plans import PLANS, plan_of
+from nxdpp.tensor_parallel.own_plans import PLANS, check_added, plan_of
 from nxdpp.tensor_parallel.plan import check_plan, expanded
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,8 +32,8 @@ def tensor_parallelize(model: M, plan: Mapping[str, str] | None = None, *, seque
     Args:
         model: of transformers, not wrapped yet.
         plan: styles of transformers by name pattern, such as ``{"model.layers.*.mlp.up_proj": "colwise"}``, in place of
-            the model's own ``tp_plan``. The head's logits are then gathered, and nothing compares the model with one
-            process: do that for a plan of your own.
+            the model's own ``tp_plan``. The head's logits are then gathered. A plan that ``check_tensor_parallel`` has
+            not compared with one process gives a warning.
         sequence_parallel: not implemented yet.
 
     Returns:
@@ -47,22 +47,13 @@ def tensor_parallelize(model: M, plan: Mapping[str, str] | None = None, *, seque
         RuntimeError: before ``initialize_model_parallel``, and for parameters that an optimizer holds: it would go on
             with the whole ones.
     """
-    if not isinstance(model, nn.Module) or hasattr(model, "replace_local_tensors"):
-        raise TypeError(
-            f"tensor_parallelize takes a model before it is wrapped, not a {type(model).__name__}: "
-            f"NxDPPModel(tensor_parallelize(model), ...)"
-        )
-    parallel_state.get_tensor_model_parallel_size()
-    if any(getattr(parameter, "tensor_model_parallel", False) for parameter in model.parameters()):
-        raise ValueError("the model has tensor-parallel parameters already: call tensor_parallelize once")
+    chosen = checked_plan(model, plan)
     if plan is None:
-        return _by_own_plan(model, sequence_parallel)
-    check_plan(plan)
-    if unmatched := expanded(plan, model)[2]:
-        raise ValueError(
-            f"the plan names {', '.join(unmatched)}, which {type(model).__name__} does not have: correct it"
-        )
-    return parallelize(model, plan, sequence_parallel)
+        _check_compared(model, chosen)
+    result = parallelize(model, chosen, sequence_parallel, parallel_loss=plan is None)
+    if plan is not None and parallel_state.get_tensor_model_parallel_size() > 1 and not is_compared(type(model), plan):
+        _warn_unseen(model)
+    return result
 
 
 def parallelize(model: M, plan: Mapping[str, str], sequence_parallel: bool = False, parallel_loss: bool = False) -> M:
@@ -82,18 +73,48 @@ def parallelize(model: M, plan: Mapping[str, str], sequence_parallel: bool = Fal
     return model
 
 
-def _by_own_plan(model: M, sequence_parallel: bool) -> M:
+def checked_plan(model: nn.Module, plan: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return ``plan``, by default that of the type; raise for models and plans that cannot be divided."""
+    if not isinstance(model, nn.Module) or hasattr(model, "replace_local_tensors"):
+        raise TypeError(
+            f"tensor_parallelize takes a model before it is wrapped, not a {type(model).__name__}: "
+            f"NxDPPModel(tensor_parallelize(model), ...)"
+        )
+    parallel_state.get_tensor_model_parallel_size()
+    if any(getattr(parameter, "tensor_model_parallel", False) for parameter in model.parameters()):
+        raise ValueError("the model has tensor-parallel parameters already: call tensor_parallelize once")
+    if plan is None:
+        plan = plan_of(model)
+        if not plan:
+            raise ValueError(
+                f"{type(model).__name__} has no tp_plan: give plan=, a dict of name patterns and styles, such as "
+                f'{{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}}'
+            )
+        return plan
+    check_plan(plan)
+    # Plans of transformers are those of all configurations of a type.
+    theirs = getattr(model, "_tp_plan", None) or {}
+    if unmatched := [name for name in expanded(plan, model)[2] if name not in theirs]:
+        raise ValueError(
+            f"the plan names {', '.join(unmatched)}, which {type(model).__name__} does not have: correct it"
+        )
+    check_added(model, plan)
+    return plan
+
+
+def _check_compared(model: nn.Module, plan: Mapping[str, str]) -> None:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    plan = plan_of(model)
-    if not plan:
-        raise ValueError(
-            f"{type(model).__name__} has no tp_plan: give plan=, a dict of name patterns and styles, such as "
-            f'{{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}}'
-        )
-    if model_type not in PLANS and type(model).__name__ not in COMPARED:
-        raise ValueError(
-            f"the tp_plan of {type(model).__name__} was not compared with one process, or differs from it "
-            f"(docs/tensor_models.md lists the types). Give plan=model.tp_plan to use it unseen, and compare loss and "
-            f"gradients yourself."
-        )
-    return parallelize(model, plan, sequence_parallel, parallel_loss=True)
+    if model_type in PLANS or type(model).__name__ in COMPARED or is_compared(type(model), plan):
+        return
+    raise ValueError(
+        f"{type(model).__name__}: its tp_plan was not compared with one process (docs/tensor_models.md lists the "
+        f"types). Call check_tensor_parallel(small_model, inputs) before, or give a dict plan= of your own"
+    )
+
+
+def _warn_unseen(model: nn.Module) -> None:
+    warnings.warn(
+        f"{type(model).__name__}: this plan was not compared with one process, and a plan may give other numbers. Call "
+        f"check_tensor_parallel(small_model, inputs, plan) before, with a small model of this class",
+        stacklevel=3,
+    )

@@ -13,12 +13,14 @@ LINEAR = {
     "rowwise",
     "rowwise_split_input",
     "rowwise_rep",
+    "rowwise_own_outputs",
     "packed_colwise",
 }
 EMBEDDING = {"embedding_rowwise", "embedding_colwise", "embedding_heads"}
 PARAMETER = {"colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate"}
 MODULE = {
     "all_reduce",
+    "gaussian_topk",
     "local_params",
     "mla_kv_a_proj",
     "moe_identity_expert",

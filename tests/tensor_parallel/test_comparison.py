@@ -1,0 +1,181 @@
+"""Comparison of plans with one process, and the types whose plans have rules of ours."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertLMHeadModel,
+    BertModel,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    GPT2ForTokenClassification,
+    GPT2Model,
+    LlamaForCausalLM,
+    T5Config,
+    T5EncoderModel,
+    T5ForQuestionAnswering,
+    T5ForSequenceClassification,
+    T5ForTokenClassification,
+)
+
+from nxdpp import check_tensor_parallel, parallel_state, tensor_parallelize
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import VOCABULARY, batch, llama, make
+from tests.zoo import build, inputs
+
+TYPES = ("doge", "gemma3n_text", "inkling_text", "inkling2_text")
+_BERT = (
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertLMHeadModel,
+    BertModel,
+)
+_GPT2 = (
+    GPT2DoubleHeadsModel,
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    GPT2ForTokenClassification,
+    GPT2Model,
+)
+_T5 = (T5EncoderModel, T5ForQuestionAnswering, T5ForSequenceClassification, T5ForTokenClassification)
+
+
+def _other_heads() -> dict[str, Any]:
+    """Models with plans of ours and other heads than in ``test_parallelize.py``."""
+    bert = BertConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    bert.num_attention_heads = 4
+    gpt2 = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=16, pad_token_id=0)
+    t5 = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, eos_token_id=1)
+    t5.decoder_start_token_id = 0
+    found = {}
+    kinds: list[tuple[Any, tuple[Any, ...]]] = [(bert, _BERT), (gpt2, _GPT2), (t5, _T5)]
+    for config, classes in kinds:
+        for each in classes:
+            torch.manual_seed(0)
+            found[each.__name__] = each(config)
+    return found
+
+
+def _tokens(name: str) -> dict[str, torch.Tensor]:
+    ids = batch()["input_ids"]
+    if "T5" in name and "Sequence" in name:
+        ids[:, -1] = 1
+    return {"input_ids": ids[:, None].repeat(1, 2, 1) if "Choice" in name or "Double" in name else ids}
+
+
+def _doge(**changes: Any) -> Any:
+    model = build("causal-lm", "doge")
+    if changes:
+        torch.manual_seed(0)
+        model = type(model)(type(model.config)(**(model.config.to_dict() | changes)))
+    for layer in model.model.layers:
+        # From its initial value of 0 the gradient before it is 0.
+        torch.nn.init.uniform_(layer.self_attn.A, -1.0, 1.0)
+    return model
+
+
+def _differences(rank: int) -> dict[str, float]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    models: dict[str, Callable[[], Any]] = {name: partial(build, "causal-lm", name) for name in TYPES[1:]}
+    models["doge"] = _doge
+    models["doge of experts"] = lambda: _doge(is_moe=True, num_experts=16, num_experts_per_tok=2, attention_bias=True)
+    found = {}
+    for name, model in models.items():
+        whole = model()
+        found[name] = check_tensor_parallel(whole, inputs("causal-lm", whole, 1))[0]
+    for name, other in _other_heads().items():
+        found[name] = check_tensor_parallel(other, _tokens(name))[0]
+    return found
+
+
+@pytest.mark.one_python
+@pytest.mark.zoo
+def test_rules_of_ours_equal_one_process() -> None:
+    for found in run_ranks(2, _differences, timeout=120.0):
+        for name, distance in found.items():
+            assert distance < 1e-12, name
+
+
+class _Other(LlamaForCausalLM):
+    """A class that is on no list."""
+
+
+def _checked(rank: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    right = dict(make("experts").tp_plan)
+    wrong = {name: style for name, style in right.items() if not name.endswith(("q_norm", "k_norm"))}
+    model = make("experts")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"differs from one process by .* at model\.layers.*_norm.*correct the plan"):
+        check_tensor_parallel(model, batch(), wrong)
+    with pytest.warns(UserWarning, match=r"Call check_tensor_parallel\(small_model, inputs, plan\) before"):
+        tensor_parallelize(make("experts"), wrong)
+    # The remedies of the error and of the warning.
+    check_tensor_parallel(model, batch(), right)
+    assert model.training
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor_parallelize(model, right)
+
+    torch.manual_seed(0)
+    other = _Other(llama().config)
+    with pytest.raises(ValueError, match=r"_Other: its tp_plan was not compared .*check_tensor_parallel\(small_model"):
+        tensor_parallelize(other)
+    with pytest.raises(ValueError, match=r"from one seed on all ranks"):
+        check_tensor_parallel(make("llama", rank), batch())
+    with pytest.raises(ValueError, match="no loss and no floating tensor"):
+        check_tensor_parallel(_WithoutOutput(other.config), batch())
+    check_tensor_parallel(other, batch())
+    assert tensor_parallelize(other).lm_head.weight.shape == (VOCABULARY // 2, 32)
+
+
+class _WithoutOutput(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+
+def test_plans_that_were_and_were_not_compared() -> None:
+    run_ranks(2, _checked, timeout=120.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan was not compared")
+@pytest.mark.usefixtures("one_of_two")
+class TestOneOfTwo:
+    @pytest.mark.parametrize(
+        ("model_type", "rule"),
+        [
+            ("doge", r"\.self_attn\.v_proj\. It must have .*dt_proj': 'rowwise_own_outputs', because the mask"),
+            ("gemma3n_text", r"\.mlp\.gate_proj\. It must have .*mlp': 'gaussian_topk', because its activation"),
+            ("inkling_text", r"It must have .*experts\.gate_up_proj': 'packed_colwise', because gate and up"),
+        ],
+    )
+    def test_a_plan_without_a_rule_of_ours(self, model_type: str, rule: str) -> None:
+        model: Any = build("causal-lm", model_type, "meta")
+        with pytest.raises(ValueError, match=rule):
+            tensor_parallelize(model, model.tp_plan)
+        without = {name: style for name, style in model.tp_plan.items() if ".mlp." not in name and "self" not in name}
+        assert not without or tensor_parallelize(model, without) is model
+
+    def test_experts_of_two_blocks(self) -> None:
+        plan = {"model.layers.*.mlp.experts.gate_up_proj": "colwise"}
+        with pytest.raises(ValueError, match=r"gate and up as blocks of one tensor: give it the style packed_colwise"):
+            tensor_parallelize(make("experts"), plan)
