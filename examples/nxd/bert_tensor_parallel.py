@@ -5,12 +5,11 @@ torchrun --nproc-per-node 4 examples/nxd/bert_tensor_parallel.py --tensor-parall
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import BertConfig
 
@@ -20,6 +19,7 @@ from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
 
 VOCABULARY, LENGTH, MASK = 64, 16, 0
 IGNORED = -100
+MAX_NORM = 1.0
 
 
 class ParallelSelfAttention(transformers.models.bert.modeling_bert.BertSelfAttention):
@@ -59,7 +59,8 @@ def train(args: argparse.Namespace) -> list[float]:
     for inputs, labels in create_pretraining_dataset(args):
         output = model(input_ids=inputs.to(device), labels=labels.to(device))
         output.loss.backward()
-        optimizer_step(optimizer, model.parameters(), max_norm=1.0)
+        clip_grad_norm(model.parameters(), MAX_NORM)
+        optimizer_step(optimizer, groups=parallel_state.get_data_parallel_group(as_list=True))
         optimizer.zero_grad()
         scheduler.step()
         losses.append(output.loss.item())
@@ -88,15 +89,15 @@ def parallel_bert() -> Any:
     return model
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Average the gradients over the replicas, clip them and step.
+def optimizer_step(optimizer: torch.optim.Optimizer, groups: list[list[int]]) -> None:
+    """Average the gradients over this rank's group of ``groups``, and step, as ``xm.optimizer_step`` does.
 
-    The guide clips, and ``xm.optimizer_step`` averages over ``get_data_parallel_group(as_list=True)``. Here the average
-    is first, so that the norm is that of the whole batch.
+    The guide clips before, so each replica clips by the norm of its own part of the batch.
     """
-    trained = list(parameters)
-    bucket_allreduce_gradients([parameter.grad for parameter in trained if parameter.grad is not None])
-    clip_grad_norm(trained, max_norm)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    own = next(group for group in groups if torch.distributed.get_rank() in group)
+    assert own == torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    bucket_allreduce_gradients(gradients)
     optimizer.step()
 
 
