@@ -27,8 +27,8 @@ from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.embedding import ParallelEmbedding
 from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
 from nxdpp.parallel_layers.overlapped_linear import Part, overlapped_linear
-from nxdpp.parallel_layers.padding import own_ranges
-from nxdpp.parallel_layers.parallel_layer import ParallelLayer
+from nxdpp.parallel_layers.padding import ranges
+from nxdpp.parallel_layers.parallel_layer import ParallelLayer, given_device
 from nxdpp.parallel_layers.tensor_attributes import is_tensor_parallel, set_tensor_model_parallel_attributes
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
@@ -53,6 +53,7 @@ class _ParallelLinear(ParallelLayer):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self._init_method = init_method
+        self._dim = dim
         divided, name = ((output_size, "output_size"), (input_size, "input_size"))[dim]
         parts = self.tensor_parallel_size * stride
         if stride < 1 or divided % (stride if pad else parts):
@@ -68,7 +69,7 @@ class _ParallelLinear(ParallelLayer):
     @property
     def padded_size(self) -> int:
         """Divided size of the weight, with padding."""
-        return self.weight.shape[int(vars(self.weight)["partition_dim"])] * self.tensor_parallel_size
+        return self.weight.shape[self._dim] * self.tensor_parallel_size
 
     def reset_parameters(self) -> None:
         """Initialise weight and bias."""
@@ -220,7 +221,7 @@ class RowParallelLinear(_ParallelLinear):
         padded = self._padded_at_first
         self._add_part("weight", (output_size, input_size), 1, dtype, device, stride=stride, padded=padded)
         if bias:
-            parameter = nn.Parameter(torch.empty(output_size, dtype=dtype, device=device or None))
+            parameter = nn.Parameter(torch.empty(output_size, dtype=dtype, device=given_device(device)))
             set_tensor_model_parallel_attributes(parameter, False, -1)
             # Each rank adds it to its part of the sequence.
             parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]  # an attribute of ours on a tensor
@@ -240,8 +241,8 @@ class RowParallelLinear(_ParallelLinear):
             total = mappings.reduce_scatter_to_sequence_parallel_region(product, self.sequence_dimension)
         else:
             total = mappings.reduce_from_tensor_model_parallel_region(product)
-        output: torch.Tensor = total if self.bias is None else total + self.bias
-        return output
+        # Under autocast the sum has its dtype, and the bias another one.
+        return total if self.bias is None else total + self.bias.to(total.dtype)
 
     @property
     def input_size_per_partition(self) -> int:
@@ -260,7 +261,8 @@ class RowParallelLinear(_ParallelLinear):
         """The input with zeros in the place of padding, whose values and gradients then do not matter."""
         if self.padded_size == self.input_size:
             return input_
-        chunk, count = self.input_size_per_partition // self.stride, own_ranges(self.weight)[0].length
+        chunk = self.input_size_per_partition // self.stride
+        count = ranges(self.input_size, self.input_size_per_partition, self.stride, self.tensor_parallel_rank)[0].length
         if count == chunk:
             return input_
         return functional.pad(input_.unflatten(-1, (self.stride, chunk))[..., :count], (0, chunk - count)).flatten(-2)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from nxdpp.parallel_layers.collectives import all_reduce, has_values, rank_in, size_of
 
@@ -82,6 +83,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         return losses.view(labels.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Compute ``(softmax - target) * gradient`` for this rank's columns."""
         logits, ids, normaliser = ctx.saved_tensors

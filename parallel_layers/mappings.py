@@ -20,6 +20,7 @@ NeuronX Distributed has the sequence in dimension 0, ``(S, B, H)``. A model with
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxdpp.parallel_layers.collectives import all_gather, all_reduce, own_part, reduce_scatter, size_of
@@ -55,6 +56,7 @@ class _Mapping(torch.autograd.Function):
         return tensor.detach() if there is None else there.run(tensor, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Run ``back`` on the gradient."""
         (gradient,) = gradients

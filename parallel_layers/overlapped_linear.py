@@ -18,6 +18,7 @@ reduce-scattered. Node 2 keeps this rank's part of the sequence only, and gather
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
@@ -53,7 +54,8 @@ def overlapped_linear(
         sequence_dimension: the dimension of ``x`` along which the sequence is divided; ``None`` for no division.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    # Autocast leaves float64 as it is.
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x = x.to(dtype)
         parts = [Part(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
@@ -83,6 +85,7 @@ class _Finish(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         """Wait for the gradient."""
         return wait(gradients[0])
@@ -98,6 +101,7 @@ class _Start(torch.autograd.Function):
         return x.detach() if sequence is None else all_gather(x, sequence.dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Start the sum of all ranks' gradients, of which no other node reads the content before ``_Finish``."""
         (gradient,) = gradients
@@ -122,6 +126,7 @@ class _Weight(torch.autograd.Function):
         return weight.new_zeros(()).expand(rows, weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None, None]:
         """Compute both gradients from that of the product."""
         (gradient,) = gradients
@@ -148,6 +153,7 @@ class _Join(torch.autograd.Function):
         return product
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradient twice."""
         (gradient,) = gradients

@@ -18,6 +18,7 @@ class ParallelLayer(KeepsAttributes):
     def __init__(self) -> None:
         super().__init__()
         self.tensor_parallel_size = parallel_state.get_tensor_model_parallel_size()
+        self.tensor_parallel_rank = parallel_state.get_tensor_model_parallel_rank()
 
     def _add_part(
         self,
@@ -38,15 +39,21 @@ class ParallelLayer(KeepsAttributes):
         parts = self.tensor_parallel_size // copies
         own = list(shape)
         own[dim] = (padded or shape[dim]) // parts
-        parameter = nn.Parameter(torch.empty(own, dtype=dtype, device=device or None))
+        parameter = nn.Parameter(torch.empty(own, dtype=dtype, device=given_device(device)))
         set_tensor_model_parallel_attributes(parameter, True, dim, stride, parts)
         parameter.whole_size = shape[dim]  # type: ignore[attr-defined]  # an attribute of ours on a tensor
         self.register_parameter(name, parameter)
 
     def _check_group(self) -> None:
-        size = parallel_state.get_tensor_model_parallel_size()
-        if size != self.tensor_parallel_size:
+        size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+        if (size, rank) != (self.tensor_parallel_size, self.tensor_parallel_rank):
             raise RuntimeError(
-                f"a {type(self).__name__} was built for a tensor-parallel size of {self.tensor_parallel_size}, and "
-                f"runs with {size}: build the model after initialize_model_parallel"
+                f"a {type(self).__name__} was built on tensor-parallel rank {self.tensor_parallel_rank} of "
+                f"{self.tensor_parallel_size}, and runs on rank {rank} of {size}: build the model after "
+                f"initialize_model_parallel"
             )
+
+
+def given_device(device: torch.device | str | int | None) -> torch.device | str | int | None:
+    """Return ``device``, and ``None`` for ``False``, the default that NxD's guide prints for a row-parallel layer."""
+    return None if device is False else device

@@ -28,6 +28,7 @@ _DEFAULTS: dict[str, Any] = {
     "partition_stride": 1,
     "num_partitions": 1,
 }
+_KEPT = (*_DEFAULTS, "whole_size", "sequence_parallel_enabled")
 
 
 def set_tensor_model_parallel_attributes(
@@ -48,7 +49,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 
 def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
     """Give ``destination_tensor`` the attributes that ``source_tensor`` has."""
-    for name in (*_DEFAULTS, "whole_size", "sequence_parallel_enabled"):
+    for name in _KEPT:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
@@ -89,7 +90,20 @@ def copies_of(param: torch.Tensor) -> int:
 
 
 class KeepsAttributes(nn.Module):
-    """Module whose parameters keep their attributes where torch replaces them: ``to("meta")``, ``copy.deepcopy``."""
+    """Module whose parameters keep their attributes where another one takes their place.
+
+    torch replaces parameters in ``to("meta")``, ``copy.deepcopy`` and ``load_state_dict(assign=True)``. A parameter
+    that is set has its own attributes, and of others those of the old one, if it has the same shape.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register ``param``, with the attributes of the parameter in whose place it comes."""
+        old = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if param is not None and old is not None and param.shape == old.shape:
+            for key in _KEPT:
+                if hasattr(old, key) and not hasattr(param, key):
+                    setattr(param, key, getattr(old, key))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         before = dict(self._parameters)

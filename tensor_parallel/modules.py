@@ -77,7 +77,7 @@ class RowConv1D(Conv1D):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product ``(..., O)`` of this rank's inputs ``(..., I / ranks)``, summed over the ranks."""
         product = torch.matmul(x, self.weight)
-        return mappings.reduce_from_tensor_model_parallel_region(product) + self.bias
+        return mappings.reduce_from_tensor_model_parallel_region(product) + self.bias.to(product.dtype)
 
 
 def to_column(module: nn.Linear, gather_output: bool, stride: int = 1) -> None:
@@ -98,6 +98,7 @@ def to_vocabulary(module: nn.Embedding) -> None:
     start = parallel_state.get_tensor_model_parallel_rank() * rows
     vars(module).update(
         tensor_parallel_size=_size(),
+        tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
         num_embeddings_per_partition=rows,
         start_index=start,
         end_index=start + rows,
@@ -134,6 +135,7 @@ def _joined(own: type[nn.Module], first: type[nn.Module], second: type[nn.Module
 def _become_linear(module: nn.Linear, parallel: type[nn.Linear], dim: int, stride: int) -> None:
     vars(module).update(
         tensor_parallel_size=_size(),
+        tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
         input_size=module.in_features,
         output_size=module.out_features,
         stride=stride,

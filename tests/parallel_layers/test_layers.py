@@ -1,6 +1,6 @@
 """Tensor-parallel layers on 2 and 4 ranks equal torch's layers in one process: outputs, gradients, initial values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -261,6 +261,49 @@ def _all_cases(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_layers_equal_those_of_one_process(size: int) -> None:
     run_ranks(size, _all_cases, size)
+
+
+@pytest.fixture
+def second_of_two() -> Iterator[None]:
+    parallel_state.initialize_debug(tensor_model_parallel_rank=1, tensor_model_parallel_size=2)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("second_of_two")
+def test_devices_are_those_that_are_given() -> None:
+    layers: list[Any] = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
+    for layer in layers:
+        assert {each.device.type for each in layer(8, 8, device="meta").parameters()} == {"meta"}
+        # The guide prints False, for the default, at RowParallelLinear.
+        assert {each.device.type for each in layer(8, 8, device=False).parameters()} == {"cpu"}
+        # A number is a CUDA device, which tests do not see.
+        with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA|device"):
+            layer(8, 8, device=0)
+
+
+@pytest.mark.usefixtures("second_of_two")
+def test_a_layer_runs_on_the_rank_that_it_was_built_for() -> None:
+    column = ColumnParallelLinear(8, 8, device="meta")
+    x = torch.zeros(2, 8, device="meta")
+    assert column(x).shape == (2, 8)
+    for rank, size in ((0, 2), (1, 4)):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_debug(tensor_model_parallel_rank=rank, tensor_model_parallel_size=size)
+        with pytest.raises(RuntimeError, match=f"built on tensor-parallel rank 1 of 2, and runs on rank {rank} of"):
+            column(x)
+
+
+@pytest.mark.usefixtures("second_of_two")
+@pytest.mark.parametrize("pad", [False, True])
+def test_functional_calls_give_parameters_without_attributes(pad: bool) -> None:
+    size = 5 if pad else 8
+    layer: Any
+    for layer in (ColumnParallelLinear(8, size, pad=pad), RowParallelLinear(size, 8, input_is_parallel=True, pad=pad)):
+        parameters = {name: value.detach().to("meta") for name, value in layer.named_parameters()}
+        x = torch.zeros(2, 8 if isinstance(layer, ColumnParallelLinear) else layer.input_size_per_partition)
+        output = torch.func.functional_call(layer, parameters, (x.to("meta"),))
+        assert output.shape == (2, layer.output_size)
 
 
 def test_a_layer_needs_initialised_ranks() -> None:

@@ -1,13 +1,15 @@
-"""Backward of column-parallel layers: split, under autocast, recomputed, with frozen parameters."""
+"""Backward of parallel layers: split, under autocast, recomputed, with frozen parameters, not differentiated twice."""
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nxdpp.parallel_layers import ColumnParallelLinear, RowParallelLinear, parallel_state
+from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.pipeline.backward import structure
 from tests.pipeline.backward.split_and_plain import compare
 from tests.support.run_ranks import run_ranks
@@ -106,12 +108,43 @@ def _others() -> None:
     found = _gradients(module, _x(1), _autocast)
     _same(found, {"up.weight": expected["up.weight"], "x": expected["x"]}, 1e-1)
     assert found["up.weight"].dtype == torch.float32
+    _autocast_dtypes()
+
+
+def _autocast_dtypes() -> None:
+    """Outputs have the dtype that torch's layers give."""
+    for dtype in (torch.float32, torch.float64):
+        x = torch.zeros(2, SIZE, dtype=dtype)
+        layers = [layer(SIZE, SIZE, dtype=dtype) for layer in (nn.Linear, ColumnParallelLinear, RowParallelLinear)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = [layer(given).dtype for layer in layers for given in (x, x.clone().requires_grad_())]
+        assert found == [torch.bfloat16 if dtype == torch.float32 else dtype] * 6
+
+
+def _twice() -> None:
+    """A second derivative would lack terms, since collectives have none: it is refused."""
+    labels = torch.zeros(2, dtype=torch.long)
+    functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        ColumnParallelLinear(SIZE, SIZE),
+        RowParallelLinear(SIZE, SIZE),
+        lambda x: parallel_cross_entropy(x, labels),
+    ]
+    for function in functions:
+        x = torch.ones(2, SIZE, requires_grad=True)
+        (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
+    column = ColumnParallelLinear(SIZE, SIZE, gather_output=False)
+    (gradient,) = torch.autograd.grad(column(x).square().sum(), column.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
 
 
 def _cases(rank: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     _split()
     _others()
+    _twice()
     parallel_state.destroy_model_parallel()
 
 

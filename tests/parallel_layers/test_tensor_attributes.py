@@ -70,6 +70,20 @@ def test_moves_and_copies_keep_them(model: nn.Sequential) -> None:
     assert _attributes(model) == EXPECTED
 
 
+def test_parameters_that_are_set_get_them(model: nn.Sequential) -> None:
+    before = dict(model.named_parameters())
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert not any(parameter is before[name] for name, parameter in model.named_parameters())
+    assert _attributes(model) == EXPECTED
+    model[2].weight = nn.Parameter(torch.zeros(6, 6))
+    assert _attributes(model) == EXPECTED
+    # A parameter of another size is no such part; one with attributes keeps them.
+    model[2].weight = nn.Parameter(torch.zeros(12, 6))
+    assert not hasattr(model[2].weight, "partition_dim")
+    model[3].weight = model[0].weight
+    assert vars(model[0].weight)["partition_dim"] == 0
+
+
 def test_copies_share_what_their_originals_share(model: nn.Sequential) -> None:
     head = ColumnParallelLinear(6, 10, bias=False)
     head.weight = model[0].weight  # type: ignore[assignment]
