@@ -112,6 +112,8 @@ class ColumnParallelLinear(_ParallelLinear):
         init_method: initialises the whole weight ``(O, I)`` in place; by default as in ``torch.nn.Linear``.
         sequence_dimension: the dimension of the sequence.
         pad: pad an ``output_size`` that does not divide. Outputs behind it are zero, and no part of a gathered output.
+            Without ``gather_output`` the last ranks return them: ``parallel_cross_entropy`` leaves them out with
+            ``vocabulary_size``.
 
     Shape: ``(..., I)`` -> ``(..., O)`` with ``gather_output``, else ``(..., O / ranks)``; two dimensions or more under
     sequence parallelism.

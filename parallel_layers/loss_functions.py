@@ -7,6 +7,7 @@ rows at a time, and the softmax is computed again in the backward::
                            ─▶ sum of exponentials, label's logit  all-reduce ─▶ loss (N)
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,11 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def parallel_cross_entropy(
-    parallel_logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0
+    parallel_logits: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    vocabulary_size: int | None = None,
 ) -> torch.Tensor:
     """Return the loss of each label, without a reduction, as in NeuronX Distributed.
 
@@ -35,34 +40,42 @@ def parallel_cross_entropy(
             unchanged until the backward.
         labels: int64 ``(...)``, the same on all ranks, from 0 to ``V - 1`` or -100.
         label_smoothing: the share of the uniform distribution in the target, from 0 to 1, as in torch.
+        vocabulary_size: number of columns of all ranks that count. Columns behind them are padding, as those of a
+            ``ColumnParallelLinear`` with ``pad=True``, and have no gradient. By default all columns count.
 
     Returns:
         The losses ``(...)``, the same on all ranks.
 
     Raises:
-        ValueError: for a smoothing outside of 0 to 1, and for shapes that do not fit.
+        ValueError: for a smoothing outside of 0 to 1, for shapes that do not fit, and for a ``vocabulary_size`` that is
+            below 1 or above the number of columns.
         IndexError: for a label outside of the vocabulary, on the CPU. CUDA has torch's assertion on the device.
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must be from 0.0 to 1.0")
-    losses: torch.Tensor = _ParallelCrossEntropy.apply(parallel_logits, labels, label_smoothing)  # type: ignore[no-untyped-call]
+    columns = parallel_logits.shape[-1] * size_of(None)
+    vocabulary = columns if vocabulary_size is None else vocabulary_size
+    if not 1 <= vocabulary <= columns:
+        raise ValueError(f"vocabulary_size={vocabulary_size} must be from 1 to {columns}, the columns of all ranks")
+    losses: torch.Tensor = _ParallelCrossEntropy.apply(parallel_logits, labels, label_smoothing, vocabulary)  # type: ignore[no-untyped-call]
     return losses
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, smoothing: float, vocabulary: int
+    ) -> torch.Tensor:
         """Compute the losses, and keep the logits and the logarithm of the sum of exponentials."""
         if logits.shape[:-1] != labels.shape:
             raise ValueError(
                 f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: logits "
                 f"have one more dimension, this rank's part of the vocabulary"
             )
-        rows, ids = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        vocabulary = logits.shape[-1] * size_of(None)
+        rows, ids = _without_padding(logits, vocabulary), labels.reshape(-1)
         index, elsewhere = _own_columns(ids, logits.shape[-1], vocabulary)
         dtype = _computed_in(logits)
-        largest = all_reduce(rows.amax(-1).to(dtype), operation="max")
+        largest = all_reduce(_largest(rows).to(dtype), operation="max")
         # Per row: sum of exponentials, logit of the label, and for the smoothing the sum of the logits.
         sums = largest.new_zeros(2 + (smoothing > 0), len(rows))
         for part in _parts(rows):
@@ -79,28 +92,29 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             losses = losses.mul_(1 - smoothing).add_(normaliser - sums[2] / vocabulary, alpha=smoothing)
         losses.masked_fill_(ids == IGNORED_LABEL, 0)
         ctx.save_for_backward(logits, ids, normaliser.add_(largest))
-        ctx.smoothing = smoothing
+        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Compute ``(softmax - target) * gradient`` for this rank's columns."""
         logits, ids, normaliser = ctx.saved_tensors
-        rows, smoothing = logits.reshape(-1, logits.shape[-1]), ctx.smoothing
-        vocabulary = logits.shape[-1] * size_of(None)
+        smoothing, vocabulary = ctx.smoothing, ctx.vocabulary
+        rows = _without_padding(logits, vocabulary)
         index, elsewhere = _own_columns(ids, logits.shape[-1], vocabulary)
         scale = gradients[0].reshape(-1).to(normaliser.dtype).masked_fill(ids == IGNORED_LABEL, 0)
         on_label = torch.full_like(scale, smoothing - 1).masked_fill_(elsewhere, 0)
-        result = torch.empty_like(rows)
+        result = torch.empty_like(logits.reshape(-1, logits.shape[-1]))
+        result[:, rows.shape[-1] :] = 0
         for part in _parts(rows):
             softmax = (rows[part].to(normaliser.dtype) - normaliser[part, None]).exp_()
             softmax.scatter_add_(-1, index[part, None], on_label[part, None])
             if smoothing > 0:
                 softmax.sub_(smoothing / vocabulary)
             # An infinite logit must not make a row of an ignored label not-a-number.
-            result[part] = softmax.mul_(scale[part, None]).masked_fill_(scale[part, None] == 0, 0)
-        return result.view(logits.shape), None, None
+            result[part, : rows.shape[-1]] = softmax.mul_(scale[part, None]).masked_fill_(scale[part, None] == 0, 0)
+        return result.view(logits.shape), None, None, None
 
 
 def _own_columns(ids: torch.Tensor, columns: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +122,8 @@ def _own_columns(ids: torch.Tensor, columns: int, vocabulary: int) -> tuple[torc
     outside = ((ids < 0) | (ids >= vocabulary)) & (ids != IGNORED_LABEL)
     if ids.device.type == "cpu" and has_values(ids) and bool(outside.any()):
         raise IndexError(
-            f"label {int(ids[outside][0])} is outside of the vocabulary of {vocabulary} = {size_of(None)} * {columns}; "
-            f"{IGNORED_LABEL} is ignored"
+            f"label {int(ids[outside][0])} is outside of the vocabulary of {vocabulary}, on {size_of(None)} ranks with "
+            f"{columns} columns; {IGNORED_LABEL} is ignored"
         )
     index = ids - rank_in(None) * columns
     elsewhere = (index < 0) | (index >= columns)
@@ -121,8 +135,21 @@ def _computed_in(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
+def _without_padding(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """This rank's logits in two dimensions, of the columns below ``vocabulary``; there may be none."""
+    columns = logits.shape[-1]
+    count = max(0, min(columns, vocabulary - rank_in(None) * columns))
+    return logits.reshape(-1, columns)[:, :count]
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    return rows.amax(-1) if rows.shape[-1] else rows.new_full((len(rows),), -math.inf)
+
+
 def _parts(rows: torch.Tensor) -> Iterator[slice]:
     """Slices of rows that are computed at once."""
+    if not rows.shape[-1]:
+        return
     count = max(1, _BYTES_AT_ONCE // max(1, rows.shape[-1] * 4))
     for start in range(0, len(rows), count):
         yield slice(start, start + count)
