@@ -1,6 +1,6 @@
 """Tensor-parallel layers, process groups, the failure watch, and collective operations outside the pipeline.
 
-Names of NeuronX Distributed's ``parallel_layers`` are imported at their first use.
+Names and submodules of NeuronX Distributed's ``parallel_layers`` are imported at their first use.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ _MODULES = {
     "RowParallelLinear": "layers",
     "clip_grad_norm": "gradient_norm",
 }
-_SUBMODULES = ("parallel_state",)
+_SUBMODULES = ("grads", "layers", "loss_functions", "mappings", "pad", "parallel_state", "random", "utils")
 
 
 def __getattr__(name: str) -> Any:

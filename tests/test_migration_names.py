@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -186,6 +187,22 @@ def test_parallel_state_is_one_module_under_both_paths() -> None:
     one = importlib.import_module("nxdpp.parallel_state")
     assert one is importlib.import_module("nxdpp.parallel_layers.parallel_state")
     assert imported("parallel_state") is one
+
+
+def test_a_module_is_an_attribute_before_any_import_of_it() -> None:
+    """``import nxdpp`` is enough for ``nxdpp.parallel_layers.pad.pad_model``, as the API guide prints the names."""
+    modules = {parent for path in NAMES if path not in MISSING for parent in parents(path)}
+    assert "nxdpp.parallel_layers.loss_functions" in modules
+    for name in modules:
+        package, _, last = name.rpartition(".")
+        assert vars(importlib.import_module(package))["__getattr__"](last) is importlib.import_module(name)
+
+
+def parents(path: str) -> list[str]:
+    """Full names of the modules of a path."""
+    parts = path.split(".")
+    names = [".".join(("nxdpp", *parts[: count + 1])) for count in range(len(parts))]
+    return [name for name in names if isinstance(imported(name.partition(".")[2]), ModuleType)]
 
 
 def test_two_paths_give_one_object() -> None:

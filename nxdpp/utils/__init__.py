@@ -1,1 +1,15 @@
-"""Import paths of NeuronX Distributed."""
+"""Import paths of NeuronX Distributed.
+
+Submodules are imported at their first use.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_SUBMODULES = ("adamw_fp32_optim_params", "logger", "model_utils")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"nxdpp.utils.{name}")
+    raise AttributeError(f"module 'nxdpp.utils' has no attribute {name!r}")
