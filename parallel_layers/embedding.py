@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional, init
 
 from nxdpp.parallel_layers import mappings, parallel_state
+from nxdpp.parallel_layers.collectives import has_values
 from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
 from nxdpp.parallel_layers.parallel_layer import ParallelLayer
 
@@ -29,6 +30,9 @@ class ParallelEmbedding(ParallelLayer):
         dtype: of the weight.
         device: of the weight, by default that of the context.
         padding_idx: id whose embedding starts as zeros and gets no gradient.
+        max_norm: largest norm of an embedding. Each forward scales larger ones of its ids down, in the weight, as in
+            torch. The rank then waits for its device.
+        norm_type: order of that norm.
         sequence_parallel_enabled: return this rank's part of the sequence.
         sequence_dimension: the dimension of the sequence.
 
@@ -44,6 +48,8 @@ class ParallelEmbedding(ParallelLayer):
         device: torch.device | str | int | None = None,
         *,
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
     ) -> None:
@@ -55,6 +61,7 @@ class ParallelEmbedding(ParallelLayer):
             raise ValueError(f"padding_idx={padding_idx} is not an id of a vocabulary of {num_embeddings}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type = max_norm, norm_type
         self.num_embeddings_per_partition = math.ceil(num_embeddings / self.tensor_parallel_size)
         self.start_index = parallel_state.get_tensor_model_parallel_rank() * self.num_embeddings_per_partition
         self.end_index = self.start_index + self.num_embeddings_per_partition
@@ -82,12 +89,15 @@ class ParallelEmbedding(ParallelLayer):
         """Return the embeddings ``(..., H)`` of the ids ``(...)``; ``IndexError`` for an id outside."""
         self._check_group()
         if self.tensor_parallel_size == 1:
-            return functional.embedding(input_, self.weight, self.padding_idx)
+            return functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
         elsewhere = (input_ < self.start_index) | (input_ >= self.end_index)
         outside = (input_ < 0) | (input_ >= self.num_embeddings)
         rows = (input_ - self.start_index).masked_fill(elsewhere, 0)
         # An id that no rank has stays outside of the rows: torch's own error follows, on all ranks.
         rows = rows.masked_fill(outside, self.num_embeddings_per_partition)
+        if self.max_norm is not None and has_values(self.weight):
+            with torch.no_grad():
+                torch.embedding_renorm_(self.weight, rows[~(elsewhere | outside)], self.max_norm, self.norm_type)
         parts = functional.embedding(rows, self.weight, self._own_padding_row()).masked_fill(elsewhere[..., None], 0)
         if self.sequence_parallel_enabled:
             return mappings.reduce_scatter_to_sequence_parallel_region(parts, self.sequence_dimension)

@@ -48,7 +48,11 @@ class ProcessGroups:
 
     def rank(self, dimension: str) -> int:
         """This rank's index along ``dimension``."""
-        return self.mesh.get_local_rank(dimension)
+        return self._ranks[dimension]
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {dimension: self.mesh.get_local_rank(dimension) for dimension in DIMENSIONS}
 
     @cached_property
     def own_group(self) -> ProcessGroup:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.collectives import all_reduce
 from nxdpp.parallel_layers.gradient_dtype import gradient_dtype, zero_gradient
-from nxdpp.parallel_layers.tensor_attributes import is_sequence_parallel
+from nxdpp.parallel_layers.tensor_attributes import is_sequence_parallel, mark_again
 
 # Parameters whose gradients a pipeline adds up.
 _summed_in_steps = WeakIdKeyDictionary()
@@ -47,6 +47,7 @@ class StepGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        mark_again(module)
         self._earlier: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def set_aside(self) -> None:

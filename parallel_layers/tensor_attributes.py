@@ -68,10 +68,25 @@ def mark_sequence_parallel(module: nn.Module) -> None:
     """Mark the replicated parameters of ``module``, which is given a part of the sequence on each rank.
 
     Norms between sequence-parallel layers are such modules. A rank's gradient of their parameters is that of its part
-    of the sequence; ``sequence_parallel.allreduce_sequence_parallel_gradients`` adds them up.
+    of the sequence; ``sequence_parallel.allreduce_sequence_parallel_gradients`` adds them up. Copies of the module, and
+    parameters that take the place of others, are marked at their next forward.
     """
-    for parameter in module.parameters():
-        if not is_tensor_parallel(parameter):
+    for each in module.modules():
+        _mark_own(each)
+        if each._parameters and _mark_own not in each._forward_pre_hooks.values():
+            each.register_forward_pre_hook(_mark_own)
+
+
+def mark_again(module: nn.Module) -> None:
+    """Mark the parameters of the modules in ``module`` that ``mark_sequence_parallel`` has seen."""
+    for each in module.modules():
+        if _mark_own in each._forward_pre_hooks.values():
+            _mark_own(each)
+
+
+def _mark_own(module: nn.Module, *_: Any) -> None:
+    for parameter in module._parameters.values():
+        if parameter is not None and not is_tensor_parallel(parameter):
             parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # an attribute of ours on a tensor
 
 

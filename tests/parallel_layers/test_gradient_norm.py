@@ -14,6 +14,7 @@ from nxdpp.parallel_layers import clip_grad_norm
 from tests.pipeline.runtime.scheduled_models import Chain, Tied, make, rows
 from tests.support.plain_models import Block
 from tests.support.run_ranks import run_ranks
+from tests.support.tied_parallel_model import VOCABULARY, TiedLayer, TiedModel
 
 NORM_TYPES = (2.0, math.inf, 1.0, 3.5)
 
@@ -136,12 +137,36 @@ def check_model(model_class: Callable[[int], nn.Module], scaled: bool) -> None:
     assert bool(copies) == (model_class is Tied and model.holds_last_stage)
 
 
+def check_parallel_model() -> None:
+    """A norm over sharded, replicated, copied, padded and tied parameters of a wrapped model."""
+    torch.manual_seed(0)
+    whole = TiedModel(parallel=False)
+    torch.manual_seed(0)
+    model = NxDPPModel(TiedModel(parallel=True), transformer_layer_cls=TiedLayer, num_microbatches=2, schedule="zb-h1")
+    ids = torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(3))
+    for norm_type in (*NORM_TYPES, 0.5):
+        whole.zero_grad()
+        model.zero_grad()
+        for part in ids.chunk(2):
+            (whole(part) / 2).backward()
+        model.run_train(ids=ids)
+        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e-2, norm_type)
+        torch.testing.assert_close(model.clip_grad_norm_(1e-2, norm_type), expected, rtol=1e-5, atol=0)
+        for name, own in model.local_named_parameters():
+            if name.endswith("norm.weight"):
+                full = whole.get_parameter(name).grad
+                assert full is not None
+                torch.testing.assert_close(own.grad, full, rtol=1e-4, atol=1e-4 * full.abs().max().item())
+
+
 def clip(rank: int) -> None:
     for tensor, pipeline in ((4, 1), (2, 2), (1, 4), (1, 2), (2, 1)):
         if pipeline < 4:
             on_a_mesh(tensor, pipeline)
         else:
             parallel_state.initialize_model_parallel(tensor, pipeline)
+        if tensor == pipeline:
+            check_parallel_model()
         if tensor == 1:
             check_model(Tied, scaled=False)
             check_model(Chain, scaled=True)

@@ -121,6 +121,41 @@ def _embedding(vocabulary: int, padding_idx: int | None, sequence: bool) -> None
             part(torch.tensor([outside]))
 
 
+def _largest_norm(norm_type: float, padding_idx: int | None) -> None:
+    """Two steps with ``max_norm``; rows that are not looked up keep a larger norm."""
+    options: dict[str, Any] = {"max_norm": 0.5, "norm_type": norm_type, "padding_idx": padding_idx}
+    part, whole = _built_like(partial(ParallelEmbedding, 9, 6, **options), partial(nn.Embedding, 9, 6, **options))
+    size = part.tensor_parallel_size
+    for ids in (torch.tensor([[8, 1], [1, 4]]), torch.tensor([[2], [8]])):
+        found, expected = part(ids), whole(ids)
+        _close(found, expected)
+        for output in (found, expected):
+            output.square().sum().backward()
+        with torch.no_grad():
+            for module in (part, whole):
+                module.weight -= module.weight.grad
+        padded = functional.pad(whole.weight.detach(), (0, 0, 0, -9 % size))
+        _close(part.weight, _own(padded, 0))
+
+
+def _dtype(dtype: torch.dtype) -> None:
+    """Outputs and gradients in another dtype: those of torch's layers, up to the sum of the ranks' products."""
+    close: dict[str, Any] = {"rtol": 0.05, "atol": 0.05} if dtype.itemsize == 2 else {"rtol": 1e-12, "atol": 1e-12}
+    for parallel, in_one in ((ColumnParallelLinear, nn.Linear), (RowParallelLinear, nn.Linear)):
+        part, whole = _built_like(partial(parallel, 8, 24, dtype=dtype), partial(in_one, 8, 24, dtype=dtype))
+        given, theirs = (_random(4, 3, 8).to(dtype).requires_grad_() for _ in range(2))
+        found, expected = part(given), whole(theirs)
+        for output in (found, expected):
+            output.square().mean().backward()
+        own = _own(whole.weight.grad, part.weight.partition_dim)
+        torch.testing.assert_close([found, given.grad, part.weight.grad], [expected, theirs.grad, own], **close)
+    part, whole = _built_like(partial(ParallelEmbedding, 9, 8, dtype=dtype), partial(nn.Embedding, 9, 8, dtype=dtype))
+    ids = torch.arange(9)
+    found, expected = part(ids), whole(ids)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+
+
 class _Pair(nn.Module):
     """A norm and two linear layers, in parallel or not."""
 
@@ -250,6 +285,10 @@ def _all_cases(rank: int, size: int) -> None:
     for vocabulary, padding_idx in ((12, None), (13, 3), (9, 8), (1, None)):
         _embedding(vocabulary, padding_idx, sequence=False)
         _embedding(vocabulary, padding_idx, sequence=True)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        _dtype(dtype)
+    for norm_type, index in ((2.0, None), (1.0, 4)):
+        _largest_norm(norm_type, index)
     for stride in (1, 3):
         _padded(stride, parallel=True)
         _padded(stride, parallel=False)

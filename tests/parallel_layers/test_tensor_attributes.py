@@ -1,7 +1,7 @@
 """Attributes of tensor-parallel parameters, and the moves and copies that keep them."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from nxdpp.parallel_layers import (
     parallel_state,
 )
 from nxdpp.parallel_layers.layer_norm import LayerNorm
+from nxdpp.parallel_layers.sequence_parallel import StepGradients, marked
+from nxdpp.parallel_layers.tensor_attributes import is_sequence_parallel, mark_sequence_parallel
 from nxdpp.parallel_layers.utils import (
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
@@ -82,6 +84,26 @@ def test_parameters_that_are_set_get_them(model: nn.Sequential) -> None:
     assert not hasattr(model[2].weight, "partition_dim")
     model[3].weight = model[0].weight
     assert vars(model[0].weight)["partition_dim"] == 0
+
+
+def test_marks_of_other_modules_come_back(model: nn.Sequential) -> None:
+    norms = nn.Sequential(nn.LayerNorm(6), nn.Identity(), nn.RMSNorm(6))
+    mark_sequence_parallel(norms)
+    mark_sequence_parallel(norms)
+    assert [len(module._forward_pre_hooks) for module in norms] == [1, 0, 1]
+
+    def run(module: nn.Module) -> None:
+        module(torch.zeros(2, 6))
+
+    takes: list[Callable[[nn.Module], object]] = [StepGradients, run]
+    for take in takes:
+        copied = copy.deepcopy(norms)
+        assert not any(is_sequence_parallel(parameter) for parameter in copied.parameters())
+        take(copied)
+        assert len(marked(copied.parameters())) == 3
+        copied.to("meta").to_empty(device="cpu")
+        take(copied)
+        assert len(marked(copied.parameters())) == 3
 
 
 def test_copies_share_what_their_originals_share(model: nn.Sequential) -> None:
