@@ -1,16 +1,15 @@
 """Checks, after an optimizer step, that the gradients of replicas were averaged: by the optimizer, or before."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.step_hooks import run_after_steps
 from nxdpp.pipeline.agreement.replicas import check_replicas
 from nxdpp.pipeline.agreement.same_values import sample
 
@@ -33,9 +32,9 @@ class FirstStepCheck:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in trained.items()})
         self._before = {name: sample(parameter) for name, parameter in trained.items()}
         self._group = group
-        self._hook: RemovableHandle = register_optimizer_step_post_hook(self._check)
+        self._end = run_after_steps(self._check)
 
-    def _check(self, optimizer: Optimizer, *_: Any) -> None:
+    def _check(self, optimizer: Optimizer) -> None:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = {self._names[parameter]: sample(parameter) for parameter in stepped if parameter in self._names}
         if not held:
@@ -52,7 +51,7 @@ class FirstStepCheck:
             for parameter in stepped:
                 self._names.pop(parameter, None)
         if not len(self._names):
-            self._hook.remove()
+            self._end()
 
 
 class Averaged(Protocol):
@@ -82,11 +81,11 @@ class LeftOutAverageCheck:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary({each: name for name, each in parameters.items()})
         self._group = group
         self._source = source
-        self._hook: RemovableHandle = register_optimizer_step_post_hook(self._check)
+        self._end = run_after_steps(self._check)
 
-    def _check(self, optimizer: Optimizer, *_: Any) -> None:
+    def _check(self, optimizer: Optimizer) -> None:
         if not len(self._names):
-            self._hook.remove()
+            self._end()
             return
         source = self._source()
         if source is None or source.is_averaged:

@@ -6,19 +6,19 @@ step. An optimizer made before wrapping is found too; it would also keep the par
 """
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
+
+from nxdpp.parallel_layers.step_hooks import run_before_steps
 
 # Names of the replaced parameters that are still referenced.
 _replaced = WeakIdKeyDictionary()
 
-_step_hook: RemovableHandle | None = None
+_step_check: Callable[[], None] | None = None
 
 
 def check_no_optimizer_holds(parameters: Mapping[str, nn.Parameter], remedy: str) -> None:
@@ -45,19 +45,19 @@ def watch_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
 
     The check of the steps is removed once all replaced parameters are freed.
     """
-    global _step_hook
+    global _step_check
     for name, parameter in parameters.items():
         _replaced[parameter] = name
-    if _step_hook is None and parameters:
-        _step_hook = register_optimizer_step_pre_hook(_refuse_replaced)
+    if _step_check is None and parameters:
+        _step_check = run_before_steps(_refuse_replaced)
 
 
-def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
-    global _step_hook
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    global _step_check
     if not len(_replaced):
-        if _step_hook is not None:
-            _step_hook.remove()
-            _step_hook = None
+        if _step_check is not None:
+            _step_check()
+            _step_check = None
         return
     names = [_replaced[parameter] for parameter in _parameters_of(optimizer) if parameter in _replaced]
     if names:

@@ -73,10 +73,10 @@ def test_the_step_check_ends_with_the_last_replaced_parameter() -> None:
     watch_replaced({"it": parameter})
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     optimizer.step()
-    assert replaced_parameters._step_hook is not None
+    assert replaced_parameters._step_check is not None
     del parameter
     optimizer.step()
-    assert replaced_parameters._step_hook is None
+    assert replaced_parameters._step_check is None
 
 
 def shard(rank: int) -> None:
