@@ -34,6 +34,7 @@ from nxdpp.pipeline.microbatches.rows import join_outputs
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
+from nxdpp.pipeline.replicas.tensor_copies import TensorCopies
 from nxdpp.pipeline.runtime.step_runner import StepRunner
 from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache
@@ -160,6 +161,7 @@ class Pipeline:
         )
         self.local_module: nn.Module = self.part.module
         self._replicas = ReplicaGradients(self.part, self._exchanges)
+        self._copies = TensorCopies(self.local_module)
         self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._next_step = NextStep(module, self.part, self.partition.layers)
@@ -273,6 +275,7 @@ class Pipeline:
         check = self._first_check()
 
         def once_verified() -> None:
+            self._copies.verify(self.part.seed)
             self._replicas.verify(self.part.attribute_lines())
             if check is not None:
                 check.run(step.loss.microbatches, step.loss.scales)
@@ -394,7 +397,7 @@ class Pipeline:
         """Load this rank's part of a state dict; not collective. The replicas compare values at their next average."""
         result = self._upkeep.load(state_dict, strict, assign)
         self.part.has_loaded_state = True
-        self._replicas.verify_again()
+        self._verify_again()
         self.follow()
         return result
 
@@ -403,14 +406,14 @@ class Pipeline:
         if replaced:
             self._upkeep.replace(replaced)
         self.part.loads += 1
-        self._replicas.verify_again()
+        self._verify_again()
         # The next step compares the values, and finds a rank that has not loaded.
         self.follow()
 
     def refresh(self) -> None:
         """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
         self.follow()
-        self._replicas.verify_again()
+        self._verify_again()
 
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
@@ -420,6 +423,10 @@ class Pipeline:
             warn_of_traced_hooks(self.original_module, self.partition.layers)
         self._programs.forget()
         self._steps.forget_engines()
+
+    def _verify_again(self) -> None:
+        self._replicas.verify_again()
+        self._copies.verify_again()
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
