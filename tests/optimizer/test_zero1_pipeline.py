@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.optimizer import NeuronZero1Optimizer
+from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer
 from nxdpp.parallel_layers import clip_grad_norm
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
@@ -76,13 +76,39 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one.detach() - other.detach()).abs().max().item()
 
 
-def train_both(rank: int) -> tuple[Result, Result]:
+def accumulate(rank: int) -> float:
+    """Return the distance after steps of three batches each in ``no_sync()``, with a frozen first layer."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    replica = parallel_state.get_data_parallel_rank()
+    model = make("tied_llama", layers=2)
+    model.model.layers[0].requires_grad_(False)
+    whole = reference(model)
+    wrapped = NxDPPModel(model, num_microbatches=2, use_zero1_optimizer=True)
+    optimizer = Zero1Optimizer(wrapped.local_named_parameters(), torch.optim.SGD, lr=0.5, max_norm=MAX_NORM)
+    plain = torch.optim.SGD(whole.parameters(), lr=0.5)
+    for step in range(2):
+        for part in range(3):
+            batch = padded_batch(8, length=6, seed=3 * step + part)
+            with wrapped.no_sync():
+                wrapped.run_train(**{name: value.chunk(2)[replica] for name, value in batch.items()})
+            train_in_one_process(whole, batch, 4)
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad(set_to_none=bool(step))
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    parallel_state.destroy_model_parallel()
+    return max(_distance(parameter, expected[name]) for name, parameter in wrapped.local_named_parameters())
+
+
+def train_all(rank: int) -> tuple[Result, Result, float]:
     # AdamW divides a gradient by its size: the rounding of one near zero shows, the more so after clipping.
-    return train(rank, clips=False), train(rank, clips=True, eps=1e-6)
+    return train(rank, clips=False), train(rank, clips=True, eps=1e-6), accumulate(rank)
 
 
 def test_a_tied_llama_on_two_stages_and_two_replicas() -> None:
-    for unclipped, clipped in run_ranks(4, train_both):
+    for unclipped, clipped, accumulated in run_ranks(4, train_all):
+        assert accumulated < 1e-7
         assert unclipped.averaged == 0
         assert unclipped.one < 1e-6
         # The norm is a sum over pieces, and its last bit may be another.

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from nxdpp import parallel_state
-from nxdpp.optimizer import Zero1Optimizer, sharded_bucket
+from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer, sharded_bucket
 from tests.optimizer.test_zero1 import assert_same, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks
 
@@ -163,6 +163,20 @@ def messages(rank: int) -> None:
     assert abs(sum(values.numel() for values in masters) - whole // 2) <= 4
 
 
+def averaged_in_float32(rank: int) -> None:
+    """``higher_cc_precision`` averages gradients of half precision in float32."""
+    for is_higher in (False, True):
+        parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        optimizer = NeuronZero1Optimizer(
+            [parameter], torch.optim.SGD, lr=1.0, grad_clipping=False, higher_cc_precision=is_higher
+        )
+        # The mean, 1 + 2**-8, needs a bit more than bfloat16 has.
+        parameter.grad = torch.full_like(parameter, 1 + rank * 2**-7)
+        optimizer.step()
+        (values,) = (-values for _, values, _ in optimizer.shards())
+        assert torch.equal(values, torch.full_like(values, 1 + 2**-8 if is_higher else 1.0))
+
+
 CASES: list[Callable[[int], None]] = [
     schedulers,
     options,
@@ -170,6 +184,7 @@ CASES: list[Callable[[int], None]] = [
     infinite_gradients,
     other_options,
     messages,
+    averaged_in_float32,
 ]
 
 

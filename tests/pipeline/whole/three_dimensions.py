@@ -108,8 +108,7 @@ def _batch(step: int) -> torch.Tensor:
 
 
 def _optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    # A gradient near zero is rounding, which AdamW with a small eps scales up to a whole step.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def _own(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
