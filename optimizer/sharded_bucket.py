@@ -91,7 +91,6 @@ class ShardedBucket:
         if dtype != self._dtype or not all(member.parameter.is_contiguous() for member in members):
             self._master = torch.zeros(self._shard_numel, dtype=dtype, device=self._device)
         self.pieces = list(self._cut())
-        self._versions = self._own_versions()
         self._reduced: torch.Tensor | None = None
 
     def follow(self) -> None:
@@ -111,7 +110,8 @@ class ShardedBucket:
             if self._master is None:
                 if piece.tensor.data_ptr() != values.data_ptr():
                     piece.tensor.data = values
-            elif self._versions[id(parameter)] != (parameter._version, parameter.data_ptr()):
+            else:
+                # A change of parameter.data leaves no other trace.
                 take_changes(piece.tensor.data, values)
 
     def has_gradients(self, present: Sequence[bool]) -> bool:
@@ -164,7 +164,6 @@ class ShardedBucket:
         parts = flat[: self._numel].split([member.parameter.numel() for member in self.members])
         for member, part in zip(self.members, parts, strict=True):
             member.parameter.detach().copy_(part.view_as(member.parameter))
-        self._versions = self._own_versions()
 
     def masters(self) -> Iterator[Piece]:
         """The pieces that are no views of their parameters."""
@@ -185,10 +184,6 @@ class ShardedBucket:
                     values = own.copy_(values)
                 yield Piece(member, start, stop, offset, nn.Parameter(values))
             at += numel
-
-    def _own_versions(self) -> dict[int, tuple[int, int]]:
-        parameters = [piece.member.parameter for piece in self.pieces]
-        return {id(parameter): (parameter._version, parameter.data_ptr()) for parameter in parameters}
 
 
 def make_buckets(members: Sequence[Member], sharding: Sharding, limit: int = BUCKET_BYTES) -> list[ShardedBucket]:

@@ -158,6 +158,8 @@ class Zero1Optimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this rank has returned; not collective.
 
+        The model loads its parameters too: one that is not a rounded master copy replaces it in the next step.
+
         Raises ``ValueError`` for the state of another rank, of another number of ranks or of other parameters, before
         anything is changed.
         """

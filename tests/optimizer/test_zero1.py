@@ -175,6 +175,8 @@ def half_parameters(rank: int) -> None:
     with torch.no_grad():
         for parameters in (ours, unsharded, masters):
             parameters[4][1:3] = 2.0
+            # This leaves no trace in the version of the parameter.
+            parameters[6].data[0] = 3.0
     step_all(4)
     # A saved state continues alike.
     for each in (optimizer, fp32):
