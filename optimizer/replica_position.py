@@ -14,12 +14,14 @@ class Position(NamedTuple):
 
     Attributes:
         step: number of the step.
+        trainings: number of calls of ``run_train`` and ``train_step`` before it.
         layout: hash of the buckets.
         parameters: number of parameters.
         options: hash of the options of the groups.
     """
 
     step: int
+    trainings: int
     layout: int
     parameters: int
     options: int
@@ -53,6 +55,12 @@ def _difference(smallest: Position, largest: Position) -> str:
         return (
             f"a data-parallel replica is in step {smallest.step} of its Zero1Optimizer, and another in step "
             f"{largest.step}: make each call of step() on every rank."
+        )
+    if smallest.trainings != largest.trainings:
+        return (
+            f"a data-parallel replica has made {smallest.trainings} training steps before step {smallest.step} of its "
+            f"Zero1Optimizer, and another {largest.trainings}: their gradients belong to different batches. Make each "
+            f"call of run_train and of step() on every rank."
         )
     return (
         "the data-parallel replicas have different options in the groups of their Zero1Optimizer, such as lr, or "

@@ -206,7 +206,9 @@ class Zero1Optimizer(Optimizer):
         present = [member.parameter.grad is not None for member in self._members]
         if self._sharding.size == 1:
             return present
-        return present_anywhere(present, Position(self._steps, self._layout, len(present), self._options()))
+        trainings = board.calls_of("run_train") + board.calls_of("train_step")
+        position = Position(self._steps, trainings, self._layout, len(present), self._options())
+        return present_anywhere(present, position)
 
     def _options(self) -> int:
         """A hash of the options that replicas must have alike: each steps its own pieces."""

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from nxdpp import GradScaler, parallel_state
 from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer
+from nxdpp.parallel_layers.faults.board import board
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.support.run_ranks import run_ranks
 
 SHAPES = ((7, 3), (5,), (), (0, 4), (40, 10), (1,), (16, 2, 2))
 STEPS = 16
+TRAININGS = r"replica has made 6 training steps before step 0 of its Zero1Optimizer, and another 8: their gradients"
 CLASSES: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.AdamW: {"lr": 0.01, "weight_decay": 0.1},
     torch.optim.Adam: {"lr": 0.01, "amsgrad": True},
@@ -356,6 +359,11 @@ def replicas_that_differ(rank: int) -> None:
     optimizer = Zero1Optimizer(make(), torch.optim.SGD)
     optimizer._steps = 1 + 2 * rank
     with pytest.raises(RuntimeError, match=r"a data-parallel replica is in step 1 of its Zero1Optimizer, and another "):
+        optimizer._present_anywhere()
+    # A replica has left out a step of the optimizer.
+    optimizer = Zero1Optimizer(make(), torch.optim.SGD)
+    calls = mock.patch.object(board, "calls_of", return_value=3 + rank)
+    with calls, pytest.raises(RuntimeError, match=TRAININGS):
         optimizer._present_anywhere()
     optimizer = Zero1Optimizer(make()[rank:], torch.optim.SGD)
     with pytest.raises(RuntimeError, match=r"different parameters \(6 and 7, of different layouts\)"):
