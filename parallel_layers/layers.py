@@ -152,8 +152,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the product ``(..., O)`` or this rank's part of it."""
         self._check_group()
-        sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
-        (output,) = column_parallel(input_, [Part(self.weight, self.bias)], sequence_dimension)
+        output = self._product(input_)
         if not self.gather_output or self.tensor_parallel_size == 1:
             return output
         gathered = mappings.gather_from_tensor_model_parallel_region(output)
@@ -164,6 +163,12 @@ class ColumnParallelLinear(_ParallelLinear):
     def output_size_per_partition(self) -> int:
         """Number of outputs of this rank, with padding."""
         return self.padded_size // self.tensor_parallel_size
+
+    def _product(self, input_: torch.Tensor) -> torch.Tensor:
+        """This rank's part ``(..., O / ranks)`` of the product."""
+        sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
+        (output,) = column_parallel(input_, [Part(self.weight, self.bias)], sequence_dimension)
+        return output
 
     def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
         """Order the outputs by block and rank, without padding; they come by rank and block."""

@@ -12,7 +12,8 @@ created last. So the order of creation gives the order of the backward::
 
 Nodes 2 and 4 compute one gradient each. So a split backward (``pipeline/backward``) runs 5, 4, 3, 1 for the
 input-gradient, and 5, 2 later. Under sequence parallelism node 3 gathers the sequence, and its gradient is
-reduce-scattered. Node 2 keeps this rank's part of the sequence only, and gathers it again.
+reduce-scattered. Node 2 keeps this rank's part of the sequence only, and gathers it again. Weights with one input
+gather it once.
 """
 
 from typing import Any, NamedTuple
@@ -25,13 +26,6 @@ from torch.nn import functional
 from nxdpp.parallel_layers.collectives import all_gather, size_of, start_all_reduce, start_reduce_scatter, wait
 
 
-class Sequence(NamedTuple):
-    """The dimension of the sequence, and the group over which it is divided."""
-
-    dim: int
-    group: ProcessGroup | None
-
-
 class Part(NamedTuple):
     """This rank's rows of a weight ``(O, I)``, and its bias ``(O,)`` or ``None``."""
 
@@ -42,38 +36,82 @@ class Part(NamedTuple):
 def overlapped_linear(
     x: torch.Tensor, parts: list[Part], group: ProcessGroup | None = None, sequence_dimension: int | None = None
 ) -> list[torch.Tensor]:
-    """Return ``x @ weight.T + bias`` of shape ``(..., O)`` for each part.
+    """Return ``x @ weight.T + bias`` of shape ``(..., O)`` for each part; arguments as of ``SharedInput``."""
+    shared = SharedInput(x, parts, group, sequence_dimension)
+    return [shared.product(index) for index in range(len(parts))]
+
+
+class SharedInput:
+    """Input of several parts, whose products may be computed one after another, by the code of a model.
 
     The gradient of ``x`` is the sum over the parts and over ``group``, in one message. With several parts there are
-    nodes 2, 4 and 5 of each, and node 3 runs after all nodes 4.
+    nodes 2, 4 and 5 of each, and node 3 runs after all nodes 4. A part without a product does not matter.
 
     Args:
         x: ``(..., I)``, the same on all ranks; under sequence parallelism this rank's part of the sequence.
         parts: weights and biases.
         group: this rank's tensor group by default.
         sequence_dimension: the dimension of ``x`` along which the sequence is divided; ``None`` for no division.
+
+    Attributes:
+        whole: ``(..., I)``, ``x`` of the whole sequence. Its own gradient joins the sum.
     """
-    device = x.device.type
-    # Autocast leaves float64 as it is.
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x = x.to(dtype)
-        parts = [Part(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
-    with torch.autocast(device, enabled=False):
-        sequence = None if sequence_dimension is None else Sequence(sequence_dimension, group)
-        shape = x.shape
-        if sequence is None:
-            x = x.reshape(-1, shape[-1])
-        finished = _Finish.apply(x)  # type: ignore[no-untyped-call]
-        tokens = [_Weight.apply(finished.detach(), *part, sequence) for part in parts]  # type: ignore[no-untyped-call]
-        started = _Start.apply(finished, group, sequence)  # type: ignore[no-untyped-call]
-        rows = started.reshape(-1, shape[-1])
-        products = [
-            functional.linear(rows, weight.detach(), None if bias is None else bias.detach()) for weight, bias in parts
-        ]
-        joined = [_Join.apply(*both) for both in zip(products, tokens, strict=True)]  # type: ignore[no-untyped-call]
-        outer = shape[:-1] if sequence is None else started.shape[:-1]
-        return [each.view(*outer, each.shape[-1]) for each in joined]
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        parts: list[Part],
+        group: ProcessGroup | None = None,
+        sequence_dimension: int | None = None,
+    ) -> None:
+        device = x.device.type
+        # Autocast leaves float64 as it is.
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            x = x.to(dtype)
+            parts = [Part(weight.to(dtype), None if bias is None else bias.to(dtype)) for weight, bias in parts]
+        self._parts = parts
+        with torch.autocast(device, enabled=False):
+            sequence = None
+            if sequence_dimension is not None:
+                count = sum(weight.requires_grad for weight, _ in parts)
+                sequence = _Sequence(sequence_dimension, group, count)
+            finished = _Finish.apply(x)  # type: ignore[no-untyped-call]
+            self._tokens = [
+                _Weight.apply(finished.detach(), *part, sequence)  # type: ignore[no-untyped-call]
+                for part in parts
+            ]
+            self.whole: torch.Tensor = _Start.apply(finished, group, sequence)  # type: ignore[no-untyped-call]
+            self._rows = self.whole.reshape(-1, x.shape[-1])
+
+    def product(self, index: int) -> torch.Tensor:
+        """Return the product ``(..., O)`` of the part ``index``; once for each part."""
+        weight, bias = self._parts[index]
+        with torch.autocast(self._rows.device.type, enabled=False):
+            product = functional.linear(self._rows, weight.detach(), None if bias is None else bias.detach())
+            joined: torch.Tensor = _Join.apply(product, self._tokens[index])  # type: ignore[no-untyped-call]
+            return joined.view(*self.whole.shape[:-1], joined.shape[-1])
+
+
+class _Sequence:
+    """The dimension of the sequence, and the group over which it is divided.
+
+    The nodes of ``count`` weights share the sequence that the first of them gathers; the last one frees it.
+    """
+
+    def __init__(self, dim: int, group: ProcessGroup | None, count: int) -> None:
+        self.dim, self.group = dim, group
+        self._count = self._left = count
+        self._gathered: torch.Tensor | None = None
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the whole sequence of the part ``x``, for one weight."""
+        whole = all_gather(x, self.dim, self.group) if self._gathered is None else self._gathered
+        self._left -= 1
+        if self._left == 0:
+            self._left = self._count
+        self._gathered = None if self._left == self._count else whole
+        return whole
 
 
 class _Finish(torch.autograd.Function):
@@ -95,7 +133,7 @@ class _Start(torch.autograd.Function):
     """Begin of the collective of the input-gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup | None, sequence: Sequence | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup | None, sequence: _Sequence | None) -> torch.Tensor:
         """Return the input, or the whole sequence."""
         ctx.group, ctx.sequence = group, sequence
         return x.detach() if sequence is None else all_gather(x, sequence.dim, group)
@@ -115,7 +153,7 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sequence: Sequence | None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sequence: _Sequence | None
     ) -> torch.Tensor:
         """Return a tensor without memory that has the shape of the product."""
         ctx.save_for_backward(x)
@@ -135,7 +173,7 @@ class _Weight(torch.autograd.Function):
         if needs_weight:
             (x,) = ctx.saved_tensors
             if ctx.sequence is not None:
-                x = all_gather(x, ctx.sequence.dim, ctx.sequence.group)
+                x = ctx.sequence.gather(x)
             weight_gradient = gradient.t().mm(x.reshape(-1, x.shape[-1]))
         return None, weight_gradient, gradient.sum(0) if needs_bias else None, None
 

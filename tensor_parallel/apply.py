@@ -14,6 +14,7 @@ from nxdpp.tensor_parallel.hooks import install
 from nxdpp.tensor_parallel.own_plans import COUNTS_OF_HEADS
 from nxdpp.tensor_parallel.parameters import Parts
 from nxdpp.tensor_parallel.plan import EMBEDDING, LINEAR, MODULE, PARAMETER, expanded
+from nxdpp.tensor_parallel.shared_inputs import share_inputs
 
 _VOCABULARY = {"embedding_rowwise", "colwise_gather_output", "colwise_rep"}
 
@@ -48,6 +49,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
         else:
             _divide_module(found[name], style, parts)
     parts.replace_tied(model)
+    share_inputs(found, chosen)
     for module in {found[name.rpartition(".")[0]] for name, style in chosen.items() if style in LINEAR}:
         for attribute in COUNTS_OF_HEADS.get(type(module).__name__, ()):
             size = parallel_state.get_tensor_model_parallel_size()

@@ -25,6 +25,10 @@ class ColumnLinear(ColumnParallelLinear, nn.Linear):  # type: ignore[misc]  # bo
     # The initial values are those of the whole layer, which the weight is meanwhile.
     reset_parameters = nn.Linear.reset_parameters
 
+    def _product(self, input_: torch.Tensor) -> torch.Tensor:
+        siblings = vars(self).get("siblings")
+        return super()._product(input_) if siblings is None else siblings.product(self, input_)
+
 
 class RowLinear(RowParallelLinear, nn.Linear):  # type: ignore[misc]  # both bases have the parameters
     """``torch.nn.Linear`` whose inputs are divided."""

@@ -74,22 +74,13 @@ def test_bytes_and_memory_equal_the_formulas(number: int, ranks: list[Results]) 
         least = least_bytes(layout, TINY, stage, measured.stage)
         assert measured.sent["pipeline"] == least["pipeline"]
         assert measured.sent["data"] == least["data"]
-        assert measured.sent["tensor"] == stage.traffic.tensor >= least["tensor"]
+        assert measured.sent["tensor"] == stage.traffic.tensor == least["tensor"]
         assert measured.sent["other"] == 0
         state = stage.state
         assert (measured.parameters, measured.gradients) == (state.weights, state.gradients)
         assert measured.optimizer == state.optimizer
         # Formulas leave out what an operation or a message needs for a moment.
         assert 0.8 < (measured.peak - measured.gradients) / stage.peak_activations < 1.5
-
-
-def test_a_tensor_group_sums_three_gradients_of_inputs_more_than_the_least(ranks: list[Results]) -> None:
-    """Of query, key and value one sum would do, and of gate and up."""
-    (stage,) = plan(LAYOUTS[0], TINY)
-    states = TINY.batch * TINY.length * TINY.hidden * 4
-    more = TINY.microbatches * TINY.layers * 3 * states
-
-    assert ranks[0].measured[0].sent["tensor"] == least_bytes(LAYOUTS[0], TINY, stage, 0)["tensor"] + more
 
 
 def test_torch_does_the_same_work(ranks: list[Results]) -> None:

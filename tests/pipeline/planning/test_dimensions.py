@@ -56,12 +56,12 @@ def test_each_rank_of_a_tensor_group_keeps_its_part_of_the_activations() -> None
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_traffic_of_the_tensor_group(tensor: int) -> None:
-    """A layer sums two outputs, and five gradients of inputs: of query, key, value, gate and up."""
+    """A layer sums two outputs, and the gradients of two inputs: of attention and feed-forward."""
     first, last = _stages(tensor)
 
     states, tokens = B * T * HIDDEN * 4, B * T * 4
     ring = 2 * (tensor - 1) / tensor
-    layers = LAYERS // 2 * 7 * states
+    layers = LAYERS // 2 * 4 * states
     assert first.traffic.tensor == MICROBATCHES * ring * (layers + states)
     # The head sums its input's gradient. The loss exchanges a maximum and two sums of each token.
     assert last.traffic.tensor == MICROBATCHES * ring * (layers + states + 3 * tokens)
