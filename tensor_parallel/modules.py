@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, column_parallel
 from nxdpp.parallel_layers.overlapped_linear import Part
+from nxdpp.parallel_layers.tensor_attributes import KeepsAttributes
 
 _made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
@@ -50,7 +51,7 @@ class VocabularyEmbedding(ParallelEmbedding, nn.Embedding):  # type: ignore[misc
     reset_parameters = nn.Embedding.reset_parameters
 
 
-class HiddenEmbedding(nn.Embedding):
+class HiddenEmbedding(KeepsAttributes, nn.Embedding):
     """``torch.nn.Embedding`` whose hidden size is divided; its output is whole."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ class HiddenEmbedding(nn.Embedding):
         return mappings.gather_from_tensor_model_parallel_region(super().forward(input))
 
 
-class HeadsEmbedding(nn.Embedding):
+class HeadsEmbedding(KeepsAttributes, nn.Embedding):
     """``torch.nn.Embedding`` whose hidden size is the heads of an attention, divided with them."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,7 @@ class HeadsEmbedding(nn.Embedding):
         return super().forward(input)
 
 
-class ColumnConv1D(Conv1D):
+class ColumnConv1D(KeepsAttributes, Conv1D):
     """``Conv1D`` of transformers, a transposed linear layer, whose outputs are divided."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ class ColumnConv1D(Conv1D):
         return output
 
 
-class RowConv1D(Conv1D):
+class RowConv1D(KeepsAttributes, Conv1D):
     """``Conv1D`` of transformers, a transposed linear layer, whose inputs are divided."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ from torch import nn
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.initialization.parts import PartOf, mark_part, part_of
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.tensor_attributes import set_tensor_model_parallel_attributes
+from nxdpp.parallel_layers.tensor_attributes import KeepsAttributes, set_tensor_model_parallel_attributes
+from nxdpp.tensor_parallel.modules import override
 
 
 class Parts:
@@ -36,6 +37,8 @@ class Parts:
                 f"divided along dimension {made.dim} and {dim}: give a plan that divides it in one way"
             )
         module._parameters[key] = part
+        if not isinstance(module, KeepsAttributes):
+            override(module, KeepsAttributes)
 
     def replace_tied(self, model: nn.Module) -> None:
         """Replace each divided parameter by its part under its other names too."""

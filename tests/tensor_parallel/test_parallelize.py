@@ -1,5 +1,6 @@
 """Unmodified Hugging Face models over two tensor-parallel ranks equal one process."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,27 @@ def test_a_size_that_divides_the_heads() -> None:
         assert tensor_parallelize(make("llama")).model.layers[0].self_attn.k_proj.weight.shape == (8, 32)
     finally:
         parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("one_of_two")
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_and_moves_keep_the_attributes(name: str) -> None:
+    """Clipping counts a part once a rank that has it, and checkpoints need its dimension."""
+
+    def attributes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+        keys = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "whole_size")
+        return {
+            key: tuple(getattr(parameter, each, None) for each in keys) for key, parameter in module.named_parameters()
+        }
+
+    model = tensor_parallelize(make(name))
+    expected = attributes(model)
+    assert any(values[0] for values in expected.values())
+    copied = copy.deepcopy(model)
+    assert attributes(copied) == expected
+    copied.to("meta")
+    copied.tie_weights()
+    assert attributes(copied) == expected
 
 
 def test_one_rank_changes_nothing() -> None:
