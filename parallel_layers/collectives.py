@@ -3,6 +3,10 @@
 A collective that is started returns at once: the operations of ``torch.ops._c10d_functional`` give a tensor whose
 content comes later, and ``wait`` waits for it. Tensors without values (meta tensors, the fake tensors of a trace) get
 results of the right shape, and nothing is sent.
+
+gloo's threads hold the tensors of a collective a little longer than its ``wait``, and may free them last. Its input is
+given to them without its graph. An ``autograd.Function`` whose forward returns a result returns ``outside_of_graph`` of
+it: the result itself would get the graph. So no thread of gloo ever frees a part of a graph.
 """
 
 from typing import Literal
@@ -70,7 +74,7 @@ def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None
     note_collective("all_gather", tensor.nbytes * size, size)
     if not has_values(tensor):
         return tensor.new_empty(shape)
-    joined = wait(_ops.all_gather_into_tensor(tensor.contiguous(), size, _name(group)))
+    joined = wait(_ops.all_gather_into_tensor(outside_of_graph(tensor.contiguous()), size, _name(group)))
     if dim == 0:
         return joined
     return joined.view(size, *tensor.shape).movedim(0, dim).reshape(shape)
@@ -97,7 +101,7 @@ def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | N
         return tensor.new_empty(shape)
     # The parts of the ranks lie one after the other.
     parts = tensor.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size * shape[0], *shape[1:])
-    started: torch.Tensor = _ops.reduce_scatter_tensor(parts.contiguous(), "sum", size, _name(group))
+    started: torch.Tensor = _ops.reduce_scatter_tensor(outside_of_graph(parts.contiguous()), "sum", size, _name(group))
     return started
 
 
@@ -113,6 +117,11 @@ def own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) 
     part = _part_size(tensor, dim, size)
     # A copy: a view would keep the whole alive.
     return tensor.narrow(dim, rank_in(group) * part, part).clone(memory_format=torch.contiguous_format)
+
+
+def outside_of_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of ``tensor``, of its shape, that has no graph and gets none with it."""
+    return tensor.detach()
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -23,7 +23,14 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from nxdpp.parallel_layers.collectives import all_gather, all_reduce, own_part, reduce_scatter, size_of
+from nxdpp.parallel_layers.collectives import (
+    all_gather,
+    all_reduce,
+    outside_of_graph,
+    own_part,
+    reduce_scatter,
+    size_of,
+)
 
 
 class _Collective(NamedTuple):
@@ -50,10 +57,9 @@ class _Mapping(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, there: _Collective | None, back: _Collective | None, group: ProcessGroup | None
     ) -> torch.Tensor:
-        """Run ``there``, or return an alias for ``None``."""
+        """Run ``there``, or return an alias for ``None``; the alias may be changed in place, unlike a view."""
         ctx.back, ctx.group = back, group
-        # An alias that may be changed in place, unlike a view.
-        return tensor.detach() if there is None else there.run(tensor, group)
+        return outside_of_graph(tensor if there is None else there.run(tensor, group))
 
     @staticmethod
     @once_differentiable

@@ -23,7 +23,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from nxdpp.parallel_layers.collectives import all_gather, size_of, start_all_reduce, start_reduce_scatter, wait
+from nxdpp.parallel_layers.collectives import (
+    all_gather,
+    outside_of_graph,
+    size_of,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
 
 
 class Part(NamedTuple):
@@ -136,7 +143,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup | None, sequence: _Sequence | None) -> torch.Tensor:
         """Return the input, or the whole sequence."""
         ctx.group, ctx.sequence = group, sequence
-        return x.detach() if sequence is None else all_gather(x, sequence.dim, group)
+        return outside_of_graph(x if sequence is None else all_gather(x, sequence.dim, group))
 
     @staticmethod
     @once_differentiable

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.utils import local_slice
+from tests.support.held_tensors import held_tensors, holds_graph
 from tests.support.run_ranks import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -31,7 +32,10 @@ def _check(
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
     everyones = [_values(each, shape, dtype) for each in range(size)]
     given = everyones[rank].clone().requires_grad_()
-    found = mapping(given)
+    with held_tensors() as held:
+        # A part of a graph, not a leaf: gloo's threads, which may free their tensors last, must not hold it.
+        found = mapping(given * 1)
+    assert not any(map(holds_graph, held))
     assert torch.equal(found, forward(everyones, rank))
     gradients = [_values(10 + each, tuple(found.shape), dtype) for each in range(size)]
     # In place, as an activation may be.

@@ -12,6 +12,7 @@ from nxdpp.parallel_layers import ColumnParallelLinear, RowParallelLinear, paral
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.pipeline.backward import structure
 from tests.pipeline.backward.split_and_plain import compare
+from tests.support.held_tensors import held_tensors, holds_graph
 from tests.support.run_ranks import run_ranks
 
 SIZE, INNER = 8, 24
@@ -140,8 +141,23 @@ def _twice() -> None:
         gradient.square().sum().backward()
 
 
+def _outside_of_graph() -> None:
+    """gloo's threads may free the tensors of a collective last: these have no graph."""
+    for sequence_dimension in (None, 0, 1):
+        options = {} if sequence_dimension is None else {"sequence_parallel_enabled": True}
+        module = _Gated(**options, sequence_dimension=sequence_dimension)
+        with held_tensors() as held:
+            y = module(_x(1))
+            assert y.requires_grad
+            assert held
+            assert not any(map(holds_graph, held))
+            y.square().sum().backward()
+            assert not any(map(holds_graph, held))
+
+
 def _cases(rank: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    _outside_of_graph()
     _split()
     _others()
     _twice()
