@@ -20,16 +20,18 @@ class NxDModel(nn.Module):
     Args:
         module: an ``NxDPPModel``, or the model itself where a pipeline has one rank.
         nxd_config: of ``neuronx_distributed_config``.
+        copies: verification of the copies of tensor ranks; it lives as long as the model.
     """
 
     module: nn.Module
     _of_one_rank: NxDPPModel | None
 
-    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any], copies: object = None) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
         self.nxd_config = nxd_config
+        self.__dict__["_copies"] = copies
         # Not a submodule: it has the modules of the model.
         self.__dict__["_of_one_rank"] = None
 

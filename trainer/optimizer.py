@@ -12,6 +12,7 @@ from nxdpp.parallel_layers import clip_grad_norm, failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
+from nxdpp.pipeline.replicas.tensor_copies import copies_among
 from nxdpp.trainer.config import check_sizes
 
 
@@ -94,6 +95,8 @@ class NxDOptimizer(Optimizer):
         self._steps += 1
         if self.nxd_config["sequence_parallel"]:
             allreduce_sequence_parallel_gradients(parameters)
+        if self.nxd_config["pipeline_parallel_size"] == 1:
+            self._verify_copies(parameters)
         if not self._is_sharded:
             if self.nxd_config["pipeline_parallel_size"] == 1:
                 self._average(parameters)
@@ -143,6 +146,13 @@ class NxDOptimizer(Optimizer):
     @property
     def _is_sharded(self) -> bool:
         return isinstance(self.optimizer, NeuronZero1Optimizer)
+
+    def _verify_copies(self, parameters: list[nn.Parameter]) -> None:
+        """Compare the gradients that earlier steps had on the tensor ranks; ``run_train`` does it in a pipeline."""
+        if parallel_state.get_tensor_model_parallel_size() > 1:
+            with board.call("NxDOptimizer.step"):
+                for copies in copies_among(parameters):
+                    copies.verify(torch.initial_seed())
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         number = self._steps

@@ -15,6 +15,7 @@ from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.agreement.replicas import check_replica_values
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.model import NxDPPModel
+from nxdpp.pipeline.replicas.tensor_copies import TensorCopies
 from nxdpp.tracing import listings
 from nxdpp.tracing.layers import find_layer_classes, layer_names
 from nxdpp.trainer.config import check_sizes
@@ -64,7 +65,14 @@ def initialize_parallel_model(
     _checkpoint(_Whole(module, pipeline.get("transformer_layer_cls")), nxd_config["activation_checkpoint_config"])
     move_model_to_device(module, parallel_state.local_device())
     check_replica_values(module.named_parameters(), None, parallel_state.get_data_parallel_group())
-    return NxDModel(module, nxd_config)
+    return NxDModel(module, nxd_config, _verified_copies(module))
+
+
+def _verified_copies(module: nn.Module) -> TensorCopies:
+    """The copies of a model that steps without a pipeline. The optimizer's steps compare their gradients."""
+    copies = TensorCopies(module)
+    copies.verify(torch.initial_seed())
+    return copies
 
 
 @dataclass(frozen=True)

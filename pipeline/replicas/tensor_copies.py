@@ -10,7 +10,7 @@ The optimizer's step itself sends nothing, so ranks that step other optimizers d
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from nxdpp.pipeline.agreement.same_values import sample
 _ON_CPU, _ELSEWHERE, _IN_HALF = 1e-5, 1e-3, 2e-2
 # A gradient that is rounding only has another one on each rank. It is this much smaller than the largest.
 _NOISE = 1e-2
+_made: list["weakref.ref[TensorCopies]"] = []
 _MISSING, _NOT_FINITE = -1.0, torch.finfo(torch.float64).max
 
 
@@ -47,6 +48,7 @@ class TensorCopies:
         self._norms: WeakIdKeyDictionary = WeakIdKeyDictionary()
         if parallel_state.get_tensor_model_parallel_size() > 1:
             _note_in_steps(self)
+            _made.append(weakref.ref(self, _made.remove))
 
     def verify_again(self) -> None:
         """Verify the values again in one of the next steps."""
@@ -70,6 +72,11 @@ class TensorCopies:
                 self.check_values(seed)
                 self._is_changed = False
             self.check_gradients()
+
+    def has_any_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether one of ``parameters`` is such a copy."""
+        own = {id(parameter) for parameter in self._copies().values()}
+        return any(id(parameter) in own for parameter in parameters)
 
     def check_values(self, seed: int) -> None:
         """Compare the names, shapes, dtypes and a sample of the values of the copies; as ``verify``, in any step."""
@@ -119,6 +126,13 @@ class TensorCopies:
         return {name: p for name, p in self._module.named_parameters() if not is_tensor_parallel(p)}
 
 
+def copies_among(parameters: Iterable[nn.Parameter]) -> list[TensorCopies]:
+    """Return those in use that have one of ``parameters``, in the order in which they were made."""
+    given = list(parameters)
+    alive = [reference() for reference in _made]
+    return [each for each in alive if each is not None and each.has_any_of(given)]
+
+
 def _tolerance(parameter: torch.Tensor) -> float:
     if parameter.dtype.itemsize < torch.float32.itemsize:
         return _IN_HALF
@@ -164,7 +178,8 @@ def _unequal_gradients(different: list[tuple[str, float, float]], copies: int) -
         f"torch.nn.utils.clip_grad_norm_ clips by the norm of one rank: use model.clip_grad_norm_(max_norm). The ranks "
         f"of a tensor group have another seed for dropout: give them the same. A norm between sequence-parallel layers "
         f"is not marked: parallel_layers.layer_norm.LayerNorm(..., sequence_parallel_enabled=True), or set "
-        f"parameter.sequence_parallel_enabled = True before wrapping. {_DIVIDED}"
+        f"parameter.sequence_parallel_enabled = True before wrapping. run_train sums gradients of marked ones; a loop "
+        f"of backward() needs neuronx_distributed_config(sequence_parallel=True). {_DIVIDED}"
     )
 
 

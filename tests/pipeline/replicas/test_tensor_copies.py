@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import (
+    NxDPPModel,
+    initialize_parallel_model,
+    initialize_parallel_optimizer,
+    neuronx_distributed_config,
+    parallel_state,
+)
 from nxdpp.parallel_layers.random import model_parallel_xla_manual_seed
 from nxdpp.pipeline.replicas.tensor_copies import TensorCopies
 from tests.support.run_ranks import run_ranks
@@ -111,6 +117,23 @@ def _without_marks(rank: int) -> None:
     model.run_train(**_batch())
 
 
-def test_norms_without_a_mark() -> None:
-    with pytest.raises(AssertionError, match=r"layers\.0\.norm\.weight.*sequence-parallel layers is not marked"):
-        run_ranks(2, _without_marks, timeout=120.0)
+def _without_the_option(rank: int) -> None:
+    """The second step of a loop of its own finds that the trainer was not asked to sum marked gradients."""
+    config = neuronx_distributed_config(tensor_parallel_size=2)
+    model = initialize_parallel_model(config, lambda: _model(sequence=True))
+    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(**_batch()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("program", "remedy"),
+    [
+        (_without_marks, "sequence-parallel layers is not marked"),
+        (_without_the_option, r"neuronx_distributed_config\(sequence_parallel=True\)"),
+    ],
+)
+def test_gradients_of_parts_of_a_sequence(program: Callable[[int], None], remedy: str) -> None:
+    with pytest.raises(AssertionError, match=rf"copy of layers\.0\.norm\.weight.*{remedy}"):
+        run_ranks(2, program, timeout=120.0)
