@@ -66,6 +66,9 @@ class NxDOptimizer(Optimizer):
         nxd_config: of ``neuronx_distributed_config``.
     """
 
+    # A scaler unscales the gradients itself: a fused optimizer would look for the scale on its own object.
+    _step_supports_amp_scaling = False
+
     def __init__(self, optimizer: Optimizer, nxd_config: Mapping[str, Any]) -> None:
         # The base class is for isinstance alone: groups and state are those of the optimizer.
         self.optimizer = optimizer

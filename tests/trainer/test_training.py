@@ -100,6 +100,11 @@ def check(
     return model, optimizer
 
 
+def recomputed(model: NxDModel) -> set[type[nn.Module]]:
+    """Classes of this rank's modules whose forward runs again in the backward."""
+    return {type(module) for _, module in model.local_named_modules() if "forward" in vars(module)}
+
+
 def run_train(model: NxDModel, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model.run_train(x=x)
     return loss
@@ -165,8 +170,13 @@ def pipeline_of_two() -> None:
     with pytest.raises(RuntimeError, match="run_train"):
         model(rows(4))
     zero = {"zero_one_enabled": True, "max_grad_norm": MAX_NORM}
-    check(Tied, run_train, pipeline_config=PIPELINE, optimizer_config=zero, activation_checkpoint_config="full")
-    check(Chain, run_train, pipeline_config=PIPELINE, activation_checkpoint_config=Block)
+    assert not recomputed(model)
+    model, _ = check(
+        Tied, run_train, pipeline_config=PIPELINE, optimizer_config=zero, activation_checkpoint_config="full"
+    )
+    assert recomputed(model) == {Block}
+    model, _ = check(Chain, run_train, pipeline_config=PIPELINE, activation_checkpoint_config=Block)
+    assert recomputed(model) == {Block}
     built_on_meta(pipeline_config=PIPELINE, pipeline_parallel_size=2)
 
 
@@ -182,11 +192,13 @@ def replicas() -> None:
     kept = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(kept)
     zero = {"zero_one_enabled": True, "max_grad_norm": MAX_NORM}
-    check(Tied, forward_and_backward, optimizer_config=zero, activation_checkpoint_config="full", **alone)
+    model, _ = check(Tied, forward_and_backward, optimizer_config=zero, activation_checkpoint_config="full", **alone)
+    assert recomputed(model) == {Block}
     # run_train accumulates the microbatches of pipeline_config on one rank.
     check(Chain, run_train, pipeline_config=PIPELINE)
     # Without pipeline_config the batch runs at once.
-    check(Chain, run_train, activation_checkpoint_config=(Block, nn.Linear), **alone)
+    model, _ = check(Chain, run_train, activation_checkpoint_config=(Block, nn.Linear), **alone)
+    assert recomputed(model) == {Block, nn.Linear}
     model = built_on_meta()
     with pytest.raises(ValueError, match="the model has no Embedding"):
         initialize_parallel_model({**model.nxd_config, "activation_checkpoint_config": nn.Embedding}, make, Chain, 4)
@@ -240,6 +252,21 @@ def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter, old - gradient)
     assert model.eval().training is model.module.training is False
     assert "NxDOptimizer" in repr(optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_a_scaled_loss_are_unscaled(alone: dict[str, Any], fused: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    for optimizer in (
+        initialize_parallel_optimizer(alone, torch.optim.SGD, [parameter], lr=0.25, fused=fused),
+        torch.optim.SGD([parameter], lr=0.25, fused=fused),
+    ):
+        parameter.data.fill_(1.0)
+        scaler = nxdpp.GradScaler(init_scale=4.0)
+        scaler.begin_step(torch.device("cpu"))
+        parameter.grad = torch.full((3,), 4.0)
+        scaler.step(optimizer)
+        assert parameter.tolist() == [0.75] * 3
 
 
 def test_hooks_of_a_step_run_once_after_a_copy(alone: dict[str, Any]) -> None:
