@@ -8,6 +8,7 @@ Initial weights are those of the whole tensor, whatever the number of parts. So 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 _NAME = "_is_part_of"
 
@@ -18,6 +19,7 @@ class PartOf:
 
     Attributes:
         whole: on the meta device, without memory.
+        padded: number of elements along ``dim`` with the zeros behind the whole; 0 without padding, and with blocks.
     """
 
     whole: torch.Tensor
@@ -25,9 +27,13 @@ class PartOf:
     index: int
     count: int
     stride: int = 1
+    padded: int = 0
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of the part of ``values``, which has the shape of ``whole``."""
+        if self.padded:
+            missing = [0, 0] * (values.dim() - 1 - self.dim) + [0, self.padded - values.shape[self.dim]]
+            values = functional.pad(values.detach(), missing)
         chunks = torch.chunk(values.detach(), self.count * self.stride, self.dim)
         part = torch.cat(chunks[self.index :: self.count], self.dim)
         return part.contiguous()

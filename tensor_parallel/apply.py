@@ -12,6 +12,7 @@ from nxdpp.tensor_parallel import modules as parallel
 from nxdpp.tensor_parallel.heads import check_heads
 from nxdpp.tensor_parallel.hooks import install
 from nxdpp.tensor_parallel.own_plans import COUNTS_OF_HEADS
+from nxdpp.tensor_parallel.padded_heads import padded_sizes
 from nxdpp.tensor_parallel.parameters import Parts
 from nxdpp.tensor_parallel.plan import EMBEDDING, LINEAR, MODULE, PARAMETER, expanded
 from nxdpp.tensor_parallel.shared_inputs import share_inputs
@@ -19,8 +20,10 @@ from nxdpp.tensor_parallel.shared_inputs import share_inputs
 _VOCABULARY = {"embedding_rowwise", "colwise_gather_output", "colwise_rep"}
 
 
-def apply_plan(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+def apply_plan(model: nn.Module, plan: Mapping[str, str], pad_heads: bool = False) -> list[str]:
     """Divide ``model`` by ``plan``; return sentences about what stays whole.
+
+    ``pad_heads`` adds heads of zeros where they do not divide.
 
     Raises ``ValueError`` for sizes that do not divide and for modules that a style does not fit, before any change.
     """
@@ -29,11 +32,12 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
     chosen = {name: style for name, style in styles.items() if name in found}
     _add_tied(model, found, chosen)
     told = list(_leave_out_vocabulary(found, chosen))
+    padded = padded_sizes(found, chosen) if pad_heads else {}
     for name, style in chosen.items():
-        _check_module(name, found[name], style)
+        _check_module(name, found[name], style, name in padded)
     for name, style in of_parameters.items():
         _check_parameter(model, name, style)
-    check_heads(found, chosen)
+    check_heads(found, {name: style for name, style in chosen.items() if name not in padded})
     _check_ties(model, found, chosen)
 
     parts = Parts()
@@ -47,7 +51,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
         if style in MODULE:
             install(found[name], style, rope_size)
         else:
-            _divide_module(found[name], style, parts)
+            _divide_module(found[name], style, parts, padded.get(name, 0))
     parts.replace_tied(model)
     share_inputs(found, chosen)
     for module in {found[name.rpartition(".")[0]] for name, style in chosen.items() if style in LINEAR}:
@@ -120,7 +124,7 @@ def _remedy(model: nn.Module, module: nn.Module, rows: int) -> str:
     )
 
 
-def _check_module(name: str, module: nn.Module, style: str) -> None:
+def _check_module(name: str, module: nn.Module, style: str, is_padded: bool) -> None:
     if style in MODULE:
         return
     fits = style in EMBEDDING if isinstance(module, nn.Embedding) else style in LINEAR
@@ -134,6 +138,8 @@ def _check_module(name: str, module: nn.Module, style: str) -> None:
         )
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
         raise ValueError(f"{name} has max_norm, scale_grad_by_freq or sparse, which a part of it cannot have")
+    if is_padded:
+        return
     dim, stride = _of_weight(module, style)
     _check_size(f"{name}.weight", tuple(module.weight.shape), dim, stride)
 
@@ -160,7 +166,7 @@ def _check_size(name: str, shape: tuple[int, ...], dim: int, stride: int) -> Non
         )
 
 
-def _divide_module(module: Any, style: str, parts: Parts) -> None:
+def _divide_module(module: Any, style: str, parts: Parts, padded: int) -> None:
     dim, stride = _of_weight(module, style)
     if isinstance(module, nn.Embedding):
         if style == "embedding_rowwise":
@@ -175,9 +181,9 @@ def _divide_module(module: Any, style: str, parts: Parts) -> None:
         parallel.to_row(module, input_is_parallel=own_outputs or style == "rowwise", own_outputs=own_outputs)
     else:
         parallel.to_column(module, gather_output=style in _VOCABULARY, stride=stride)
-    parts.divide(module, "weight", dim, stride)
+    parts.divide(module, "weight", dim, stride, padded)
     if "rowwise" not in style and not isinstance(module, nn.Embedding):
-        parts.divide(module, "bias", 0, stride)
+        parts.divide(module, "bias", 0, stride, padded)
 
 
 def _of_weight(module: nn.Module, style: str) -> tuple[int, int]:

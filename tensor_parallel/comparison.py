@@ -21,7 +21,7 @@ EQUAL = 1e-9
 
 
 def check_tensor_parallel(
-    model: nn.Module, inputs: Mapping[str, Any], plan: Mapping[str, str] | None = None
+    model: nn.Module, inputs: Mapping[str, Any], plan: Mapping[str, str] | None = None, *, pad_heads: bool = False
 ) -> tuple[float, str]:
     """Compare ``model`` divided by ``plan`` with ``model`` in one process; collective over the tensor group.
 
@@ -35,6 +35,7 @@ def check_tensor_parallel(
         inputs: keyword arguments of its forward, the same on all ranks. With ``labels`` the loss is compared; without
             a loss in the output, the mean square of each floating tensor in it.
         plan: as for ``tensor_parallelize``; by default that of the model's type.
+        pad_heads: as for ``tensor_parallelize``.
 
     Returns:
         The greatest difference on this rank, as a share of the greatest value of the gradient, and its parameter.
@@ -46,7 +47,7 @@ def check_tensor_parallel(
     """
     chosen = checked_plan(model, plan)
     whole, ours = (to_float64(copy.deepcopy(model)).eval() for _ in range(2))
-    parallelize(ours, chosen, parallel_loss=plan is None and inputs.get("labels") is not None)
+    parallelize(ours, chosen, parallel_loss=plan is None and inputs.get("labels") is not None, pad_heads=pad_heads)
     found = difference(ours, whole, inputs)
     greatest = all_reduce(torch.tensor([found[0]], dtype=torch.float64), operation="max").item()
     if not greatest < EQUAL:

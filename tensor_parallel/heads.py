@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.tensor_parallel.padded_heads import can_pad
 
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 _SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
@@ -21,10 +22,12 @@ def check_heads(found: Mapping[str, nn.Module], chosen: Mapping[str, str]) -> No
             continue
         for words, heads in _heads(found[owner], found[name]).items():
             if heads % size:
+                styles = {inner.rpartition(".")[2]: chosen[inner] for inner in chosen if inner.startswith(f"{owner}.")}
+                padding = "give pad_heads=True, which adds heads of zeros, " if can_pad(found[owner], styles) else ""
                 raise ValueError(
-                    f"{name} has {heads} heads ({words}), which do not divide over {size} tensor-parallel ranks: use a "
-                    f"tensor-parallel size that divides {heads}, or leave {owner} whole by a plan= without its "
-                    f"modules"
+                    f"{name} has {heads} heads ({words}), which do not divide over {size} tensor-parallel ranks: "
+                    f"{padding}use a tensor-parallel size that divides {heads}, or leave {owner} whole by a plan= "
+                    f"without its modules"
                 )
 
 

@@ -18,7 +18,9 @@ from nxdpp.tensor_parallel.plan import check_plan, expanded
 M = TypeVar("M", bound=nn.Module)
 
 
-def tensor_parallelize(model: M, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> M:
+def tensor_parallelize(
+    model: M, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False, pad_heads: bool = False
+) -> M:
     """Divide the linear layers and embeddings of ``model`` over the tensor-parallel ranks, in place; not collective.
 
     Call it after ``initialize_model_parallel`` and before ``NxDPPModel``. All ranks of a tensor group give the same
@@ -35,6 +37,8 @@ def tensor_parallelize(model: M, plan: Mapping[str, str] | None = None, *, seque
             the model's own ``tp_plan``. The head's logits are then gathered. A plan that ``check_tensor_parallel`` has
             not compared with one process gives a warning.
         sequence_parallel: not implemented yet.
+        pad_heads: adds heads of zeros where the heads of keys and values do not divide (``docs/tensor_models.md`` lists
+            the types). They compute and hold memory for nothing; numbers and files stay those of the model.
 
     Returns:
         ``model`` itself.
@@ -50,13 +54,19 @@ def tensor_parallelize(model: M, plan: Mapping[str, str] | None = None, *, seque
     chosen = checked_plan(model, plan)
     if plan is None:
         _check_compared(model, chosen)
-    result = parallelize(model, chosen, sequence_parallel, parallel_loss=plan is None)
+    result = parallelize(model, chosen, sequence_parallel, plan is None, pad_heads)
     if plan is not None and parallel_state.get_tensor_model_parallel_size() > 1 and not is_compared(type(model), plan):
         _warn_unseen(model)
     return result
 
 
-def parallelize(model: M, plan: Mapping[str, str], sequence_parallel: bool = False, parallel_loss: bool = False) -> M:
+def parallelize(
+    model: M,
+    plan: Mapping[str, str],
+    sequence_parallel: bool = False,
+    parallel_loss: bool = False,
+    pad_heads: bool = False,
+) -> M:
     """Divide ``model`` by ``plan``; ``parallel_loss`` leaves the logits divided where the loss can take them."""
     if sequence_parallel:
         raise NotImplementedError("sequence_parallel=True is not implemented for this model: leave it out")
@@ -64,7 +74,7 @@ def parallelize(model: M, plan: Mapping[str, str], sequence_parallel: bool = Fal
         return model
     before = dict(model.named_parameters())
     check_no_optimizer_holds(before, "Make the optimizer after NxDPPModel(tensor_parallelize(model), ...).")
-    for told in apply_plan(model, plan):
+    for told in apply_plan(model, plan, pad_heads):
         warnings.warn(told, stacklevel=3)
     kept = {id(parameter) for parameter in model.parameters()}
     watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})

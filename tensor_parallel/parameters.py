@@ -18,8 +18,8 @@ class Parts:
     def __init__(self) -> None:
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
-    def divide(self, module: nn.Module, key: str, dim: int, stride: int = 1) -> None:
-        """Replace the parameter ``key`` of ``module`` by this rank's part along ``dim``.
+    def divide(self, module: nn.Module, key: str, dim: int, stride: int = 1, padded: int = 0) -> None:
+        """Replace the parameter ``key`` of ``module`` by this rank's part along ``dim``, padded to ``padded`` elements.
 
         Raises ``ValueError`` for a tied parameter that is divided in two ways.
         """
@@ -27,7 +27,7 @@ class Parts:
         if parameter is None:
             return
         if id(parameter) not in self._made:
-            self._made[id(parameter)] = parameter, _part(parameter, dim % parameter.dim(), stride)
+            self._made[id(parameter)] = parameter, _part(parameter, dim % parameter.dim(), stride, padded)
         part = self._made[id(parameter)][1]
         made = part_of(part)
         assert made is not None
@@ -48,11 +48,11 @@ class Parts:
                     module._parameters[key] = self._made[id(parameter)][1]
 
 
-def _part(parameter: nn.Parameter, dim: int, stride: int) -> nn.Parameter:
+def _part(parameter: nn.Parameter, dim: int, stride: int, padded: int) -> nn.Parameter:
     count, index = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
     # The record of deferred_init knows the meta tensor itself.
     whole = parameter if parameter.is_meta else torch.empty_like(parameter, device="meta", requires_grad=False)
-    description = PartOf(whole, dim, index, count, stride)
+    description = PartOf(whole, dim, index, count, stride, padded)
     with torch.no_grad():
         taken = description.take(parameter)
     part: Any = with_type_of(taken, parameter)

@@ -24,12 +24,24 @@ _PIECE = 2**22
 
 @dataclass(frozen=True)
 class Part:
-    """Part ``index`` of ``count`` equal ones along ``dim``, of each of ``stride`` blocks."""
+    """Part ``index`` of ``count`` equal ones along ``dim``, of each of ``stride`` blocks.
+
+    Attributes:
+        padded: number of elements along ``dim`` with those that files do not have, behind the others; 0 for none, and
+            with blocks.
+    """
 
     dim: int
     index: int
     count: int
     stride: int
+    padded: int = 0
+
+    def own(self, size: int) -> tuple[int, int]:
+        """First element, and number of elements, that a padded part has of ``size`` along ``dim``."""
+        chunk = self.padded // self.count
+        start = min(self.index * chunk, size)
+        return start, min(chunk, size - start)
 
 
 class Mapping:
@@ -86,9 +98,9 @@ class StoredTensor:
     def read_into(self, destination: torch.Tensor, part: Part | None = None) -> None:
         """Read the values into ``destination``, which has the same shape, any device and any dtype.
 
-        With ``part`` it has the shape of a part, and the pages of the other parts are not touched. At most 32 MiB of
-        the file are in memory, or one row of the dimensions before the divided one. A ``destination`` that is not
-        contiguous needs a copy of the tensor. Raises ``OSError`` if the file was changed.
+        With ``part`` it has the shape of a part, without padding. The pages of the other parts are not touched. At most
+        32 MiB of the file are in memory, or one row of the dimensions before the divided one. A ``destination`` that is
+        not contiguous needs a copy of the tensor. Raises ``OSError`` if the file was changed.
         """
         destination = destination.detach()
         if not destination.is_contiguous():
@@ -126,9 +138,13 @@ class StoredTensor:
         width = prod(self.shape[part.dim :])
         chunk = width // (part.count * part.stride)
         rows = prod(self.shape[: part.dim])
+        offset = 0
+        if part.padded:
+            inner = width // self.shape[part.dim]
+            offset, chunk = (inner * number for number in part.own(self.shape[part.dim]))
         if rows == 1:
             for block in range(part.stride):
-                first = (block * part.count + part.index) * chunk
+                first = offset if part.padded else (block * part.count + part.index) * chunk
                 for start in range(first, first + chunk, _PIECE):
                     yield self.mapping.part(self, start, min(start + _PIECE, first + chunk))
             return
@@ -136,7 +152,10 @@ class StoredTensor:
         for row in range(0, rows, together):
             count = min(together, rows - row)
             values = self.mapping.part(self, row * width, (row + count) * width)
-            yield values.view(count, part.stride, part.count, chunk)[:, :, part.index]
+            if part.padded:
+                yield values.view(count, width)[:, offset : offset + chunk]
+            else:
+                yield values.view(count, part.stride, part.count, chunk)[:, :, part.index]
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         count = prod(self.shape)

@@ -1,5 +1,6 @@
 """Tensors of which a tensor-parallel rank holds a part, and that files hold whole."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,9 @@ class Division(Part):
     """This rank's part of a tensor."""
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of ``whole``."""
+        """The part of ``whole``, without padding."""
+        if self.padded:
+            return whole.narrow(self.dim, *self.own(whole.shape[self.dim]))
         chunks = torch.chunk(whole, self.count * self.stride, self.dim)
         return torch.cat(chunks[self.index :: self.count], self.dim)
 
@@ -33,7 +36,7 @@ class Division(Part):
 def division_of(tensor: torch.Tensor) -> Division | None:
     """Division of ``tensor`` over the tensor-parallel ranks; ``None`` for a whole one.
 
-    Raises ``NotImplementedError`` where several ranks hold one part.
+    Raises ``NotImplementedError`` where several ranks hold one part, and for blocks that are padded.
     """
     if not getattr(tensor, "tensor_model_parallel", False):
         return None
@@ -48,12 +51,20 @@ def division_of(tensor: torch.Tensor) -> Division | None:
         )
     dim, stride = vars(tensor)["partition_dim"], getattr(tensor, "partition_stride", 1)
     padded = tensor.shape[dim] * count
-    if getattr(tensor, "whole_size", padded) != padded:
+    if whole_size(tensor, dim, count) == padded:
+        padded = 0
+    elif stride > 1:
         raise NotImplementedError(
-            f"a parameter has {vars(tensor)['whole_size']} elements in {padded}, and files would have the padding too: "
-            f"use local_state_dict() and load_local_state_dict() on each rank."
+            f"a parameter has {vars(tensor)['whole_size']} elements in {padded}, padded in {stride} blocks, and files "
+            f"would have the padding too: use local_state_dict() and load_local_state_dict() on each rank."
         )
-    return Division(dim, parallel_state.get_tensor_model_parallel_rank(), count, stride)
+    return Division(dim, parallel_state.get_tensor_model_parallel_rank(), count, stride, padded)
+
+
+def whole_size(tensor: torch.Tensor, dim: int, count: int) -> int:
+    """Number of elements of the whole along ``dim``, without padding."""
+    size: int = getattr(tensor, "whole_size", tensor.shape[dim] * count)
+    return size
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -61,7 +72,7 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     division = division_of(tensor)
     shape = list(tensor.shape)
     if division is not None:
-        shape[division.dim] *= division.count
+        shape[division.dim] = whole_size(tensor, division.dim, division.count)
     return tuple(shape)
 
 
@@ -75,7 +86,19 @@ def as_in_files(tensor: torch.Tensor) -> torch.Tensor:
 def joined(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of ``tensor``; collective over the tensor group for a part."""
     division = division_of(tensor)
-    return tensor.detach() if division is None else division.join(tensor)
+    if division is None:
+        return tensor.detach()
+    return division.join(tensor).narrow(division.dim, 0, whole_size(tensor, division.dim, division.count))
+
+
+def own_elements(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Elements of ``tensor`` that a whole of ``shape`` has; padding becomes zero."""
+    division, values = division_of(tensor), tensor.detach()
+    if division is None or not division.padded:
+        return values
+    own = division.own(shape[division.dim])[1]
+    values.narrow(division.dim, own, values.shape[division.dim] - own).zero_()
+    return values.narrow(division.dim, 0, own)
 
 
 def check_no_padding(module: nn.Module) -> None:

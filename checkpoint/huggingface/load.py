@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from nxdpp.checkpoint.files.printable import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, has_nan
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
-from nxdpp.checkpoint.huggingface.divided import division_of
+from nxdpp.checkpoint.huggingface.divided import division_of, own_elements
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
 from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
@@ -108,13 +108,15 @@ class _Source:
     def fill(self, conversion: Conversion, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Write the results of ``conversion`` to ``tensors`` of the same names."""
         if conversion.converter is None:
+            stored = self._stored[conversion.names[0]]
             for _, tensor in tensors:
-                self._stored[conversion.names[0]].read_into(tensor, division_of(tensor))
+                stored.read_into(own_elements(tensor, stored.shape), division_of(tensor))
             return
         made = self._converted(conversion, tensors[0][1].dtype)
         for name, tensor in tensors:
             division = division_of(tensor)
-            tensor.detach().copy_(made[name] if division is None else division.take(made[name]))
+            part = made[name] if division is None else division.take(made[name])
+            own_elements(tensor, made[name].shape).copy_(part)
 
     def check_numbers(self, conversions: _Wanted) -> None:
         """Raise ``ValueError`` for a value of the sources of ``conversions`` that is not a number."""
