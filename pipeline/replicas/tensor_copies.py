@@ -120,7 +120,8 @@ class TensorCopies:
                 if gradient is None:
                     self._norms[parameter] = torch.full((), _MISSING, dtype=torch.float64)
                 elif gradient.layout == torch.strided:
-                    self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32).double()
+                    dtype = torch.promote_types(gradient.dtype, torch.float32)
+                    self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype).double()
 
     def _copies(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._module.named_parameters() if not is_tensor_parallel(p)}
