@@ -106,13 +106,14 @@ class ShardedBucket:
                     f"optimizer was made, and is {parameter.dtype} on {parameter.device}: make the optimizer after the "
                     f"model is moved."
                 )
-            values = _flat(parameter)[piece.start : piece.stop]
             if self._master is None:
+                values = _flat(parameter)[piece.start : piece.stop]
                 if piece.tensor.data_ptr() != values.data_ptr():
                     piece.tensor.data = values
-            else:
-                # A change of parameter.data leaves no other trace.
-                take_changes(piece.tensor.data, values)
+        if self._master is not None and self.pieces:
+            # A change of parameter.data leaves no other trace. The pieces lie one after the other.
+            present = torch.cat([_flat(piece.member.parameter)[piece.start : piece.stop] for piece in self.pieces])
+            take_changes(self._master[: present.numel()], present)
 
     def has_gradients(self, present: Sequence[bool]) -> bool:
         """Return whether a parameter has a gradient on any rank, by ``present`` for all parameters by index."""
