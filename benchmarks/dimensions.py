@@ -13,7 +13,6 @@ the backward hides, and ``times`` the step beside torch's own: both need an idle
 import argparse
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -22,9 +21,9 @@ from benchmarks.layouts import tables
 from benchmarks.layouts.contenders import PAIRS, RANKS, time_rank
 from benchmarks.layouts.hidden import Case, Sleepers, time_average
 from benchmarks.layouts.job import Layout, Shape
-from benchmarks.layouts.page import write_blocks
 from benchmarks.layouts.step import measure_rank
-from benchmarks.report import describe_session
+from benchmarks.page import write_blocks
+from benchmarks.report import session_line
 from tests.support.run_ranks import run_ranks
 
 LAYOUTS = (
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds} must be at least 2: quartiles need two")
-    session = describe()
+    session = session_line()
     blocks: dict[str, str] = {}
     for section in SECTIONS:
         if options.only in (None, section):
@@ -92,15 +91,6 @@ def measure(section: str, rounds: int) -> dict[str, str]:
         tables.times_row(pair, run_ranks(RANKS, time_rank, pair, SHAPE, rounds, timeout=_TIMEOUT)) for pair in PAIRS
     ]
     return {section: tables.table(tables.TIMES, times)}
-
-
-def describe() -> str:
-    """Return a line with the commit, the date, the load before and the machine."""
-    session = describe_session()
-    return (
-        f"Commit {session['commit']}, {datetime.now(UTC):%Y-%m-%d}, load {session['load_before']} before. "
-        f"{session['processor']}, {session['cores']} cores, Python {session['python']}, torch {session['torch']}."
-    )
 
 
 if __name__ == "__main__":

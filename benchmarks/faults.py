@@ -2,8 +2,8 @@
 
 Each fault happens in a small training job, started with RANK and WORLD_SIZE by hand and by torchrun. The table has the
 time from the fault to the end of the last process, torchrun's own included. For faults that can only be seen as lack of
-progress it is the time beyond ``hang_timeout``. About 4 minutes on 2 cores. It exits with status 1 if a rank has not
-named the faulty one.
+progress it is the time beyond ``hang_timeout``. About 4 minutes on 2 idle cores. ``--write docs/faults.md`` also writes
+the table into the page. It exits with status 1, and writes nothing, if a rank has not named the faulty one.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.page import write_blocks
+from benchmarks.report import session_line
 from tests.support import faulty_program
 from tests.support.run_program import run_program
 
@@ -25,6 +27,7 @@ HANG_TIMEOUT = 5.0
 _LIMIT_SECONDS = 120.0
 _NOT_SEEN_PLAIN = "ImportError before the start"
 _TERM_SECONDS = 10.0
+_HEADER = "| fault | rank | by hand: time, ranks that name it | torchrun: time, ranks that name it |\n|---|---|---|---|"
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     names = ", ".join(dict.fromkeys(case.name for case in CASES))
     parser.add_argument("--only", default="", metavar="PART", help=f"run the faults with PART in their names: {names}")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table between its marks in this page")
     parser.add_argument("--show", action="store_true", help="print what the ranks wrote, too")
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if options.only in case.name]
     if not cases:
         parser.error(f"--only {options.only}: no fault has this in its name. There are {names}.")
-    print("| fault | rank | plain: time, ranks that name it | torchrun: time, ranks that name it |\n|---|---|---|---|")
+    if options.write is not None and len(cases) < len(CASES):
+        parser.error("--write replaces the whole table of the page: leave --only out")
+    session = session_line()
+    print(_HEADER)
+    rows: list[str] = []
     unnamed = 0
     for case in cases:
         cells = []
@@ -157,9 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             unnamed += outcome.naming != case.named_by
             if options.show:
                 print(outcome.output)
-        print(f"| {case.name} | {case.rank} | {' | '.join(cells)} |", flush=True)
+        rows.append(f"| {case.name} | {case.rank} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
     if unnamed:
         raise SystemExit(1)
+    if options.write is not None:
+        write_blocks(options.write, {"times": "\n".join([session, "", _HEADER, *rows])})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -22,6 +23,15 @@ def describe_session() -> dict[str, str | int | float]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def session_line() -> str:
+    """Return a line with the commit, the date, the load before and the machine, for a page."""
+    session = describe_session()
+    return (
+        f"Commit {session['commit']}, {datetime.now(UTC):%Y-%m-%d}, load {session['load_before']} before. "
+        f"{session['processor']}, {session['cores']} cores, Python {session['python']}, torch {session['torch']}."
+    )
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ class Measured:
         stage: its place in the pipeline.
         sent: bytes of a step by dimension.
         messages: number of collectives and sends of a step by dimension.
-        control: bytes of integer tensors in a step.
+        control: bytes of control messages in a step.
         early: share of the gradients whose average began before the end of the last backward.
         parameters, gradients, optimizer: bytes that it keeps between steps.
         peak: most bytes that forward and backward allocate, gradients included.

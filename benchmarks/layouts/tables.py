@@ -16,7 +16,7 @@ BYTES = (
 )  # fmt: skip
 MEMORY = (
     LAYOUT, "stage", "parameters: plan, kept", "optimizer: plan, kept", "gradients: plan, kept",
-    "activations: plan, measured", "optimizer's messages", "peak: plan, measured", "measured / plan",
+    "activations: plan, measured", "optimizer's step", "peak: plan, measured", "measured / plan",
 )  # fmt: skip
 AVERAGE = (
     "model", "pipeline x data", "contender", "gradients, MiB", "average at the end, ms", "overlapped, ms",

@@ -39,15 +39,17 @@ _MESSAGES = {"c10d::send", "c10d::broadcast_"}
 
 
 class Traffic(TorchDispatchMode):
-    """Sum of sent bytes by name of the group, apart for numbers and for integers, which are control messages.
+    """Sum of sent bytes by name of the group, apart for control messages: integers, and float64 for comparisons.
+
+    Models are of other dtypes.
 
     Args:
         dimensions: the dimension of each group, by the group's name.
 
     Attributes:
         sent: bytes by ``(dimension, kind)``.
-        control: bytes of integer tensors.
-        messages: number of collectives and sends of floating-point tensors, by dimension.
+        control: bytes of control messages.
+        messages: number of the others, by dimension.
     """
 
     def __init__(self, dimensions: dict[str, str]) -> None:
@@ -58,7 +60,7 @@ class Traffic(TorchDispatchMode):
         self._dimensions = dimensions
 
     def of(self, dimension: str) -> float:
-        """Return the bytes of floating-point tensors that this rank has sent in ``dimension``."""
+        """Return the bytes that this rank has sent in ``dimension``, without control messages."""
         return float(sum(size for (where, _), size in self.sent.items() if where == dimension))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +79,7 @@ class Traffic(TorchDispatchMode):
         size = dist.get_world_size(group)
         whole = _whole(name, tensors, args, size)
         sent = least_sent(_KINDS[name], whole, size) if name in _KINDS else float(whole)
-        if not tensors[0].is_floating_point():
+        if not tensors[0].is_floating_point() or tensors[0].dtype == torch.float64:
             self.control += int(sent)
             return
         dimension = self._dimensions.get(group.group_name, "other")
