@@ -110,6 +110,10 @@ def _cases(rank: int, size: int) -> None:
     move_model_to_device(layer, "meta")
     assert vars(layer.weight_k)["num_partitions"] == 1
     parallel_state.destroy_model_parallel()
+    # The groups of copies are new ones.
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    _check(1, size, gather=False, sequence=False, bias=True)
+    parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize("size", [2, 4])
