@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nxdpp.parallel_layers import clip_grad_norm, parallel_state
+from nxdpp.pipeline.local.view import refuse_ddp
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.pipeline.stages.loss import pick_loss
 
@@ -126,6 +127,7 @@ class NxDModel(nn.Module):
         ``local_parameters``, ``local_named_modules`` and their like are those of this rank, with a pipeline or without.
         Raises ``AttributeError`` as the wrapped model does.
         """
+        refuse_ddp(name)
         try:
             return super().__getattr__(name)
         except AttributeError:

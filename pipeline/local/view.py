@@ -20,8 +20,23 @@ _HOOKS = (
     "register_load_state_dict_post_hook",
 )
 
+# The attribute that DistributedDataParallel asks for before it changes anything.
+_OF_DDP = "_ddp_params_and_buffers_to_ignore"
+
 # Properties of transformers' models, which read the first parameter. Another rank may hold it.
 _OF_TENSORS = ("device", "dtype")
+
+
+def refuse_ddp(name: str) -> None:
+    """Raise ``RuntimeError`` if ``name`` is the attribute that ``DistributedDataParallel`` reads of a model.
+
+    It would give each rank the parameters of rank 0, also where these are another part of a divided layer.
+    """
+    if name == _OF_DDP:
+        raise RuntimeError(
+            "DistributedDataParallel gives all ranks the parameters of rank 0, which has other layers, or other parts "
+            "of them: leave it out. Gradients are averaged over the data-parallel replicas in any case."
+        )
 
 
 class LocalView(nn.Module):
@@ -35,8 +50,10 @@ class LocalView(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped module, such as ``config``; methods run on the wrapped module.
 
-        Raises ``AttributeError`` for modules and tensors of it that this rank does not hold.
+        Raises ``AttributeError`` for modules and tensors of it that this rank does not hold, and ``RuntimeError`` for
+        ``DistributedDataParallel``, see ``refuse_ddp``.
         """
+        refuse_ddp(name)
         try:
             return super().__getattr__(name)
         except AttributeError as error:

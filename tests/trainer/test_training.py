@@ -254,6 +254,15 @@ def test_one_process_without_clipping(alone: dict[str, Any]) -> None:
     assert "NxDOptimizer" in repr(optimizer)
 
 
+def test_torchs_data_parallel_wrapper_is_refused(alone: dict[str, Any]) -> None:
+    model = initialize_parallel_model(alone, make, Chain, LAYERS)
+    with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged"):
+        nn.parallel.DistributedDataParallel(model)
+    optimizer = initialize_parallel_optimizer(alone, torch.optim.SGD, model.parameters(), lr=1.0)
+    model.run_train(rows(4))
+    optimizer.step()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_of_a_scaled_loss_are_unscaled(alone: dict[str, Any], fused: bool) -> None:
     parameter = nn.Parameter(torch.ones(3))

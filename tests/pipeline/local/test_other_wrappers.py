@@ -58,6 +58,14 @@ def test_data_parallel_wrappers(wrapper: Any) -> None:
     trains_exactly(model.module)
 
 
+def test_a_data_parallel_wrapper_around_the_wrapped_model() -> None:
+    wrapped = NxDPPModel(llama(), num_microbatches=2)
+    with pytest.raises(RuntimeError, match=r"leave it out\. Gradients are averaged over the data-parallel replicas"):
+        DistributedDataParallel(wrapped)
+    assert not hasattr(wrapped, "_other")
+    wrapped.run_train(**BATCH)
+
+
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])
 def test_a_data_parallel_wrapper_in_the_model(wrapper: Any) -> None:
     model = llama()
