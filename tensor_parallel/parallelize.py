@@ -14,6 +14,7 @@ from nxdpp.tensor_parallel.compared_types import COMPARED, is_compared
 from nxdpp.tensor_parallel.loss import divide_loss
 from nxdpp.tensor_parallel.own_plans import PLANS, check_added, plan_of
 from nxdpp.tensor_parallel.plan import check_plan, expanded
+from nxdpp.tensor_parallel.sequence import check_layers, check_type, divide_sequence
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,9 +37,12 @@ def tensor_parallelize(
         plan: styles of transformers by name pattern, such as ``{"model.layers.*.mlp.up_proj": "colwise"}``, in place of
             the model's own ``tp_plan``. The head's logits are then gathered. A plan that ``check_tensor_parallel`` has
             not compared with one process gives a warning.
-        sequence_parallel: not implemented yet.
+        sequence_parallel: each rank has a part of the sequence between the linear layers of the layers, and a pipeline
+            sends parts. The length ``T`` is a multiple of the number of ranks. Hidden states of layers inside are parts
+            ``(B, T / ranks, H)``. A loop without a pipeline calls ``allreduce_sequence_parallel_gradients``.
         pad_heads: adds heads of zeros where the heads of keys and values do not divide (``docs/tensor_models.md`` lists
             the types). They compute and hold memory for nothing; numbers and files stay those of the model.
+            Not together with ``sequence_parallel``.
 
     Returns:
         ``model`` itself.
@@ -46,14 +50,18 @@ def tensor_parallelize(
     Raises:
         TypeError: for a model that is wrapped already, and a plan of another form.
         ValueError: for a type whose plan was not compared with one process (``docs/tensor_models.md``), and for sizes
-            that do not divide, with the numbers. Nothing is changed then.
-        NotImplementedError: for ``sequence_parallel=True``.
+            that do not divide, with the numbers. So for ``sequence_parallel=True`` of a type that was not compared,
+            with the module that prevents it. Nothing is changed then.
         RuntimeError: before ``initialize_model_parallel``, and for parameters that an optimizer holds: it would go on
             with the whole ones.
     """
+    if sequence_parallel and pad_heads:
+        raise ValueError("pad_heads=True was not compared with sequence_parallel=True: leave one of them out")
     chosen = checked_plan(model, plan)
     if plan is None:
         _check_compared(model, chosen)
+        if sequence_parallel:
+            check_type(model, chosen)
     result = parallelize(model, chosen, sequence_parallel, plan is None, pad_heads)
     if plan is not None and parallel_state.get_tensor_model_parallel_size() > 1 and not is_compared(type(model), plan):
         _warn_unseen(model)
@@ -68,10 +76,9 @@ def parallelize(
     pad_heads: bool = False,
 ) -> M:
     """Divide ``model`` by ``plan``; ``parallel_loss`` leaves the logits divided where the loss can take them."""
-    if sequence_parallel:
-        raise NotImplementedError("sequence_parallel=True is not implemented for this model: leave it out")
     if parallel_state.get_tensor_model_parallel_size() == 1:
         return model
+    divided = check_layers(model, plan) if sequence_parallel else None
     before = dict(model.named_parameters())
     check_no_optimizer_holds(before, "Make the optimizer after NxDPPModel(tensor_parallelize(model), ...).")
     for told in apply_plan(model, plan, pad_heads):
@@ -80,6 +87,8 @@ def parallelize(
     watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})
     if parallel_loss and isinstance(model, PreTrainedModel):
         divide_loss(model)
+    if divided is not None:
+        divide_sequence(model, divided)
     return model
 
 

@@ -29,5 +29,8 @@ def _check_all(rank: int, cases: list[Case], state: dict[str, torch.Tensor], who
 def test_each_schedule_equals_one_process(sizes: tuple[int, int, int]) -> None:
     state = initial_state()
     cases = [Case(*sizes, sequence, schedule) for sequence in (False, True) for schedule in SCHEDULES]
+    if sizes == (2, 2, 1):
+        # The model of transformers.
+        cases += [Case(*sizes, True, schedule, unmodified=True) for schedule in SCHEDULES]
     # Most of the time the ranks wait for each other: the limit is for a loaded machine.
     run_ranks(math.prod(sizes), _check_all, cases, state, train_whole(state), timeout=200.0)

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer as WholeLayer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM as WholeLlama
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
 from nxdpp.parallel_layers.utils import local_slice
 
 STEPS, BATCH, MICROBATCHES, LENGTH, MAX_NORM = 8, 8, 2, 8, 0.5
@@ -30,6 +31,7 @@ class Case(NamedTuple):
     data: int
     sequence: bool
     schedule: str
+    unmodified: bool = False
 
 
 class Training(NamedTuple):
@@ -67,17 +69,12 @@ def train_whole(state: dict[str, torch.Tensor]) -> Training:
 
 def check(case: Case, state: dict[str, torch.Tensor], whole: Training) -> None:
     """Train as ``case`` tells, and compare with ``whole``; collective over all ranks."""
-    from parallel_llama import LlamaDecoderLayer, LlamaForCausalLM
-
     parallel_state.initialize_model_parallel(case.tensor, case.pipeline)
     assert parallel_state.get_data_parallel_size() == case.data
-    module = LlamaForCausalLM(config(), sequence_parallel=case.sequence)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(_own(parameter, state[name]))
+    module, layer_class = _module(case, state)
     model = NxDPPModel(
         module,
-        transformer_layer_cls=LlamaDecoderLayer,
+        transformer_layer_cls=layer_class,
         num_microbatches=MICROBATCHES,
         virtual_pipeline_size=2 if case.schedule == "zb-v" else 1,
         schedule=case.schedule,
@@ -101,6 +98,21 @@ def check(case: Case, state: dict[str, torch.Tensor], whole: Training) -> None:
         distance = (parameter.detach() - theirs).norm() / theirs.norm()
         assert distance < 1e-5, f"{case}: {name} differs by {distance:.1e}"
     parallel_state.destroy_model_parallel()
+
+
+def _module(case: Case, state: dict[str, torch.Tensor]) -> tuple[torch.nn.Module, type[torch.nn.Module]]:
+    """The divided model, and the class of its layers."""
+    if case.unmodified:
+        whole = WholeLlama(config())
+        whole.load_state_dict(state)
+        return tensor_parallelize(whole, sequence_parallel=case.sequence), WholeLayer
+    from parallel_llama import LlamaDecoderLayer, LlamaForCausalLM
+
+    module = LlamaForCausalLM(config(), sequence_parallel=case.sequence)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(_own(parameter, state[name]))
+    return module, LlamaDecoderLayer
 
 
 def _batch(step: int) -> torch.Tensor:
