@@ -43,6 +43,7 @@ class Settings:
     output: Path
     pipeline_parallel_size: int
     tensor_parallel_size: int
+    sequence_parallel: bool
     zero1: bool
 
 
@@ -58,6 +59,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     _check_division(flags, pipeline_parallel_size, world_size)
     _check_model(config, flags.seq_length, pipeline_parallel_size)
     _check_parts(config, flags.tensor_parallel_size)
+    _check_sequence(flags)
     corpus = read_corpus(flags.data or standard_library_files())
     _check_length(corpus, flags.seq_length)
     if _rank() == 0:
@@ -181,6 +183,11 @@ def _parser() -> argparse.ArgumentParser:
         help="processes that share each layer [%(default)s]",
     )
     parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="divide the activations between the linear layers too, over the processes that share a layer [no]",
+    )
+    parser.add_argument(
         "--zero1", action="store_true", help="divide the optimizer's state over the data-parallel replicas [no]"
     )
     return parser
@@ -263,6 +270,21 @@ def _check_parts(config: LlamaConfig, tensor_parallel_size: int) -> None:
             raise ValueError(
                 f"the model's {name} of {number} does not divide over --tensor-parallel-size {tensor_parallel_size}"
             )
+
+
+def _check_sequence(flags: argparse.Namespace) -> None:
+    if not flags.sequence_parallel:
+        return
+    if flags.tensor_parallel_size == 1:
+        raise ValueError(
+            "--sequence-parallel divides activations over the processes that share a layer: give "
+            "--tensor-parallel-size too, or leave it out"
+        )
+    if flags.seq_length % flags.tensor_parallel_size:
+        raise ValueError(
+            f"--seq-length {flags.seq_length} does not divide over --tensor-parallel-size "
+            f"{flags.tensor_parallel_size}, as --sequence-parallel needs it"
+        )
 
 
 def _check_length(corpus: Corpus, seq_length: int) -> None:

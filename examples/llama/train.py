@@ -52,7 +52,7 @@ def train(settings: Settings) -> None:
     # nxdpp: wrap the model; each rank keeps its own layers.
     model = NxDPPModel(
         # nxdpp: each tensor-parallel rank keeps its part of the layers.
-        tensor_parallelize(model_without_memory(settings)),
+        tensor_parallelize(model_without_memory(settings), sequence_parallel=settings.sequence_parallel),
         transformer_layer_cls=LlamaDecoderLayer,
         num_microbatches=settings.num_microbatches,
         broadcast_and_average_loss=True,

@@ -82,6 +82,10 @@ def test_processes_beyond_the_stages_are_replicas(monkeypatch: pytest.MonkeyPatc
         *["--tensor-parallel-size", "2", "--seq-length", "32", "--config"],
         _config(tmp_path, num_attention_heads=3, hidden_size=36),
     )
+    sequence = ["--sequence-parallel", "--tensor-parallel-size", "2", "--seq-length"]
+    assert read_settings([*sequence, "32"]).sequence_parallel
+    assert "--seq-length 33 does not divide over --tensor-parallel-size 2" in _refusal(*sequence, "33")
+    assert "give --tensor-parallel-size too, or leave it out" in _refusal("--sequence-parallel")
     zero1 = ["--pipeline-parallel-size", "2", "--batch-size", "16", "--zero1"]
     assert read_settings(zero1).zero1
     assert "4 process(es) with --pipeline-parallel-size 4 are one replica: leave it out" in _refusal("--zero1")

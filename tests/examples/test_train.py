@@ -149,11 +149,12 @@ def test_replicas_train_like_one_process(
     torch.testing.assert_close(saved, weights, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("flags", [[], ["--sequence-parallel"]])
 def test_tensor_parallel_ranks_train_like_one_process(
-    tmp_path: Path, unwrapped: tuple[list[float], dict[str, torch.Tensor]]
+    tmp_path: Path, flags: list[str], unwrapped: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
     losses, weights = unwrapped
-    _job(tmp_path / "run", 4, "--tensor-parallel-size", "2")
+    _job(tmp_path / "run", 4, "--tensor-parallel-size", "2", *flags)
     saved = _saved(tmp_path / "run")
 
     assert _losses(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
