@@ -14,6 +14,7 @@ from nxdpp.tensor_parallel.compared_types import COMPARED, is_compared
 from nxdpp.tensor_parallel.loss import divide_loss
 from nxdpp.tensor_parallel.own_plans import PLANS, check_added, plan_of
 from nxdpp.tensor_parallel.plan import check_plan, expanded
+from nxdpp.tensor_parallel.refused_methods import refuse_methods
 from nxdpp.tensor_parallel.sequence import check_layers, check_type, divide_sequence
 
 M = TypeVar("M", bound=nn.Module)
@@ -85,8 +86,7 @@ def parallelize(
         warnings.warn(told, stacklevel=3)
     kept = {id(parameter) for parameter in model.parameters()}
     watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})
-    if parallel_loss and isinstance(model, PreTrainedModel):
-        divide_loss(model)
+    refuse_methods(model, parallel_loss and isinstance(model, PreTrainedModel) and divide_loss(model))
     if divided is not None:
         divide_sequence(model, divided)
     return model

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def _compare(
 
 def _all_models(rank: int) -> dict[str, tuple[float, float, int]]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    _check_tokens()
     results = {name: _compare(name) for name in MODELS}
     results["tied"] = _compare("llama", tie_word_embeddings=True)
     with pytest.warns(UserWarning, match="its 63 rows do not divide .*resize_token_embeddings.64. before"):
@@ -49,6 +51,15 @@ def _all_models(rank: int) -> dict[str, tuple[float, float, int]]:
 def _resize(model: Any) -> None:
     torch.manual_seed(1)
     model.resize_token_embeddings(VOCABULARY)
+
+
+def _check_tokens() -> None:
+    """A gathered head, which the refusal of ``generate`` names, gives the tokens of one process."""
+    whole = make("llama")
+    model = tensor_parallelize(make("llama"), dict(whole.tp_plan))
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    ours, theirs = (each.eval().generate(batch(1)["input_ids"], **options) for each in (model, whole))
+    assert torch.equal(ours, theirs)
 
 
 def test_two_ranks_equal_one_process() -> None:
@@ -118,6 +129,17 @@ class TestOneOfTwo:
         with pytest.raises(ValueError, match="Linear has no tp_plan: give plan="):
             tensor_parallelize(nn.Linear(2, 2))
         tensor_parallelize(nn.Sequential(nn.Linear(2, 2)), {"0": "colwise_rep"})
+
+    def test_methods_that_take_a_part_for_the_whole(self, tmp_path: Path) -> None:
+        model = tensor_parallelize(make("llama"))
+        for module in (model, model.model):
+            with pytest.raises(RuntimeError, match=r"call nxdpp\.save_pretrained\(NxDPPModel\(model"):
+                module.save_pretrained(tmp_path)
+            with pytest.raises(RuntimeError, match=r"call it before tensor_parallelize\(model\)"):
+                module.resize_token_embeddings(VOCABULARY + 2)
+        with pytest.raises(RuntimeError, match="whose head returns all of them"):
+            model.generate(batch()["input_ids"])
+        assert not list(tmp_path.iterdir())
 
     def test_optimizers_of_the_whole_parameters(self) -> None:
         model = make("llama")
