@@ -14,12 +14,16 @@ FLOAT = 4
 
 
 class Layout(NamedTuple):
-    """Sizes of the dimensions; with ``zero1`` the replicas share the optimizer state."""
+    """Sizes of the dimensions.
+
+    With ``zero1`` the replicas share the optimizer state, with ``sequence`` a tensor group divides the sequence.
+    """
 
     tensor: int
     pipeline: int
     data: int
     zero1: bool = False
+    sequence: bool = False
 
     @property
     def ranks(self) -> int:
@@ -27,7 +31,8 @@ class Layout(NamedTuple):
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
-        return f"{self.tensor} x {self.pipeline} x {self.data}{' ZeRO-1' if self.zero1 else ''}"
+        kinds = f"{' sequence' if self.sequence else ''}{' ZeRO-1' if self.zero1 else ''}"
+        return f"{self.tensor} x {self.pipeline} x {self.data}{kinds}"
 
 
 class Shape(NamedTuple):
@@ -74,26 +79,31 @@ def plan(layout: Layout, shape: Shape) -> list[StageSummary]:
         model = LlamaForCausalLM(shape.config())
     ids = torch.empty(shape.batch, shape.length, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids}
-    sizes = Dimensions(layout.tensor, layout.data, layout.zero1)
-    with divided(model, layout.tensor):
+    sizes = Dimensions(layout.tensor, layout.data, layout.zero1, layout.sequence)
+    with divided(model, sizes):
         return summarise_stages(model, inputs, layout.pipeline, shape.microbatches, sizes=sizes)
 
 
 def least_bytes(layout: Layout, shape: Shape, planned: StageSummary, stage: int) -> dict[str, float]:
     """Return the least bytes that a rank of ``stage`` sends in a step, by dimension.
 
-    - pipeline: hidden states to the next stage, and their gradients to the stage before, of each microbatch.
-    - tensor: of a layer four all-reduces of hidden states, those of its two halves and of their gradients. Also the
-      embedding's output, the gradient of the head's input, and three numbers a token in the loss.
+    - pipeline: hidden states to the next stage, and their gradients to the stage before, of each microbatch; this
+      rank's part of the sequence under sequence parallelism.
+    - tensor: of a layer four all-reduces of hidden states, those of its two halves and of their gradients; under
+      sequence parallelism as many bytes in reduce-scatters and all-gathers. Also the embedding's output, the gradient
+      of the head's input, and three numbers a token in the loss. Norms that see a part of the sequence add their
+      gradients up once a step.
     - data: an all-reduce of the gradients; with ZeRO-1 the same bytes as reduce-scatter and all-gather.
     """
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
     tokens = shape.batch * shape.length * FLOAT
     states = tokens * shape.hidden
+    sent_states = states / layout.tensor if layout.sequence else states
     layers = len(planned.layers)
     reduced = states * (4 * layers + is_first + is_last) + tokens * 3 * is_last
+    norms = 2 * layers * shape.hidden * FLOAT if layout.sequence else 0
     return {
-        "pipeline": float(shape.microbatches * states * ((not is_first) + (not is_last))),
-        "tensor": shape.microbatches * least_sent("all_reduce", reduced, layout.tensor),
+        "pipeline": shape.microbatches * sent_states * ((not is_first) + (not is_last)),
+        "tensor": least_sent("all_reduce", shape.microbatches * reduced + norms, layout.tensor),
         "data": least_sent("all_reduce", planned.state.gradients, layout.data),
     }

@@ -81,7 +81,7 @@ def make(layout: Layout, shape: Shape) -> tuple[NxDPPModel, Optimizer]:
     """Return the wrapped model, and AdamW over its parameters, sharded with ZeRO-1."""
     model = shape.model()
     if layout.tensor > 1:
-        tensor_parallelize(model)
+        tensor_parallelize(model, sequence_parallel=layout.sequence)
     wrapped = NxDPPModel(model, num_microbatches=shape.microbatches, use_zero1_optimizer=layout.zero1)
     if layout.zero1:
         return wrapped, Zero1Optimizer(wrapped.local_parameters(), AdamW, grad_clipping=False, lr=1e-3)

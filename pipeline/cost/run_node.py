@@ -67,7 +67,7 @@ def initial_value(node: fx.Node, root: nn.Module, inputs: Mapping[str, Any]) -> 
 
 
 def cost_key(run: NodeRun) -> Any:
-    """Return a key that runs of equal cost share: classes and parameters of the module, specs of the arguments.
+    """Return a key that runs of equal cost share: classes, hooks and parameters of the module, specs of the arguments.
 
     Return ``None`` without parameters. The node is then cheap, and its cost may depend on values.
     """
@@ -75,9 +75,17 @@ def cost_key(run: NodeRun) -> Any:
         return None
     leaves, structure = flatten((run.args, run.kwargs))
     arguments = tuple(_spec(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-    modules = tuple((name, type(module), module.training) for name, module in listings.named_modules(run.module))
+    modules = tuple(
+        (name, type(module), module.training, _hooks(module)) for name, module in listings.named_modules(run.module)
+    )
     parameters = tuple((name, _spec(parameter)) for name, parameter in listings.named_parameters(run.module))
     return modules, parameters, arguments, str(structure), modes_of(run.node)
+
+
+def _hooks(module: nn.Module) -> tuple[str, ...]:
+    """Names of the functions that run before and after ``module``."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return tuple(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

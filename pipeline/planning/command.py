@@ -40,6 +40,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--tensor-parallel-size", type=_count, default=1, metavar="N", help="ranks of each layer (1)")
     parser.add_argument("--data-parallel-size", type=_count, default=1, metavar="N", help="data-parallel replicas (1)")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="the tensor group divides the sequence between linear layers"
+    )
     parser.add_argument("--zero1", action="store_true", help="the replicas share the optimizer state")
     parser.set_defaults(run=run)
 
@@ -61,13 +64,16 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(
             f"a batch of {batch} does not divide into {microbatches} microbatches. Use a multiple of {microbatches}."
         )
+    sizes = Dimensions(
+        options.tensor_parallel_size, options.data_parallel_size, options.zero1, options.sequence_parallel
+    )
     model = build_on_meta(read_configuration(options.config))
     inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
+    sizes.check_length(inputs)
     limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
     ranks = options.pipeline_parallel_size
     balanced = options.partition == "balanced"
-    sizes = Dimensions(options.tensor_parallel_size, options.data_parallel_size, options.zero1)
-    with divided(model, sizes.tensor):
+    with divided(model, sizes):
         stages = summarise_stages(
             model,
             inputs,
@@ -144,7 +150,8 @@ def _dimensions_table(stages: "Sequence[StageSummary]", ranks: int, sizes: "Dime
     from rich.table import Table
 
     world = f"{sizes.tensor} tensor x {ranks} pipeline x {sizes.data} data"
-    table = Table("stage", title=f"each rank, {world}{', ZeRO-1' if sizes.zero1 else ''}: bytes sent in a step")
+    kinds = f"{', sequence parallel' if sizes.sequence else ''}{', ZeRO-1' if sizes.zero1 else ''}"
+    table = Table("stage", title=f"each rank, {world}{kinds}: bytes sent in a step")
     for name in ("memory", "tensor group", "gradient average", "reduce-scatter", "all-gather"):
         table.add_column(name, justify="right")
     for index, stage in enumerate(stages):

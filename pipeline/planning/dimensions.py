@@ -1,13 +1,15 @@
 """Sizes of tensor, data and ZeRO-1 parallelism around a pipeline, and the bytes that they send."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.collective_bytes import least_sent
+from nxdpp.parallel_layers.sequence_parallel import marked
 from nxdpp.pipeline.cost.layer_costs import StateBytes
 
 
@@ -19,16 +21,36 @@ class Dimensions:
         tensor: number of ranks that share each layer.
         data: number of replicas.
         zero1: the replicas share the optimizer state.
+        sequence: the tensor group divides the sequence between its linear layers (sequence parallelism).
+
+    Raises ``ValueError`` for a sequence that one rank would divide.
     """
 
     tensor: int = 1
     data: int = 1
     zero1: bool = False
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence parallelism divides the sequence over the ranks of a tensor group, and the tensor-parallel "
+                "size is 1: add --tensor-parallel-size, or leave --sequence-parallel out."
+            )
 
     @property
     def sharded_over(self) -> int | None:
         """Number of replicas that share the optimizer state; ``None`` where each has all of it."""
         return self.data if self.zero1 else None
+
+    def check_length(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Raise ``ValueError`` for tokens ``(B, T)`` whose length the tensor group cannot divide."""
+        tokens = inputs.get("input_ids")
+        if self.sequence and tokens is not None and tokens.shape[1] % self.tensor:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens does not divide over {self.tensor} tensor-parallel ranks: "
+                f"give --seq-length a multiple of {self.tensor}, or leave --sequence-parallel out."
+            )
 
 
 @dataclass(frozen=True)
@@ -36,7 +58,8 @@ class StepTraffic:
     """The least bytes that each rank of a stage sends in a step, by the ring algorithms of ``collective_bytes``.
 
     Attributes:
-        tensor: in collectives of the tensor group, forward and backward of all microbatches.
+        tensor: in collectives of the tensor group, forward and backward of all microbatches, and the sum of the
+            gradients of parameters that see a part of the sequence.
         average: for the average of the gradients over the replicas. It is 0 with ZeRO-1, which has the next two.
         reduce_scatter: of gradients.
         all_gather: of parameters.
@@ -48,8 +71,14 @@ class StepTraffic:
     all_gather: float = 0.0
 
 
-def step_traffic(tensor: float, state: StateBytes, sizes: Dimensions) -> StepTraffic:
-    """Return the traffic of a rank whose tensor group costs ``tensor`` bytes and whose parameters are ``state``."""
+def step_traffic(
+    tensor: float, parameters: Iterable[torch.Tensor], state: StateBytes, sizes: Dimensions
+) -> StepTraffic:
+    """Return the traffic of a rank whose layers send ``tensor`` bytes in their tensor group in a step.
+
+    ``parameters`` are those of the rank, and ``state`` their bytes.
+    """
+    tensor += least_sent("all_reduce", _summed_bytes(parameters), sizes.tensor)
     # A gradient has the size of its parameter.
     trained = state.gradients
     if sizes.zero1:
@@ -58,20 +87,26 @@ def step_traffic(tensor: float, state: StateBytes, sizes: Dimensions) -> StepTra
     return StepTraffic(tensor, average=least_sent("all_reduce", trained, sizes.data))
 
 
+def _summed_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes of the gradients that the tensor group sums once a step, each with a number that tells if it is there."""
+    distinct = {id(parameter): parameter for parameter in marked(parameters)}.values()
+    return sum((parameter.numel() + 1) * parameter.element_size() for parameter in distinct)
+
+
 @contextmanager
-def divided(model: nn.Module, tensor: int) -> Iterator[None]:
-    """Divide ``model`` over ``tensor`` ranks, and act as the first of them meanwhile; no process is needed.
+def divided(model: nn.Module, sizes: Dimensions) -> Iterator[None]:
+    """Divide ``model`` over the tensor group of ``sizes``, and act as its first rank meanwhile; no process is needed.
 
     The rule is that of ``tensor_parallelize``. Raises ``ValueError`` for a model that it refuses.
     """
-    if tensor == 1:
+    if sizes.tensor == 1:
         yield
         return
     from nxdpp.tensor_parallel.parallelize import tensor_parallelize
 
-    parallel_state.initialize_debug(tensor_model_parallel_size=tensor)
+    parallel_state.initialize_debug(tensor_model_parallel_size=sizes.tensor)
     try:
-        tensor_parallelize(model)
+        tensor_parallelize(model, sequence_parallel=sizes.sequence)
         yield
     finally:
         parallel_state.destroy_model_parallel()

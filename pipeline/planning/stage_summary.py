@@ -117,7 +117,8 @@ def _summaries(
         nodes = [node for node, stage in cut.assigned.items() if stage == plan.stage]
         sent = [node_costs[by_name[name]] for name, stages in plan.sent.items() for _ in stages]
         owned = cut.partition.parameters_of(plan.stage)
-        state = state_bytes((parameters[name] for name in owned if name in parameters), sizes.sharded_over)
+        held = [parameters[name] for name in owned if name in parameters]
+        state = state_bytes(held, sizes.sharded_over)
         in_tensor_group = microbatches * sum(node_costs[node].tensor_bytes for node in nodes)
         found.append(
             StageSummary(
@@ -129,7 +130,7 @@ def _summaries(
                 peak_activations=peaks[plan.stage] * activation_bytes(nodes, node_costs, cut.traced),
                 sent_tensors=sum(cost.output_tensors for cost in sent),
                 sent_bytes=sum(cost.output_bytes for cost in sent),
-                traffic=step_traffic(in_tensor_group, state, sizes),
+                traffic=step_traffic(in_tensor_group, held, state, sizes),
                 transport=transport,
                 estimated=any(node_costs[node].estimated for node in nodes),
             )

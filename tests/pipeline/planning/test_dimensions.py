@@ -27,13 +27,15 @@ MATRICES = HIDDEN * HIDDEN * 2 + HIDDEN * (HIDDEN // 2) * 2 + 3 * HIDDEN * MIDDL
 """Elements of the linear layers of a transformer layer."""
 
 
-def _stages(tensor: int = 1, data: int = 1, zero1: bool = False, **changes: Any) -> list[StageSummary]:
+def _stages(
+    tensor: int = 1, data: int = 1, zero1: bool = False, sequence: bool = False, **changes: Any
+) -> list[StageSummary]:
     dtype = changes.pop("dtype", torch.float32)
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=dtype)
     ids = torch.empty(B, T, dtype=torch.int64, device="meta")
-    sizes = Dimensions(tensor, data, zero1)
-    with divided(model, tensor):
+    sizes = Dimensions(tensor, data, zero1, sequence)
+    with divided(model, sizes):
         return summarise_stages(model, {"input_ids": ids, "labels": ids}, 2, MICROBATCHES, sizes=sizes, **changes)
 
 
@@ -65,6 +67,28 @@ def test_traffic_of_the_tensor_group(tensor: int) -> None:
     assert first.traffic.tensor == MICROBATCHES * ring * (layers + states)
     # The head sums its input's gradient. The loss exchanges a maximum and two sums of each token.
     assert last.traffic.tensor == MICROBATCHES * ring * (layers + states + 3 * tokens)
+
+
+def test_sequence_parallelism_divides_activations_and_messages_of_the_pipeline() -> None:
+    for whole, part in zip(_stages(2), _stages(2, sequence=True), strict=True):
+        assert part.state == whole.state
+        assert whole.peak_activations / 2 < part.peak_activations < whole.peak_activations
+    states = B * T * HIDDEN * 4
+    assert _stages(2)[0].sent_bytes - _stages(2, sequence=True)[0].sent_bytes == states / 2
+
+
+def test_traffic_of_a_tensor_group_that_divides_the_sequence() -> None:
+    """A layer gathers two inputs and scatters two sums, there and back. It gathers the inputs again for its weights."""
+    first, last = _stages(2, sequence=True)
+
+    states, tokens = B * T * HIDDEN * 4, B * T * 4
+    layers = LAYERS // 2 * 10 * states
+    # The norms of the layers add their gradients up once a step, each with a number that tells if it is there.
+    norms = 2 * LAYERS // 2 * (HIDDEN + 1) * 4
+    # The embedding sums its output, and gathers its gradient before the first layer. The last layer's output is whole,
+    # the head sums its input's gradient, and the loss exchanges three numbers of each token.
+    assert first.traffic.tensor == (MICROBATCHES * (layers + 3 * states) + 2 * norms) / 2
+    assert last.traffic.tensor == (MICROBATCHES * (layers + 3 * states + 2 * 3 * tokens) + 2 * norms) / 2
 
 
 def test_traffic_of_the_replicas() -> None:
@@ -112,6 +136,19 @@ def test_the_command_prints_what_each_dimension_costs(tmp_path: Path, capsys: py
     # Two channels, the pipeline, the tensor group and the replicas.
     assert _plan(tmp_path, "--tensor-parallel-size", "2", "--data-parallel-size", "2") == 0
     assert "communicators and messages: 500.0" in capsys.readouterr().out
+
+
+def test_the_command_divides_the_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(tmp_path, "--sequence-parallel", "--tensor-parallel-size", "2", "--batch-size", "8") == 0
+
+    output = capsys.readouterr().out
+    assert "2 tensor x 2 pipeline x 1 data, sequence parallel: bytes sent in a step" in output
+    (first, _) = _stages(2, sequence=True)
+    assert f"{first.traffic.tensor / 1024:.2f} KiB" in output
+    assert _plan(tmp_path, "--sequence-parallel") == 2
+    assert "add --tensor-parallel-size" in capsys.readouterr().err
+    assert _plan(tmp_path, "--sequence-parallel", "--tensor-parallel-size", "2", "--seq-length", "15") == 2
+    assert "a sequence of 15 tokens does not divide over 2" in capsys.readouterr().err
 
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
