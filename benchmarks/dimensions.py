@@ -28,10 +28,12 @@ from tests.support.run_ranks import run_ranks
 
 LAYOUTS = (
     Layout(2, 1, 1),
+    Layout(2, 1, 1, sequence=True),
     Layout(1, 2, 1),
     Layout(1, 1, 2),
     Layout(1, 1, 2, True),
     Layout(2, 2, 1),
+    Layout(2, 2, 1, sequence=True),
     Layout(2, 1, 2, True),
     Layout(1, 2, 2),
     Layout(1, 2, 2, True),

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.one_python
 TINY = Shape(hidden=64, middle=128, layers=2, heads=4, vocabulary=64, batch=2, length=32, microbatches=2)
 LAYOUTS = [
     Layout(2, 1, 1),
+    Layout(2, 1, 1, sequence=True),
     Layout(1, 2, 1),
     Layout(1, 1, 2),
     Layout(1, 1, 2, zero1=True),
@@ -81,7 +82,9 @@ def test_bytes_and_memory_equal_the_formulas(number: int, ranks: list[Results]) 
         assert measured.sent["pipeline"] == least["pipeline"]
         assert measured.sent["data"] == least["data"]
         assert measured.sent["tensor"] == stage.traffic.tensor
-        assert measured.sent["tensor"] == least["tensor"]
+        # Under sequence parallelism the layers gather their inputs again, which they do not keep.
+        assert (measured.sent["tensor"] > least["tensor"]) == layout.sequence
+        assert measured.sent["tensor"] >= least["tensor"]
         assert measured.sent["other"] == 0
         state = stage.state
         assert (measured.parameters, measured.gradients) == (state.weights, state.gradients)
