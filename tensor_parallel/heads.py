@@ -17,7 +17,8 @@ def check_heads(found: Mapping[str, nn.Module], chosen: Mapping[str, str]) -> No
     """Raise ``ValueError`` for an attention whose heads, or heads of keys and values, do not divide."""
     size = parallel_state.get_tensor_model_parallel_size()
     for name, style in chosen.items():
-        owner, _, key = name.rpartition(".")
+        # The layer under an adapter has one name more.
+        owner, _, key = name.removesuffix(".base_layer").rpartition(".")
         if style not in ("colwise", "packed_colwise") or key not in _OF_HEADS:
             continue
         for words, heads in _heads(found[owner], found[name]).items():

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.tensor_parallel.adapters import adapted_plan, base_of
 from nxdpp.tensor_parallel.apply import apply_plan
 from nxdpp.tensor_parallel.compared_types import COMPARED, is_compared
 from nxdpp.tensor_parallel.loss import divide_loss
@@ -34,7 +35,7 @@ def tensor_parallelize(
     one of transformers; it is computed by ``parallel_cross_entropy``.
 
     Args:
-        model: of transformers, not wrapped yet.
+        model: of transformers, not wrapped yet. In a ``PeftModel`` of LoRA the low-rank matrices are divided too.
         plan: styles of transformers by name pattern, such as ``{"model.layers.*.mlp.up_proj": "colwise"}``, in place of
             the model's own ``tp_plan``. The head's logits are then gathered. A plan that ``check_tensor_parallel`` has
             not compared with one process gives a warning.
@@ -58,6 +59,10 @@ def tensor_parallelize(
     """
     if sequence_parallel and pad_heads:
         raise ValueError("pad_heads=True was not compared with sequence_parallel=True: leave one of them out")
+    if sequence_parallel and base_of(model) is not model:
+        raise ValueError(
+            "adapters were not compared with sequence_parallel=True: merge_and_unload() them, or leave it out"
+        )
     chosen = checked_plan(model, plan)
     if plan is None:
         _check_compared(model, chosen)
@@ -86,7 +91,8 @@ def parallelize(
         warnings.warn(told, stacklevel=3)
     kept = {id(parameter) for parameter in model.parameters()}
     watch_replaced({name: parameter for name, parameter in before.items() if id(parameter) not in kept})
-    refuse_methods(model, parallel_loss and isinstance(model, PreTrainedModel) and divide_loss(model))
+    base = base_of(model)
+    refuse_methods(model, parallel_loss and isinstance(base, PreTrainedModel) and divide_loss(base))
     if divided is not None:
         divide_sequence(model, divided)
     return model
@@ -102,14 +108,15 @@ def checked_plan(model: nn.Module, plan: Mapping[str, str] | None) -> Mapping[st
     parallel_state.get_tensor_model_parallel_size()
     if any(getattr(parameter, "tensor_model_parallel", False) for parameter in model.parameters()):
         raise ValueError("the model has tensor-parallel parameters already: call tensor_parallelize once")
+    base = base_of(model)
     if plan is None:
-        plan = plan_of(model)
+        plan = plan_of(base)
         if not plan:
             raise ValueError(
-                f"{type(model).__name__} has no tp_plan: give plan=, a dict of name patterns and styles, such as "
+                f"{type(base).__name__} has no tp_plan: give plan=, a dict of name patterns and styles, such as "
                 f'{{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}}'
             )
-        return plan
+        return plan if base is model else adapted_plan(model, plan)
     check_plan(plan)
     # Plans of transformers are those of all configurations of a type.
     theirs = getattr(model, "_tp_plan", None) or {}
@@ -122,11 +129,13 @@ def checked_plan(model: nn.Module, plan: Mapping[str, str] | None) -> Mapping[st
 
 
 def _check_compared(model: nn.Module, plan: Mapping[str, str]) -> None:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type in PLANS or type(model).__name__ in COMPARED or is_compared(type(model), plan):
+    base = base_of(model)
+    model_type = getattr(getattr(base, "config", None), "model_type", None)
+    has_own_plan = model_type in PLANS and base is model
+    if has_own_plan or type(base).__name__ in COMPARED or is_compared(type(model), plan):
         return
     raise ValueError(
-        f"{type(model).__name__}: its tp_plan was not compared with one process (docs/tensor_models.md lists the "
+        f"{type(base).__name__}: its tp_plan was not compared with one process (docs/tensor_models.md lists the "
         f"types). Call check_tensor_parallel(small_model, inputs) before, or give a dict plan= of your own"
     )
 

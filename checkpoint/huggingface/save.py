@@ -18,7 +18,6 @@ from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_s
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
 from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.tensor_attributes import is_tensor_parallel
 
 
 def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
@@ -48,7 +47,7 @@ def save_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
         ValueError: before any write, for tensors on the meta device and for unsupported dtypes. Also for an adapter
             where ``directory`` has a whole model, and the other way round, and for an empty name.
         NotImplementedError: on every rank, before any write, for quantized models, adapters of transformers itself
-            (``add_adapter``), adapters under tensor parallelism, and tensors with parts on several stages.
+            (``add_adapter``), and tensors with parts on several stages.
         OSError: on the rank that cannot write a file; the other ranks raise ``RuntimeError``.
     """
     check_wrapped(model, "save_pretrained")
@@ -88,10 +87,13 @@ def _save_adapter(
     is_adapter = "default" in module.peft_config
     names = together(lambda: names_to_gather(module) if rank == 0 else [], consequence)
     mates = {name: group for group in tied_names_of(model) for name in group}
-    saved = SavedAdapter(directory, holders_of(from_all_ranks(names)[0], mates, held))
+    names = from_all_ranks(names)[0]
+    saved = SavedAdapter(directory, holders_of(names, mates, held))
     try:
         together(lambda: start_save(directory, is_adapter) if rank == 0 else None, consequence)
-        together(lambda: saved.write(rank, _local_tensors(model)), consequence)
+        local = _local_tensors(model)
+        whole = {name: joined(local[name]) for name in names if name in local}
+        together(lambda: saved.write(rank, whole), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
         saved.remove_unfinished(rank)
@@ -118,11 +120,6 @@ def _writer() -> int | None:
 
 def _check_can_be_saved(model: PipelinedModel) -> None:
     check_no_padding(model.local_module)
-    divided = any(map(is_tensor_parallel, model.local_module.parameters()))
-    if divided and is_adapted(model.original_module):
-        raise NotImplementedError(
-            "saving an adapter over tensor-parallel ranks is not implemented: save local_state_dict() on each rank."
-        )
     for sign, kind in (("hf_quantizer", "quantized models"), ("_hf_peft_config_loaded", "models with add_adapter()")):
         if getattr(model.original_module, sign, None):
             raise NotImplementedError(f"saving {kind} is not implemented: save local_state_dict() on each rank.")
