@@ -34,9 +34,9 @@ def _on_meta(seed: int, divide: bool, tie: bool) -> NxDPPModel:
     return _wrap(model, divide)
 
 
-def _step(tie: bool) -> float:
+def _step(name: str, **changes: Any) -> float:
     """Distance of a step's gradients; the loss is compared on the last stage."""
-    model, whole = _wrap(make("llama", tie_word_embeddings=tie)), make("llama", tie_word_embeddings=tie)
+    model, whole = _wrap(make(name, **changes)), make(name, **changes)
     loss = model.run_train(**batch())
     total = torch.zeros(())
     for part in zip(*(value.chunk(MICROBATCHES) for value in batch().values()), strict=True):
@@ -109,8 +109,10 @@ def _initial_weights(tie: bool) -> list[str]:
 def _cases(rank: int, folder: Path) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert _microbatch_without_labels() < 1e-5
+    for name in ("gpt2", "bert", "t5"):
+        assert _step(name) < 1e-5, name
     for tie in (False, True):
-        assert _step(tie) < 1e-5, tie
+        assert _step("llama", tie_word_embeddings=tie) < 1e-5, tie
         assert not _checkpoints(folder / str(tie), tie), tie
         assert not _initial_weights(tie), tie
     parallel_state.destroy_model_parallel()
