@@ -1,12 +1,35 @@
-"""Models whose own ``tp_plan`` gives the numbers of one process under sequence parallelism, by the tests."""
+"""Models whose own ``tp_plan`` gives the numbers of one process under sequence parallelism, by ``tests.zoo tensor``."""
 
 COMPARED_SEQUENCES = frozenset(
     {
+        "ArceeForCausalLM",
+        "Cohere2ForCausalLM",
+        "CohereCompassForCausalLM",
+        "CohereForCausalLM",
+        "CwmForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Exaone4ForCausalLM",
+        "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
         "GemmaForCausalLM",
+        "GraniteForCausalLM",
+        "HeliumForCausalLM",
+        "HyperCLOVAXForCausalLM",
+        "Jais2ForCausalLM",
         "LlamaForCausalLM",
+        "Ministral3ForCausalLM",
+        "MinistralForCausalLM",
         "MistralForCausalLM",
+        "NanoChatForCausalLM",
+        "NemotronForCausalLM",
+        "OlmoForCausalLM",
+        "PhiForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "VaultGemmaForCausalLM",
     }
 )

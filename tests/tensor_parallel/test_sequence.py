@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.parallel_layers.collective_bytes import sent_bytes
 from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
+from nxdpp.tensor_parallel.compared_types import COMPARED
 from nxdpp.tensor_parallel.sequence_types import COMPARED_SEQUENCES
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, gradient_distance, make
 
+TYPES = sorted(f"{name}ForCausalLM" for name in ("Gemma", "Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3"))
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -69,7 +71,7 @@ def _compare(name: str, kind: str = "", **changes: Any) -> None:
 
 def _cases(rank: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    for name in sorted(COMPARED_SEQUENCES):
+    for name in TYPES:
         _compare(name)
     for kind in ("copied", "recomputed", "frozen", "padded"):
         _compare("LlamaForCausalLM", kind)
@@ -77,6 +79,12 @@ def _cases(rank: int) -> None:
     _compare("LlamaForCausalLM", tie_word_embeddings=True, num_hidden_layers=1)
     _compare("Qwen3ForCausalLM", "recomputed")
     parallel_state.destroy_model_parallel()
+
+
+def test_the_compared_types() -> None:
+    """``python -m tests.zoo tensor`` compares the others."""
+    assert set(TYPES) <= COMPARED_SEQUENCES
+    assert COMPARED_SEQUENCES <= COMPARED
 
 
 def test_two_ranks_equal_one_process() -> None:

@@ -5,7 +5,8 @@ this rank's part of each gradient are compared, as a share of the gradient's gre
 errors from rounding: equal computations differ by 1e-14. A type is
 
 - to rounding: the difference is below 1e-9 in float64. In float32 it is below 1e-5, or below twice the one between
-  float32 and float64 in one process, for models that amplify rounding;
+  float32 and float64 in one process, for models that amplify rounding.
+  Types whose layers allow it are compared under sequence parallelism in float64, too;
 - refused: our error has the reason;
 - failing: another error;
 - WRONG: anything else;
@@ -22,6 +23,7 @@ from nxdpp.tensor_parallel.comparison import EQUAL, difference
 from nxdpp.tensor_parallel.float64 import to_float64
 from nxdpp.tensor_parallel.own_plans import plan_of
 from nxdpp.tensor_parallel.parallelize import parallelize
+from nxdpp.tensor_parallel.sequence import check_layers
 from tests.support.forked_ranks import forked_ranks
 from tests.zoo import build, inputs
 from tests.zoo.comparison import ROUNDING, is_refusal, without_cache, without_randomness
@@ -61,6 +63,9 @@ def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
         if rounded >= ROUNDING:
             of_one, _ = _distance(task, _whole(task, model_type, False), whole)
             words, is_right = f"{words} (one process from float64: {of_one:.1e})", is_right and rounded < 2 * of_one
+        if (divided_sequence := _distance_of_sequence(task, model_type, whole)) is not None:
+            words = f"{words}, sequence parallel {divided_sequence:.1e}"
+            is_right = is_right and divided_sequence < EQUAL
     except Exception as error:
         if is_refusal(error):
             return Verdict("refused", f"{type(error).__name__}: {error}")
@@ -73,6 +78,17 @@ def rank_verdict(task: str, model_type: str, rank: int) -> Verdict:
 def _divided(task: str, model_type: str, widen: bool) -> Any:
     model = _whole(task, model_type, widen)
     return parallelize(model, plan_of(model), parallel_loss=True)
+
+
+def _distance_of_sequence(task: str, model_type: str, whole: Any) -> float | None:
+    """Greatest difference in float64 under sequence parallelism; ``None`` for layers that refuse it."""
+    model = _whole(task, model_type, True)
+    try:
+        check_layers(model, plan_of(model))
+    except ValueError:
+        return None
+    parallelize(model, plan_of(model), sequence_parallel=True, parallel_loss=True)
+    return _distance(task, model, whole)[0]
 
 
 def _whole(task: str, model_type: str, widen: bool) -> Any:
