@@ -23,10 +23,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Print work, memory and sent bytes of each stage of a pipeline. No weights are allocated.",
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
-    parser.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="ranks of a pipeline")
     parser.add_argument("--num-microbatches", type=_count, required=True, metavar="N", help="microbatches of a step")
     parser.add_argument("--virtual-pipeline-size", type=_count, default=1, metavar="N", help="stages of a rank (1)")
-    parser.add_argument("--batch-size", type=_count, metavar="N", help="samples of a step (one a microbatch)")
+    parser.add_argument(
+        "--batch-size", type=_count, metavar="N", help="samples of a replica in a step (one a microbatch)"
+    )
     parser.add_argument(
         "--seq-length", type=_count, metavar="N", help="length of a sequence (2048 tokens, or all positions)"
     )
@@ -38,7 +40,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="cuda",
         help="device of the ranks: on cuda a memory limit counts communicators and messages (cuda)",
     )
-    parser.add_argument("--tensor-parallel-size", type=_count, default=1, metavar="N", help="ranks of each layer (1)")
+    parser.add_argument(
+        "--tensor-parallel-size", type=_count, default=1, metavar="N", help="ranks that divide each layer (1)"
+    )
     parser.add_argument("--data-parallel-size", type=_count, default=1, metavar="N", help="data-parallel replicas (1)")
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="the tensor group divides the sequence between linear layers"

@@ -1,4 +1,4 @@
-"""The README's training loop, run before and after the change that it shows."""
+"""The README's training loops: before and after the change that it shows, and in three dimensions."""
 
 import re
 from pathlib import Path
@@ -18,25 +18,49 @@ def _loop(side: str) -> str:
     return "\n".join(line[1:] for line in difference.splitlines() if line[:1] in ("", " ", side))
 
 
-def _train(rank: int, side: str) -> dict[str, torch.Tensor]:
+def _divided_loop() -> str:
+    """The README's loop with tensor-parallel ranks and replicas, without stages: 4 processes instead of 8."""
+    (loop,) = re.findall(
+        r"^```python\n(from [^`]*tensor_parallelize.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert isinstance(loop, str)
+    return loop.replace("pipeline_model_parallel_size=2", "pipeline_model_parallel_size=1")
+
+
+def _train(rank: int, loop: str) -> dict[str, torch.Tensor]:
     """This rank's weights after the loop over two batches."""
     batches = torch.randint(256, (2, 8, 16), generator=torch.Generator().manual_seed(1))
     names = {
+        "torch": torch,
         "LlamaForCausalLM": LlamaForCausalLM,
         "config": LlamaConfig(**{**TINY_LLAMA, "num_hidden_layers": 4}),
         "batches": batches,
     }
-    exec(_loop(side), names)
+    exec(loop, names)
     model = names["model"]
     assert isinstance(model, torch.nn.Module)
     return dict(model.state_dict())
 
 
 def test_the_changed_lines_make_a_pipeline_that_trains() -> None:
-    before = _train(0, "-")
-    ranks = run_ranks(4, _train, "+")
+    before = _train(0, _loop("-"))
+    ranks = run_ranks(4, _train, _loop("+"))
 
     assert [len(weights) > 0 for weights in ranks] == [True] * 4
     whole = {name: weight for weights in ranks for name, weight in weights.items()}
     assert sum(map(len, ranks)) == len(whole)
     torch.testing.assert_close(whole, before, rtol=1e-4, atol=1e-5)
+
+
+def test_the_lines_with_tensor_ranks_replicas_and_zero1_train_as_one_process() -> None:
+    before = _train(0, _loop("-"))
+    first, second, *replica = run_ranks(4, _train, _divided_loop())
+
+    for name, whole in before.items():
+        parts = [first[name], second[name]]
+        if parts[0].shape == whole.shape:
+            joined = parts[0]
+        else:
+            joined = torch.cat(parts, dim=next(d for d in range(whole.dim()) if parts[0].size(d) != whole.size(d)))
+        torch.testing.assert_close(joined, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(replica, [first, second], rtol=0, atol=0)
