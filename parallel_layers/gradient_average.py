@@ -146,12 +146,28 @@ def buckets(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
     yield from filling.values()
 
 
-def start(bucket: list[torch.Tensor], group: ProcessGroup, size: int, in_place: bool = True) -> Reduction:
-    """Start the all-reduce of ``bucket``. With ``in_place`` the only gradient of a bucket is summed in its memory."""
-    alone = in_place and len(bucket) == 1 and bucket[0].is_contiguous()
-    flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
+def start(
+    bucket: list[torch.Tensor],
+    group: ProcessGroup,
+    size: int,
+    in_place: bool = True,
+    memory: Callable[[int], torch.Tensor] | None = None,
+) -> Reduction:
+    """Start the all-reduce of ``bucket``. With ``in_place`` the only gradient of a bucket is summed in its memory.
+
+    ``memory`` gives a tensor of that many bytes, uint8, for the flat copy: by default a new one.
+    """
     # Divided before they are summed: the sum of many float16 gradients may overflow where their mean does not.
-    flat.div_(size)
+    if in_place and len(bucket) == 1 and bucket[0].is_contiguous():
+        flat = bucket[0].view(-1).div_(size)
+    else:
+        numbers = [gradient.numel() for gradient in bucket]
+        if memory is None:
+            flat = torch.empty(sum(numbers), dtype=bucket[0].dtype, device=bucket[0].device)
+        else:
+            flat = memory(sum(numbers) * bucket[0].element_size()).view(bucket[0].dtype)
+        for gradient, part in zip(bucket, flat.split(numbers), strict=True):
+            torch.div(gradient.reshape(-1), size, out=part)
     work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None
     return Reduction(bucket, flat, work)

@@ -9,14 +9,16 @@ final once autograd has accumulated it. Buckets are sent in one order, that of t
     then                        exchange of the missing gradients, end of all messages
 
 The order is the same on all replicas: it follows from the parameters, the schedule and the step before, and a hash of
-it is compared. Nothing waits for another replica before the last action, but for the numbers of the step. So transfers
-of the pipeline, in other groups, never wait for the average.
+it is compared. The message of that comparison begins with the step, so that replicas seldom wait for it. Nothing else
+waits for another replica before the last action. So transfers of the pipeline, in other groups, never wait for the
+average.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nxdpp.parallel_layers.average_plan import NO_STAGE, AveragePlan, LastBackward, make_plan
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.flat_memory import FlatMemory
 from nxdpp.parallel_layers.gradient_average import (
     Reduction,
     average_tensors,
@@ -97,9 +100,10 @@ class OverlappedAverage:
         self._next = 0
         self._hooks: list[RemovableHandle] = []
         self._in_flight: deque[Reduction] = deque()
+        self._memory = FlatMemory()
         self._stage = NO_STAGE
         self._stages_left = 0
-        self._agree: Callable[[int], bool] | None = None
+        self._agree: Callable[[], bool] | None = None
         self._early_bytes = 0
 
     def begin(
@@ -107,7 +111,7 @@ class OverlappedAverage:
         parameters: Collection[nn.Parameter],
         last: Sequence[LastBackward],
         held_back: Collection[nn.Parameter],
-        agree: Callable[[int], bool],
+        start_agreement: Callable[[int], Callable[[], bool]],
     ) -> None:
         """Begin a step, of which nothing is sent yet.
 
@@ -115,8 +119,9 @@ class OverlappedAverage:
             parameters: of this rank, the same on all replicas in the same order.
             last: the last backward of each local stage, in the order of the step.
             held_back: parameters whose gradients change after the last backward: tied weights.
-            agree: called once before a gradient is sent, with a hash of the order of the buckets; collective over the
-                replicas. Returns whether all have this order, and raises where they must not go on.
+            start_agreement: called with a hash of the order of the buckets; collective over the replicas. Its result is
+                called before a gradient is sent. That returns whether all have this order, and raises where they must
+                not go on. The message is on its way meanwhile: replicas need not wait for each other.
         """
         self.abandon()
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -130,7 +135,7 @@ class OverlappedAverage:
         self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._stages_left = len(last)
         self._early_bytes = 0
-        self._agree = agree
+        self._agree = start_agreement(self._plan.order)
 
     def before_last(self, stage: int) -> None:
         """Note that the last backward of ``stage`` begins."""
@@ -196,6 +201,7 @@ class OverlappedAverage:
     def forget(self) -> None:
         """Forget the parameters, which may have been replaced: the next step sends nothing early."""
         self.abandon()
+        self._memory = FlatMemory()
         self._plan, self._expected = None, set()
 
     def abandon(self) -> None:
@@ -212,7 +218,7 @@ class OverlappedAverage:
         if self._agree is None:
             return
         agree, self._agree = self._agree, None
-        if self._plan is None or not agree(self._plan.order):
+        if not agree():
             # Replicas with other orders send nothing early.
             self._buckets, self._of_parameter = [], {}
 
@@ -242,7 +248,8 @@ class OverlappedAverage:
             gradients = [zero_gradient(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
             # Memory that a view shares may be that of a gradient on its way through the graph.
             in_place = self._stage == NO_STAGE or _has_own_memory(gradients[0])
-            bucket.reduction = start(gradients, self._group, self._size, in_place)
+            memory = partial(self._memory.take, gradients[0].device)
+            bucket.reduction = start(gradients, self._group, self._size, in_place, memory)
         bucket.is_sent = True
         self._in_flight.append(bucket.reduction)
         if self._stages_left:
@@ -255,8 +262,11 @@ class OverlappedAverage:
             self._finish_first()
 
     def _finish_first(self) -> None:
+        reduction = self._in_flight.popleft()
         with torch.no_grad():
-            self._in_flight.popleft().finish()
+            reduction.finish()
+        if reduction.copied_bytes:
+            self._memory.give_back(reduction.flat)
         board.moved()
 
     def _fill_in(self, bucket: _Bucket, missing: dict[int, nn.Parameter]) -> None:

@@ -6,7 +6,7 @@ A backend pairs the messages of two replicas by their order alone. So each excha
     replica 1   run_train: average of gradients   16 bytes  ──▶
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,21 +34,45 @@ class ReplicaExchanges:
 
         Raises ``RuntimeError`` on all of them for a difference, before a value is sent.
         """
-        if parallel_state.get_data_parallel_size() == 1:
-            return
-        number = int.from_bytes(digest("\n".join([name, *self._settings, *details]).encode()), "little") >> 2
-        largest = torch.tensor([number, -number])
+        if parallel_state.get_data_parallel_size() > 1:
+            self.start(name, details, ())()
+
+    def start(self, name: str, details: Sequence[str], notes: Sequence[int]) -> Callable[[], list[int]]:
+        """Start the exchange ``name``, and return a function that ends it; both are collective over the replicas.
+
+        The function returns the largest of each of ``notes``, integers. It raises as ``begin`` does. Equal notes take
+        one message, which goes on while this rank computes.
+        """
+        lines = [name, *self._settings, *details, *map(str, notes)]
+        number = int.from_bytes(digest("\n".join(lines).encode()), "little") >> 2
+        both = torch.tensor([number, -number])
         group = parallel_state.get_data_parallel_control_group()
-        with failure_watch.reported():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            if largest[0] != -largest[1]:
-                raise RuntimeError(_difference(name, self._settings, list(details), group))
+        work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
+
+        def end() -> list[int]:
+            with failure_watch.reported():
+                assert work is not None
+                work.wait()
+                if both[0] == -both[1]:
+                    return list(notes)
+                difference = _difference(name, self._settings, list(details), group)
+                if difference is not None:
+                    raise RuntimeError(difference)
+                largest = torch.tensor(notes)
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            found: list[int] = largest.tolist()
+            return found
+
+        return end
 
 
-def _difference(name: str, settings: list[str], details: list[str], group: dist.ProcessGroup) -> str:
+def _difference(name: str, settings: list[str], details: list[str], group: dist.ProcessGroup) -> str | None:
+    """Return how the replicas differ, and ``None`` if they do not; collective over them."""
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, (board.position().call, name, settings, details), group=group)
-    other = next(rank for rank, theirs in enumerate(everyones) if theirs[1:] != everyones[0][1:])
+    other = next((rank for rank, theirs in enumerate(everyones) if theirs[1:] != everyones[0][1:]), None)
+    if other is None:
+        return None
     first, second = (rank_name(group, rank, "data-parallel rank") for rank in (0, other))
     first_call, first_name, *first_lines = everyones[0]
     second_call, second_name, *second_lines = everyones[other]

@@ -10,9 +10,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
@@ -117,19 +114,21 @@ class ReplicaGradients:
             control = parallel_state.get_data_parallel_control_group()
             self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control)
 
-        def agree(order: int) -> bool:
-            control = parallel_state.get_data_parallel_control_group()
-            self._exchanges.begin("average of gradients during a step", self._trained_names())
-            notes = torch.tensor([number, -number, int(self._changed), order, -order])
-            dist.all_reduce(notes, dist.ReduceOp.MAX, control)
-            *largest, last_order, negative_first = notes.tolist()
-            self._check_of(number)(largest)
-            return bool(last_order == -negative_first)
+        def start(order: int) -> Callable[[], bool]:
+            notes = [number, -number, int(self._changed), order, -order]
+            end = self._exchanges.start("average of gradients during a step", self._trained_names(), notes)
+
+            def agree() -> bool:
+                *largest, last_order, negative_first = end()
+                self._check_of(number)(largest)
+                return last_order == -negative_first
+
+            return agree
 
         # A parameter that is divided along the sequence gets the sum over tensor ranks after the step.
         parameters = list(self._module.parameters())
         divided = (each for each in parameters if getattr(each, "sequence_parallel_enabled", False))
-        self._overlapped.begin(parameters, last, [*self._part.tied.parameters, *divided], agree)
+        self._overlapped.begin(parameters, last, [*self._part.tied.parameters, *divided], start)
         return self._overlapped
 
     def finish(self) -> None:

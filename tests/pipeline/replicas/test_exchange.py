@@ -31,6 +31,12 @@ def exchange(rank: int) -> dict[str, str]:
     same = ReplicaExchanges({"number": 1})
     same.begin("average", ["a"])
     assert of_all_replicas([2.0 + rank], same, "items") == [[2.0], [3.0]]
+    # Equal notes take one message, others a second exchange. The exchange goes on while the rank does other things.
+    equal, different = same.start("average", ["a"], [3, -3]), same.start("average", ["a"], [rank, -rank, 7])
+    assert (equal(), different()) == ([3, -3], [1, 0, 7])
+    wrong = same.start("average", [f"detail {rank}"], [rank])
+    with pytest.raises(RuntimeError, match="has other settings than"):
+        wrong()
     found = {
         "name": message(same, f"average {rank}", [f"detail {rank}"]),
         "details": message(same, "average", ["a", f"detail {rank}"]),

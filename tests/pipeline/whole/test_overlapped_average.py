@@ -158,7 +158,7 @@ def late_contribution(rank: int) -> None:
     wrapped.run_train(**own(batch))
     average: Any = wrapped._pipeline._replicas._overlapped
     parameters = list(wrapped.local_parameters())
-    average.begin(parameters, [], [], lambda order: True)
+    average.begin(parameters, [], [], lambda order: lambda: True)
     average.before_last(0)
     for bucket in average._buckets:
         bucket.remaining.clear()
