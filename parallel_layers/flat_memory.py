@@ -7,7 +7,7 @@ import torch
 
 
 class FlatMemory:
-    """Memory for copies; the largest sum of them at one time is kept."""
+    """Memory for copies. As many pieces are kept as there were copies at one time."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -16,6 +16,8 @@ class FlatMemory:
         """Return ``count`` bytes on ``device``, uint8: the smallest free memory that has them, or new memory."""
         fitting = [each for each in self._free if each.numel() >= count and each.device == device]
         if not fitting:
+            # Other buckets than before: the new piece takes the place of one that is too small.
+            self._free = self._free[1:]
             return torch.empty(count, dtype=torch.uint8, device=device)
         chosen = min(fitting, key=torch.Tensor.numel)
         self._free = [each for each in self._free if each is not chosen]

@@ -22,6 +22,13 @@ def test_memory_that_is_free_is_used_again() -> None:
     assert memory.take(CPU, 1024).data_ptr() == places[1]
 
 
+def test_growing_copies_leave_no_smaller_ones_behind() -> None:
+    memory = FlatMemory()
+    for count in range(1000, 1100):
+        memory.give_back(memory.take(CPU, count))
+    assert [each.numel() for each in memory._free] == [1099]
+
+
 def test_two_copies_at_one_time_have_memory_of_their_own() -> None:
     memory = FlatMemory()
     one, other = memory.take(CPU, 256), memory.take(CPU, 256)
