@@ -1,0 +1,1 @@
+"""Checkpoints of a training that any layout of ranks loads."""

@@ -1,0 +1,135 @@
+"""State of a training as a checkpoint has it: tensors in rectangles, and all else as JSON."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nxdpp.checkpoint.distributed import ranks
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
+from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
+from nxdpp.checkpoint.distributed.random_state import random_state
+from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.structured import encoded
+from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.tensor_attributes import param_is_not_tensor_parallel_duplicate
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, a ``GradScaler``, a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Load the state."""
+
+
+@dataclass
+class Described:
+    """All of a rank's state but its tensors.
+
+    Attributes:
+        layout: sizes of the job.
+        ties: see ``ModelTensors``; ``None`` without a model.
+        optimizer: class of the optimizer; ``None`` without one.
+        groups: its parameter groups, with this rank's names.
+        states: description of the state of each parameter that this rank keeps.
+        random: states of this rank's generators.
+        others: scheduler, scaler and user content as JSON.
+    """
+
+    layout: dict[str, int]
+    ties: dict[str, str] | None = None
+    optimizer: str | None = None
+    groups: list[SavedGroup] = field(default_factory=list)
+    states: dict[str, Description] = field(default_factory=dict)
+    random: Any = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+class Captured(NamedTuple):
+    """State of a rank: tensors that it writes, by name, and the rest."""
+
+    tensors: dict[str, TensorBlocks]
+    described: Described
+
+
+def captured(
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    scheduler: Stateful | None,
+    grad_scaler: Stateful | None,
+    user_content: Any,
+) -> Captured:
+    """Return what this rank saves; not collective. Raises ``ValueError`` for what a checkpoint cannot hold."""
+    result = Described(layout())
+    own: dict[str, TensorBlocks] = {}
+    replicated: dict[str, TensorBlocks] = {}
+    tensors = None if model is None else model_tensors(model)
+    if tensors is not None:
+        result.ties = tensors.ties
+        for name, tensor in tensors.tensors.items():
+            if _writes(tensor):
+                replicated[f"model.{name}"] = blocks_of(tensor, placement_of(tensor))
+    if optimizer is not None:
+        if tensors is None:
+            raise ValueError("an optimizer is saved with the model whose parameters it has: give model= too.")
+        result.optimizer = optimizer_class(optimizer)
+        names = tensors.names()
+        result.groups = groups_of(optimizer, names)
+        for held in held_state(optimizer, names):
+            if not _writes(held.parameter):
+                continue
+            result.states[held.name] = held.description()
+            into = own if held.is_shard else replicated
+            for key, value in held.tensors().items():
+                into[f"optimizer.{held.name}.{key}"] = held.blocks(value)
+    own.update(_own_share(replicated))
+    result.random, states = random_state(f"random.{ranks.rank()}")
+    own.update({name: whole(tensor) for name, tensor in states.items()})
+    if ranks.rank() == 0:
+        given = {"scheduler": scheduler, "grad_scaler": grad_scaler}
+        states = {}
+        result.others = {
+            **{key: None if one is None else encoded(one.state_dict(), key, states) for key, one in given.items()},
+            "user_content": encoded(user_content, "user_content", states),
+        }
+        own.update({name: whole(tensor) for name, tensor in states.items()})
+    return Captured(own, result)
+
+
+def layout() -> dict[str, int]:
+    """Sizes of the job."""
+    if not ranks.is_several():
+        return {"ranks": 1, "tensor": 1, "data": 1, "pipeline": 1}
+    return {
+        "ranks": ranks.count(),
+        "tensor": parallel_state.get_tensor_model_parallel_size(),
+        "data": parallel_state.get_data_parallel_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_size(),
+    }
+
+
+def _writes(tensor: torch.Tensor) -> bool:
+    """Return whether this rank writes ``tensor``, of the ranks of its replica that have the same elements."""
+    if not ranks.is_several():
+        return True
+    return not getattr(tensor, "shared", False) and param_is_not_tensor_parallel_duplicate(tensor)
+
+
+def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:
+    """The tensors that this replica writes, of those that all replicas have: each writes about as many bytes."""
+    own, replicas = ranks.replica()
+    filled = [0] * replicas
+    share = {}
+    for name, blocks in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        chosen = filled.index(min(filled))
+        filled[chosen] += blocks.nbytes
+        if chosen == own:
+            share[name] = blocks
+    return share

@@ -1,0 +1,152 @@
+"""The document of a checkpoint, ``checkpoint.json``: all that is not the values of tensors.
+
+::
+
+    {"format": "nxdpp", "version": 1, "number": 7, "checksum": "5d1e4f02",
+     "content": {...}                        what the caller gives: step, layout, ties, optimizer, scheduler, ...
+     "tensors": {"model.embed.weight": {
+         "dtype": "float32", "shape": [256, 64],
+         "blocks": [{"offsets": [0, 0], "sizes": [128, 64], "file": "rank00000.safetensors",
+                     "start": 2048, "checksums": "8c3f01aa..."}]}}}
+"""
+
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from nxdpp.checkpoint.distributed.scalars import dtype_named
+from nxdpp.checkpoint.files.checksummed import PIECE_BYTES, DamagedFile, Span
+
+DOCUMENT = "checkpoint.json"
+_VERSION = 1
+_DIGITS = 8
+_HEAD_BYTES = 200
+_NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
+
+
+@dataclass(frozen=True)
+class Document:
+    """Content of a checkpoint, and the place of each rectangle of its tensors."""
+
+    content: dict[str, Any]
+    metadata: Metadata
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shape of each tensor by name."""
+        return {name: tuple(tensor.size) for name, tensor in _tensors(self.metadata).items()}
+
+
+def write_document(
+    path: Path, number: int, content: dict[str, Any], metadata: Metadata, spans: dict[MetadataIndex, Span]
+) -> None:
+    """Write the document to ``path``, which is on the disk then. Raises ``OSError``.
+
+    Args:
+        number: of the checkpoint among those of a training, in the order of saves.
+        content: JSON of the caller.
+        metadata: names, shapes, dtypes and rectangles of the tensors.
+        spans: the place of each rectangle.
+    """
+    tensors = {}
+    for name, saved in _tensors(metadata).items():
+        blocks = []
+        for chunk in saved.chunks:
+            span = spans[MetadataIndex(name, chunk.offsets)]
+            blocks.append(
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": span.file,
+                    "start": span.start,
+                    "checksums": "".join(f"{checksum:0{_DIGITS}x}" for checksum in span.checksums),
+                }
+            )
+        dtype = str(saved.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(saved.size), "blocks": blocks}
+    body = {"content": content, "tensors": tensors}
+    head = {"format": "nxdpp", "version": _VERSION, "number": number, "checksum": _checksum(body)}
+    with path.open("w", encoding="utf-8") as file:
+        json.dump({**head, **body}, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_document(directory: Path) -> bytes:
+    """Return the bytes of the document in ``directory``. Raises ``OSError``."""
+    return (directory / DOCUMENT).read_bytes()
+
+
+def parsed_document(directory: Path, text: bytes) -> Document:
+    """Return the document of the checkpoint in ``directory``, which has the bytes ``text``.
+
+    Raises ``DamagedFile`` for one that is not whole, and ``ValueError`` for another version.
+    """
+    path = directory / DOCUMENT
+    try:
+        parsed = json.loads(text)
+        version = parsed["version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedFile(f"{path} is not the document of a checkpoint, or is damaged ({error}).") from error
+    if parsed.get("format") != "nxdpp" or version != _VERSION:
+        raise ValueError(f"{path} has version {version!r:.100}, and this nxdpp reads version {_VERSION}: update nxdpp.")
+    try:
+        body = {"content": parsed["content"], "tensors": parsed["tensors"]}
+        if _checksum(body) != parsed["checksum"]:
+            raise ValueError("its checksum is another one")
+        return Document(parsed["content"], _metadata(parsed["tensors"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {error}).") from error
+
+
+def number_of(directory: Path) -> int:
+    """Return the number of the checkpoint in ``directory``; 0 where it cannot be read. Reads the head alone."""
+    try:
+        with (directory / DOCUMENT).open("rb") as file:
+            found = _NUMBER.match(file.read(_HEAD_BYTES))
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, separators=(',', ':')).encode()):0{_DIGITS}x}"
+
+
+def _metadata(tensors: dict[str, Any]) -> Metadata:
+    described: dict[str, Any] = {}
+    spans: dict[MetadataIndex, Span] = {}
+    for name, tensor in tensors.items():
+        dtype = dtype_named(tensor["dtype"])
+        chunks = []
+        for block in tensor["blocks"]:
+            sizes = torch.Size(block["sizes"])
+            chunks.append(ChunkStorageMetadata(torch.Size(block["offsets"]), sizes))
+            text = block["checksums"]
+            checksums = tuple(int(text[at : at + _DIGITS], 16) for at in range(0, len(text), _DIGITS))
+            length = sizes.numel() * dtype.itemsize
+            if len(checksums) != -(-length // PIECE_BYTES) or Path(block["file"]).name != block["file"]:
+                raise ValueError(f"a block of {name} has {len(checksums)} checksums in the file {block['file']!r}")
+            spans[MetadataIndex(name, chunks[-1].offsets)] = Span(block["file"], int(block["start"]), length, checksums)
+        described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor["shape"]), chunks)
+    return Metadata(state_dict_metadata=described, storage_data=spans)
+
+
+def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    found = {}
+    for name, saved in metadata.state_dict_metadata.items():
+        assert isinstance(saved, TensorStorageMetadata), "a checkpoint has tensors alone"
+        found[name] = saved
+    return found

@@ -1,0 +1,246 @@
+"""A load of all ranks: each reads its own rectangles of what any layout has saved.
+
+::
+
+    rank 0       reads the document ─▶ all ranks
+    all ranks    verify names, shapes and groups ─▶ read into memory that is there ─▶ take over the rest
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.optim import Optimizer
+
+from nxdpp.checkpoint.distributed.captured import Stateful, layout
+from nxdpp.checkpoint.distributed.document import parsed_document, read_document
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
+from nxdpp.checkpoint.distributed.optimizer_state import held_state, optimizer_class
+from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
+from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
+from nxdpp.checkpoint.distributed.random_state import set_random_state
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.structured import decoded
+from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
+from nxdpp.checkpoint.files.checksummed import ChecksummedReader, DamagedFile, Span, read_region
+from nxdpp.initialization.allocation import with_type_of
+
+_SHOWN = 10
+
+
+class Load:
+    """One load. Its methods are collective over all ranks, in their order.
+
+    Args:
+        folder: directory of the checkpoint.
+        exchange: of all ranks.
+
+    Raises ``OSError``, ``DamagedFile`` and ``ValueError`` for the document, on all ranks.
+    """
+
+    def __init__(self, folder: Path, exchange: Exchange) -> None:
+        self._folder = folder
+        self._exchange = exchange
+        text = zlib.decompress(exchange.from_first(lambda: zlib.compress(read_document(folder), 1)))
+        document = parsed_document(folder, text)
+        self.content = document.content
+        self._metadata = document.metadata
+        self._targets: dict[str, TensorBlocks] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        self._after: list[Callable[[], Any]] = []
+
+    def prepare(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | None,
+        scheduler: Stateful | None,
+        grad_scaler: Stateful | None,
+        strict: bool,
+    ) -> None:
+        """Verify that the checkpoint fits, before anything is changed.
+
+        Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not.
+        """
+        tensors = None if model is None else model_tensors(model)
+        self._exchange.together(lambda: self._prepare(model, tensors, optimizer, scheduler, grad_scaler, strict))
+        if tensors is not None and strict:
+            self._exchange.through_first(list(tensors.tensors), self._check_unexpected)
+
+    def read(self) -> Any:
+        """Read this rank's part, take over the state, and return the user's content."""
+        self._exchange.together(self._read)
+        for act in self._after:
+            act()
+        return decoded(self.content["user_content"], self._made)
+
+    def _prepare(
+        self,
+        model: nn.Module | None,
+        tensors: ModelTensors | None,
+        optimizer: Optimizer | None,
+        scheduler: Stateful | None,
+        grad_scaler: Stateful | None,
+        strict: bool,
+    ) -> None:
+        if tensors is not None:
+            assert model is not None
+            self._add_model(model, tensors, strict)
+        if optimizer is not None:
+            if tensors is None:
+                raise ValueError("an optimizer is loaded with the model whose parameters it has: give model= too.")
+            self._add_optimizer(optimizer, tensors)
+        for name, one in (("scheduler", scheduler), ("grad_scaler", grad_scaler)):
+            if one is None:
+                continue
+            if self.content[name] is None:
+                raise ValueError(f"{self._folder} has no {name}: leave out {name}=.")
+            self._add_made(name)
+            self._after.append(partial(self._give_state, one, name))
+        self._add_made("user_content")
+        self._add_random()
+
+    def _add_model(self, model: nn.Module, tensors: ModelTensors, strict: bool) -> None:
+        saved_ties: Mapping[str, str] = self.content["ties"] or {}
+        if self.content["ties"] is None:
+            raise ValueError(f"{self._folder} has no model: leave out model=.")
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        missing = []
+        for name, tensor in tensors.tensors.items():
+            source = self._shaped(f"model.{saved_ties.get(name, name)}")
+            if source is None:
+                missing.append(name)
+                continue
+            placement = placement_of(tensor)
+            if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
+                raise ValueError(
+                    f"{name} is of shape {list(source.size)} and {source.properties.dtype} in {self._folder}, and of "
+                    f"{list(placement.shape)} and {tensor.dtype} in the model: build the model that was saved."
+                )
+            real = tensor
+            if tensor.is_meta:
+                real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
+                replaced.append((tensor, real))
+            self._add(f"model.{saved_ties.get(name, name)}", blocks_of(real, placement))
+        if missing and strict:
+            raise ValueError(f"{self._folder} lacks {_listed(missing)} of the model. Nothing was loaded.")
+        self._after.append(lambda: _take_over(model, replaced))
+
+    def _add_optimizer(self, optimizer: Optimizer, tensors: ModelTensors) -> None:
+        saved = self.content["optimizer"]
+        if saved is None:
+            raise ValueError(f"{self._folder} has no optimizer: leave out optimizer=.")
+        own = optimizer_class(optimizer)
+        if saved["class"] != own:
+            raise ValueError(
+                f"{self._folder} has the state of {saved['class']}, and the optimizer is {own}: make the optimizer that "
+                f"was saved, or leave out optimizer=."
+            )
+        names = tensors.names()
+        options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
+        states = saved["states"]
+        for held in list(held_state(optimizer, names)):
+            state = held.new_state(states.get(held.name, {}))
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    self._targets[f"optimizer.{held.name}.{key}"] = held.blocks(value)
+            self._after.append(partial(held.give, state))
+        self._after.append(partial(_give_options, optimizer, options))
+
+    def _add_random(self) -> None:
+        saved = self.content["random"]
+        if self.content["layout"] != layout():
+            # Other ranks draw for other layers: their states have no meaning here.
+            return
+        name = f"random.{self._exchange.rank}"
+        self._add_made(name)
+        self._after.append(lambda: set_random_state(saved[self._exchange.rank], self._made))
+
+    def _add_made(self, prefix: str) -> None:
+        """Read the tensors whose names begin with ``prefix`` and a separator whole, into new memory."""
+        for name in self._metadata.state_dict_metadata:
+            if not name.startswith((f"{prefix}.", f"{prefix}[")):
+                continue
+            saved = self._shaped(name)
+            assert saved is not None
+            self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            self._add(name, whole(self._made[name]))
+
+    def _add(self, name: str, blocks: TensorBlocks) -> None:
+        first = self._targets.setdefault(name, blocks)
+        if first is not blocks:
+            # Two tensors of this model were one: the second gets the values of the first.
+            self._after.append(partial(_copy_blocks, first, blocks))
+
+    def _give_state(self, one: Stateful, name: str) -> None:
+        one.load_state_dict(decoded(self.content[name], self._made))
+
+    def _shaped(self, name: str) -> TensorStorageMetadata | None:
+        saved = self._metadata.state_dict_metadata.get(name)
+        assert saved is None or isinstance(saved, TensorStorageMetadata)
+        return saved
+
+    def _check_unexpected(self, of_ranks: list[list[str]]) -> Sequence[None]:
+        """On rank 0: raise ``ValueError`` for saved names that no rank's model has."""
+        known = {name for names in of_ranks for name in names}
+        ties = self.content["ties"]
+        known |= {ties.get(name, name) for name in known}
+        saved = [name.removeprefix("model.") for name in self._metadata.state_dict_metadata if name.startswith("model.")]
+        unexpected = [name for name in saved if name not in known]
+        if unexpected:
+            raise ValueError(
+                f"{self._folder} has {_listed(unexpected)}, which the model does not have. Nothing was loaded; "
+                f"strict=False leaves them out."
+            )
+        return [None] * len(of_ranks)
+
+    def _read(self) -> None:
+        planner = BlocksLoadPlanner()
+        planner.set_up_planner(self._targets, self._metadata)
+        try:
+            read_plan(self._folder, self._metadata, planner, planner.create_local_plan())
+        except (DamagedFile, OSError) as error:
+            error.add_note("The model has values of two origins now: load another checkpoint, or end the program.")
+            raise
+
+
+def read_plan(folder: Path, metadata: Metadata, planner: BlocksLoadPlanner, plan: LoadPlan) -> None:
+    """Read the rectangles of ``plan`` in the order of the files. Raises ``DamagedFile`` and ``OSError``."""
+    spans: Mapping[MetadataIndex, Span] = metadata.storage_data
+    with ChecksummedReader(folder) as reader:
+        for item in sorted(plan.items, key=lambda item: spans[item.storage_index][:2]):
+            index = item.storage_index
+            saved = metadata.state_dict_metadata[index.fqn]
+            assert isinstance(saved, TensorStorageMetadata) and index.index is not None
+            shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
+            read_region(reader, spans[index], shape, item.storage_offsets, planner.resolve_tensor(item), dtype)
+
+
+def _take_over(model: nn.Module, replaced: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Tell a pipelined model of its new values, and put tensors in the place of those on the meta device."""
+    replace = getattr(model, "replace_local_tensors", None)
+    if replace is not None:
+        replace(replaced)
+    elif replaced:
+        raise ValueError("the model has tensors on the meta device: wrap it, or give it memory by to_empty() first.")
+
+
+def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+
+
+def _copy_blocks(source: TensorBlocks, destination: TensorBlocks) -> None:
+    for one, other in zip(source.blocks, destination.blocks, strict=True):
+        other.values.copy_(one.values)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,86 @@
+"""Options of an optimizer's parameter groups, with the names of their parameters on all ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+
+from nxdpp.checkpoint.distributed.structured import decoded, encoded
+
+_SHOWN = 5
+
+
+class SavedGroup(NamedTuple):
+    """A parameter group: its options as JSON, and the names of its parameters."""
+
+    options: dict[str, Any]
+    names: list[str]
+
+
+def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[SavedGroup]:
+    """Return the groups of ``optimizer`` with this rank's names.
+
+    Raises ``ValueError`` for options that JSON cannot hold.
+    """
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        own = [names[id(parameter)] for parameter in group["params"]]
+        found.append(SavedGroup(encoded(options, f"param_groups[{number}]"), own))
+    return found
+
+
+def joined_groups(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
+    """Join the groups of all ranks. Raises ``ValueError`` for ranks with other numbers of groups or other options."""
+    counts = sorted({len(groups) for groups in of_ranks})
+    if len(counts) > 1:
+        raise ValueError(
+            f"optimizers have {counts[0]} to {counts[-1]} parameter groups on different ranks: give every rank the same "
+            f"groups, also those without a parameter of the rank."
+        )
+    joined = []
+    for number in range(counts[0]):
+        groups = [groups[number] for groups in of_ranks]
+        for rank, group in enumerate(groups):
+            if group.options != groups[0].options:
+                keys = sorted(set(group.options) | set(groups[0].options))
+                key = next(key for key in keys if group.options.get(key) != groups[0].options.get(key))
+                raise ValueError(
+                    f"param_groups[{number}] has {key}={groups[0].options.get(key)} on rank 0 and "
+                    f"{group.options.get(key)} on rank {rank}: set the same options on every rank."
+                )
+        names = dict.fromkeys(name for group in groups for name in group.names)
+        joined.append(SavedGroup(groups[0].options, list(names)))
+    return joined
+
+
+def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[SavedGroup]) -> list[dict[str, Any]]:
+    """Return the options of ``saved`` for each group of ``optimizer``.
+
+    A group gets those of its parameters. One without a parameter of this rank gets those at its place.
+
+    Raises ``ValueError`` for a group whose parameters were in several groups, or in none.
+    """
+    place = {name: number for number, group in enumerate(saved) for name in group.names}
+    options = []
+    for number, group in enumerate(optimizer.param_groups):
+        own = [names[id(parameter)] for parameter in group["params"]]
+        missing = [name for name in own if name not in place]
+        if missing:
+            raise ValueError(
+                f"the checkpoint's optimizer did not have {', '.join(missing[:_SHOWN])}"
+                f"{f' and {len(missing) - _SHOWN} more' if len(missing) > _SHOWN else ''} of param_groups[{number}]: "
+                f"make the optimizer with the parameters that were saved."
+            )
+        places = sorted({place[name] for name in own})
+        if len(places) > 1:
+            raise ValueError(
+                f"the parameters of param_groups[{number}] were in the groups {places} of the checkpoint: make the "
+                f"optimizer with the groups that were saved."
+            )
+        at = places[0] if places else number
+        if at < len(saved):
+            options.append(decoded(saved[at].options))
+        else:
+            options.append({})
+    return options

@@ -1,0 +1,49 @@
+"""States of this rank's random generators: Python's, NumPy's, torch's on the CPU and the device, and the tracker's."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from nxdpp.checkpoint.distributed.structured import decoded, encoded
+from nxdpp.devices.kinds import device_of
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.random import get_xla_rng_tracker
+
+
+def random_state(prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the states as JSON, and its tensors under names that begin with ``prefix``."""
+    tensors: dict[str, torch.Tensor] = {}
+    states = {
+        "python": _python_state(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": _device_state(),
+        "tracker": get_xla_rng_tracker().get_states(),
+    }
+    return encoded(states, prefix, tensors), tensors
+
+
+def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Continue with the states of ``random_state``."""
+    states = decoded(saved, tensors)
+    version, numbers, following = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), following))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    get_xla_rng_tracker().set_states(states["tracker"])
+    if parallel_state.model_parallel_is_initialized() and states["device"]:
+        device_of(parallel_state.local_device()).set_random_state(states["device"])
+
+
+def _python_state() -> tuple[int, torch.Tensor, float | None]:
+    version, numbers, following = random.getstate()
+    return version, torch.tensor(numbers, dtype=torch.int64), following
+
+
+def _device_state() -> bytes:
+    if not parallel_state.model_parallel_is_initialized():
+        return b""
+    return device_of(parallel_state.local_device()).random_state()

@@ -1,0 +1,103 @@
+"""The ranks that save or load a checkpoint together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from nxdpp.checkpoint.files.checksummed import DamagedFile
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.store_exchange import StoreExchange
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Global rank; 0 in a process alone."""
+    return dist.get_rank() if is_several() else 0
+
+
+def count() -> int:
+    """Number of ranks; 1 in a process alone."""
+    return dist.get_world_size() if is_several() else 1
+
+
+def is_several() -> bool:
+    """Return whether there are several ranks.
+
+    Raises ``RuntimeError`` in a world of several ranks before ``initialize_model_parallel``.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    if not parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("a checkpoint is that of all ranks: call parallel_state.initialize_model_parallel() first.")
+    return True
+
+
+def replica() -> tuple[int, int]:
+    """This rank's place among the data-parallel replicas, and their number."""
+    if not is_several():
+        return 0, 1
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+
+
+class Exchange:
+    """Values and errors of all ranks. Each method is collective over all ranks, in one thread of each.
+
+    Args:
+        name: of the exchange. Without it the exchange is that of all calls of nxdpp, for the main thread.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.rank, self.ranks = rank(), count()
+        self._store: StoreExchange | None = None
+        if self.ranks > 1:
+            ours = parallel_state.get_exchange()
+            self._store = ours if name is None else ours.named(name)
+
+    def through_first(self, value: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Return what ``answer`` on rank 0 makes of the values of all ranks for this one.
+
+        An error of ``answer`` is raised on all ranks.
+        """
+        if self._store is None:
+            return answer([value])[0]
+
+        def safely(values: list[Any]) -> list[Any]:
+            try:
+                return [(reply, None) for reply in answer(values)]
+            except Exception as error:
+                return [(None, error)] * len(values)
+
+        reply, error = self._store.through_first(value, safely)
+        if error is not None:
+            raise error
+        return reply
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return the result of ``make`` on rank 0; its error is raised on all ranks."""
+        if self._store is None:
+            return make()
+        made = self._store.gather(self.together(lambda: make() if self.rank == 0 else None))
+        return cast(T, made[0])
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Return the result of ``act``, or raise on all ranks.
+
+        A rank that fails raises its own error, others an ``OSError``, ``ValueError`` or ``RuntimeError`` that names it.
+        """
+        if self._store is None:
+            return act()
+        own: Exception | None = None
+        try:
+            result = act()
+        except Exception as error:
+            own = error
+        kind = next((kind for kind in (DamagedFile, OSError, ValueError) if isinstance(own, kind)), RuntimeError)
+        report = None if own is None else (kind, f"{type(own).__name__}: {own}")
+        failures = [(at, report) for at, report in enumerate(self._store.gather(report)) if report is not None]
+        if own is not None:
+            raise own
+        for failed, (failure, message) in failures:
+            raise failure(f"on rank {failed}, {message}")
+        return result

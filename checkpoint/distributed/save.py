@@ -1,0 +1,132 @@
+"""A save of all ranks: planned together, written by each rank, made to count by rank 0.
+
+::
+
+    all ranks    what each has ─▶ rank 0: rectangles of each rank ─▶ all ranks: write their files
+    all ranks    places and checksums ─▶ rank 0: document, latest, removal of older checkpoints
+"""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.captured import Captured, Described
+from nxdpp.checkpoint.distributed.document import write_document
+from nxdpp.checkpoint.distributed.parameter_groups import joined_groups
+from nxdpp.checkpoint.distributed.planners import BlocksSavePlanner, key_of
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
+
+
+class Save:
+    """One save. Its methods are collective over all ranks, in their order.
+
+    Args:
+        folder: directory of the checkpoint, whose name is the tag.
+        kept: number of checkpoints to keep; ``None`` keeps all.
+        exchange: of all ranks. That of another thread may be given after ``plan``.
+    """
+
+    def __init__(self, folder: Path, kept: int | None, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._folder = folder
+        self._kept = kept
+        self._planner = BlocksSavePlanner()
+        self._plan = SavePlan([])
+        self._name = ""
+        # Of rank 0.
+        self._content: dict[str, Any] = {}
+        self._metadata = Metadata({})
+
+    def plan(self, state: Captured) -> dict[str, torch.Tensor]:
+        """Return the rectangles that this rank writes, by the keys of its file.
+
+        Raises ``ValueError`` on all ranks if their states contradict each other or lack a part.
+        """
+        self._planner.set_up_planner(state.tensors)
+        local = self._planner.create_local_plan()
+        self._name, plan = self.exchange.through_first((local, state.described), self._plan_all)
+        self._plan = self._planner.finish_plan(plan)
+        found = {}
+        for item in self._plan.items:
+            values = self._planner.resolve_data(item)
+            assert isinstance(values, torch.Tensor)
+            found[key_of(item.index)] = values
+        return found
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write the values of ``plan``, and make the checkpoint count.
+
+        Raises on all ranks ``OSError`` or ``ValueError`` of a rank that cannot write. Earlier checkpoints are there.
+        """
+        file = self._folder / directory.file_name(self._name, self.exchange.rank)
+
+        def written() -> dict[str, Span]:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                return write_checksummed(file, tensors) if tensors else {}
+            except BaseException:
+                file.unlink(missing_ok=True)
+                raise
+
+        spans = self.exchange.together(written)
+        places = {item.index: spans[key_of(item.index)] for item in self._plan.items}
+        self.exchange.through_first(places, self._finish)
+
+    def _plan_all(self, of_ranks: list[tuple[SavePlan, Described]]) -> Sequence[tuple[str, SavePlan]]:
+        """On rank 0: divide the rectangles among the ranks."""
+        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in of_ranks])
+        self._content = _content([described for _, described in of_ranks])
+        name = secrets.token_hex(4)
+        return [(name, plan) for plan in plans]
+
+    def _finish(self, of_ranks: list[dict[MetadataIndex, Span]]) -> Sequence[None]:
+        """On rank 0: write the document, then ``latest``, then remove older checkpoints."""
+        spans: dict[MetadataIndex, Span] = {}
+        for rank, places in enumerate(of_ranks):
+            self._check_visible(rank, places)
+            spans.update(places)
+        path = self._folder.parent
+        document = directory.new_document(self._folder, self._name)
+        write_document(document, directory.next_number(path), self._content, self._metadata, spans)
+        directory.commit(self._folder, self._name)
+        directory.prune(path, self._kept, self._folder.name, {span.file for span in spans.values()})
+        return [None] * len(of_ranks)
+
+    def _check_visible(self, rank: int, places: dict[MetadataIndex, Span]) -> None:
+        for span in list(places.values())[:1]:
+            if not (self._folder / span.file).is_file():
+                raise RuntimeError(
+                    f"rank {rank} has written {self._folder / span.file}, and rank 0 does not find it: the directory "
+                    f"must be on a file system that all hosts share. No checkpoint was made."
+                )
+
+
+def _content(of_ranks: list[Described]) -> dict[str, Any]:
+    """Join what the ranks describe."""
+    first = of_ranks[0]
+    states: dict[str, Any] = {}
+    for rank, described in enumerate(of_ranks):
+        for name, state in described.states.items():
+            if states.setdefault(name, state) != state:
+                raise ValueError(
+                    f"ranks have different optimizer state of {name}: {states[name]} and, on rank {rank}, {state}. "
+                    f"Step the optimizer on every rank alike."
+                )
+    optimizer = None
+    if first.optimizer is not None:
+        groups = joined_groups([described.groups for described in of_ranks])
+        optimizer = {"class": first.optimizer, "groups": [group._asdict() for group in groups], "states": states}
+    return {
+        "layout": first.layout,
+        "ties": first.ties,
+        "optimizer": optimizer,
+        "random": [described.random for described in of_ranks],
+        **first.others,
+    }

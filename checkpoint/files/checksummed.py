@@ -1,0 +1,222 @@
+"""Safetensors files that are written in pieces, with a checksum of each piece, and read back by ranges.
+
+A file is written tensor by tensor, so that a piece of one alone is copied to the memory of the host. The checksums are
+returned: a checkpoint keeps them in its document, outside of the files they are of.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+PIECE_BYTES = 8 << 20
+
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
+    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class Span(NamedTuple):
+    """Bytes of a tensor in a file, and the CRC-32 of each piece of ``PIECE_BYTES`` of them."""
+
+    file: str
+    start: int
+    length: int
+    checksums: tuple[int, ...]
+
+
+def write_checksummed(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Span]:
+    """Write ``tensors`` to the safetensors file ``path``, and return the place of each.
+
+    The file is on the disk when this returns. Values of another device, or not contiguous, are copied piece by piece.
+
+    Raises ``ValueError`` for a dtype that the format does not have, and ``OSError`` if the file cannot be written.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{name} is of {tensor.dtype}, which a safetensors file cannot hold: convert it first.")
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The format asks for data that is aligned to 8 bytes.
+    text += b" " * (-len(text) % 8)
+    spans = {}
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        at = 8 + len(text)
+        for name, tensor in tensors.items():
+            checksums = []
+            for piece in _pieces(tensor.detach()):
+                checksums.append(zlib.crc32(piece))
+                file.write(piece)
+            spans[name] = Span(path.name, at, tensor.nbytes, tuple(checksums))
+            at += tensor.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return spans
+
+
+def _pieces(tensor: torch.Tensor) -> Iterable[memoryview]:
+    """The bytes of ``tensor`` in pieces of ``PIECE_BYTES``, the last one shorter."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = tensor.view(-1)
+    count = PIECE_BYTES // tensor.element_size()
+    for start in range(0, flat.numel(), count):
+        piece = flat[start : start + count].cpu()
+        yield memoryview(piece.view(torch.uint8).numpy())
+
+
+class DamagedFile(ValueError):
+    """A file of a checkpoint is shorter than it was, or has other bytes."""
+
+
+@dataclass
+class ChecksummedReader:
+    """Reads bytes of spans in the files of ``directory``, and compares the checksum of each piece that it reads.
+
+    One file is open at a time, and one piece is kept. Raises ``DamagedFile`` and ``OSError``.
+    """
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        self._name: str | None = None
+        self._descriptor = -1
+        self._kept: tuple[Span, int] | None = None
+        self._piece = bytearray()
+
+    def __enter__(self) -> "ChecksummedReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._name is not None:
+            os.close(self._descriptor)
+            self._name = None
+
+    def read(self, span: Span, start: int, destination: memoryview) -> None:
+        """Fill ``destination`` with the bytes of ``span`` from ``start`` on."""
+        stop, done = start + len(destination), 0
+        while start + done < stop:
+            number, skipped = divmod(start + done, PIECE_BYTES)
+            first, last = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, span.length)
+            count = min(last, stop) - start - done
+            into = destination[done : done + count]
+            if count == last - first:
+                self._fill(span, number, into)
+            else:
+                self._keep(span, number, last - first)
+                into[:] = memoryview(self._piece)[skipped : skipped + count]
+            done += count
+
+    def verify(self, span: Span) -> None:
+        """Read all bytes of ``span``."""
+        for number in range(len(span.checksums)):
+            self._keep(span, number, min((number + 1) * PIECE_BYTES, span.length) - number * PIECE_BYTES)
+
+    def _keep(self, span: Span, number: int, length: int) -> None:
+        if self._kept == (span, number):
+            return
+        self._kept = None
+        if len(self._piece) != length:
+            self._piece = bytearray(length)
+        self._fill(span, number, memoryview(self._piece))
+        self._kept = span, number
+
+    def _fill(self, span: Span, number: int, into: memoryview) -> None:
+        """Read a whole piece."""
+        if span.file != self._name:
+            self._open(span.file)
+        place, done = span.start + number * PIECE_BYTES, 0
+        while done < len(into):
+            count = os.preadv(self._descriptor, [into[done:]], place + done)
+            if count == 0:
+                size = os.fstat(self._descriptor).st_size
+                raise DamagedFile(
+                    f"{self.directory / span.file} is truncated: it has {size} bytes, and {place + len(into)} are "
+                    f"needed."
+                )
+            done += count
+        if zlib.crc32(into) != span.checksums[number]:
+            raise DamagedFile(
+                f"{self.directory / span.file} is damaged: bytes {place} to {place + len(into)} have another checksum "
+                f"than when they were written."
+            )
+
+    def _open(self, name: str) -> None:
+        self.__exit__()
+        self._descriptor = os.open(self.directory / name, os.O_RDONLY)
+        self._name = name
+
+
+def read_region(
+    reader: ChecksummedReader,
+    span: Span,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    destination: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Read a rectangle of a saved tensor of ``shape`` into ``destination``, which has the rectangle's shape.
+
+    Args:
+        reader, span: the place of the tensor.
+        shape, dtype: of the saved tensor.
+        offsets: of the rectangle in it.
+        destination: on any device, of any dtype and strides.
+    """
+    _read(reader, span, 0, tuple(shape), tuple(offsets), destination.detach(), dtype)
+
+
+def _read(
+    reader: ChecksummedReader,
+    span: Span,
+    base: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    destination: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """``read_region`` of a part of the tensor that begins at byte ``base``."""
+    if destination.numel() == 0:
+        return
+    if not shape:
+        shape, offsets, destination = (1,), (0,), destination.view(1)
+    row = dtype.itemsize * torch.Size(shape[1:]).numel()
+    first, count = offsets[0], destination.shape[0]
+    are_whole_rows = tuple(destination.shape[1:]) == shape[1:]
+    if are_whole_rows and _is_plain(destination, dtype):
+        reader.read(span, base + first * row, memoryview(destination.view(-1).view(torch.uint8).numpy()))
+        return
+    if row > PIECE_BYTES and len(shape) > 1:
+        for number in range(count):
+            _read(reader, span, base + (first + number) * row, shape[1:], offsets[1:], destination[number], dtype)
+        return
+    together = max(1, PIECE_BYTES // row)
+    for begin in range(0, count, together):
+        rows = min(together, count - begin)
+        values = torch.empty((rows, *shape[1:]), dtype=dtype)
+        reader.read(span, base + (first + begin) * row, memoryview(values.view(-1).view(torch.uint8).numpy()))
+        for dim in range(1, len(shape)):
+            values = values.narrow(dim, offsets[dim], destination.shape[dim])
+        destination[begin : begin + rows].copy_(values)
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
