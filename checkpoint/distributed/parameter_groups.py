@@ -49,8 +49,8 @@ def joined_groups(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
                     f"param_groups[{number}] has {key}={groups[0].options.get(key)} on rank 0 and "
                     f"{group.options.get(key)} on rank {rank}: set the same options on every rank."
                 )
-        names = dict.fromkeys(name for group in groups for name in group.names)
-        joined.append(SavedGroup(groups[0].options, list(names)))
+        names = {name for group in groups for name in group.names}
+        joined.append(SavedGroup(groups[0].options, sorted(names)))
     return joined
 
 
