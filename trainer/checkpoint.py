@@ -33,7 +33,9 @@ def save_checkpoint(
     """Save."""
     directory.check_tag(tag)
     exchange = Exchange()
-    state = exchange.together(lambda: captured(_model(model), _optimizer(optimizer), scheduler, grad_scaler, user_content))
+    state = exchange.together(
+        lambda: captured(_model(model), _optimizer(optimizer), scheduler, grad_scaler, user_content)
+    )
     save = Save(Path(path) / tag, num_kept_ckpts, exchange)
     save.write(save.plan(state))
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import ranks
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
+from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.random_state import random_state

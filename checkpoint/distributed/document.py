@@ -46,7 +46,7 @@ class Document:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape of each tensor by name."""
-        return {name: tuple(tensor.size) for name, tensor in _tensors(self.metadata).items()}
+        return {name: tuple(tensor.size) for name, tensor in tensors_of(self.metadata).items()}
 
 
 def write_document(
@@ -61,7 +61,7 @@ def write_document(
         spans: the place of each rectangle.
     """
     tensors = {}
-    for name, saved in _tensors(metadata).items():
+    for name, saved in tensors_of(metadata).items():
         blocks = []
         for chunk in saved.chunks:
             span = spans[MetadataIndex(name, chunk.offsets)]
@@ -144,7 +144,8 @@ def _metadata(tensors: dict[str, Any]) -> Metadata:
     return Metadata(state_dict_metadata=described, storage_data=spans)
 
 
-def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The description of each tensor by name."""
     found = {}
     for name, saved in metadata.state_dict_metadata.items():
         assert isinstance(saved, TensorStorageMetadata), "a checkpoint has tensors alone"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.captured import Stateful, layout
-from nxdpp.checkpoint.distributed.document import parsed_document, read_document
+from nxdpp.checkpoint.distributed.document import parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
@@ -52,6 +52,7 @@ class Load:
         document = parsed_document(folder, text)
         self.content = document.content
         self._metadata = document.metadata
+        self._saved = tensors_of(document.metadata)
         self._targets: dict[str, TensorBlocks] = {}
         self._made: dict[str, torch.Tensor] = {}
         self._after: list[Callable[[], Any]] = []
@@ -139,8 +140,8 @@ class Load:
         own = optimizer_class(optimizer)
         if saved["class"] != own:
             raise ValueError(
-                f"{self._folder} has the state of {saved['class']}, and the optimizer is {own}: make the optimizer that "
-                f"was saved, or leave out optimizer=."
+                f"{self._folder} has the state of {saved['class']}, and the optimizer is {own}: make the optimizer "
+                f"that was saved, or leave out optimizer=."
             )
         names = tensors.names()
         options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
@@ -164,7 +165,7 @@ class Load:
 
     def _add_made(self, prefix: str) -> None:
         """Read the tensors whose names begin with ``prefix`` and a separator whole, into new memory."""
-        for name in self._metadata.state_dict_metadata:
+        for name in self._saved:
             if not name.startswith((f"{prefix}.", f"{prefix}[")):
                 continue
             saved = self._shaped(name)
@@ -182,16 +183,16 @@ class Load:
         one.load_state_dict(decoded(self.content[name], self._made))
 
     def _shaped(self, name: str) -> TensorStorageMetadata | None:
-        saved = self._metadata.state_dict_metadata.get(name)
-        assert saved is None or isinstance(saved, TensorStorageMetadata)
-        return saved
+        return self._saved.get(name)
 
     def _check_unexpected(self, of_ranks: list[list[str]]) -> Sequence[None]:
         """On rank 0: raise ``ValueError`` for saved names that no rank's model has."""
         known = {name for names in of_ranks for name in names}
         ties = self.content["ties"]
         known |= {ties.get(name, name) for name in known}
-        saved = [name.removeprefix("model.") for name in self._metadata.state_dict_metadata if name.startswith("model.")]
+        saved = [
+            name.removeprefix("model.") for name in self._saved if name.startswith("model.")
+        ]
         unexpected = [name for name in saved if name not in known]
         if unexpected:
             raise ValueError(
@@ -213,11 +214,12 @@ class Load:
 def read_plan(folder: Path, metadata: Metadata, planner: BlocksLoadPlanner, plan: LoadPlan) -> None:
     """Read the rectangles of ``plan`` in the order of the files. Raises ``DamagedFile`` and ``OSError``."""
     spans: Mapping[MetadataIndex, Span] = metadata.storage_data
+    tensors = tensors_of(metadata)
     with ChecksummedReader(folder) as reader:
         for item in sorted(plan.items, key=lambda item: spans[item.storage_index][:2]):
             index = item.storage_index
-            saved = metadata.state_dict_metadata[index.fqn]
-            assert isinstance(saved, TensorStorageMetadata) and index.index is not None
+            saved = tensors[index.fqn]
+            assert index.index is not None, "the planner gives the place among the rectangles"
             shape, dtype = saved.chunks[index.index].sizes, saved.properties.dtype
             read_region(reader, spans[index], shape, item.storage_offsets, planner.resolve_tensor(item), dtype)
 

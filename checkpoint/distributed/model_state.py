@@ -1,13 +1,13 @@
 """Parameters and persistent buffers of a model by original names and global shapes."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
 from nxdpp.checkpoint.distributed.rectangles import placement_of
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of
-from nxdpp.checkpoint.huggingface.model_tensors import tensors_of, unwrapped_name
+from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, tensors_of, tied_names_of
 
 
 class ModelTensors(NamedTuple):
@@ -36,11 +36,11 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     Raises ``ValueError`` for extra state of modules, which only they can read.
     """
     local = getattr(model, "local_module", None)
-    is_pipelined = isinstance(local, nn.Module) and hasattr(model, "tied_names")
-    state = tensors_of(local if isinstance(local, nn.Module) and is_pipelined else model)
-    if is_pipelined:
-        groups = [[unwrapped_name(name) for name in names] for names in model.tied_names]
+    if isinstance(local, nn.Module) and hasattr(model, "tied_names"):
+        state = tensors_of(local)
+        groups = tied_names_of(cast(PipelinedModel, model))
     else:
+        state = tensors_of(model)
         groups = _tied(state)
     ties = {name: names[0] for names in groups for name in names[1:]}
     return ModelTensors({ties.get(name, name): tensor for name, tensor in state.items()}, ties)

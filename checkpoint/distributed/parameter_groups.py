@@ -35,8 +35,8 @@ def joined_groups(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     counts = sorted({len(groups) for groups in of_ranks})
     if len(counts) > 1:
         raise ValueError(
-            f"optimizers have {counts[0]} to {counts[-1]} parameter groups on different ranks: give every rank the same "
-            f"groups, also those without a parameter of the rank."
+            f"optimizers have {counts[0]} to {counts[-1]} parameter groups on different ranks: give every rank the "
+            f"same groups, also those without a parameter of the rank."
         )
     joined = []
     for number in range(counts[0]):

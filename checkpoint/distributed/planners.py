@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks

@@ -52,7 +52,7 @@ class Placement(NamedTuple):
         if tuple(values.shape) == self.local_shape:
             return list(self._in_whole((0,) * values.ndim, values))
         flat = values.view(-1)
-        found = []
+        found: list[Block] = []
         for first, offsets, sizes in rectangles(self.local_shape, start, start + flat.numel()):
             local = flat[first - start : first - start + prod(sizes)].view(sizes)
             found += self._in_whole(offsets, local)
@@ -85,9 +85,7 @@ def placement_of(tensor: torch.Tensor) -> Placement:
     return Placement(tuple(whole), shape, dim, tuple(own_ranges(tensor)))
 
 
-def rectangles(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Divide elements ``start`` to ``stop`` of a flattened tensor of ``shape`` into rectangles, in order.
 
     Gives for each its first element in the flattened tensor, its offsets and its sizes: at most 2 n - 1 for n

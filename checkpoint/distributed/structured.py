@@ -85,7 +85,7 @@ def decoded(saved: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> An
     if mark in _MAKERS:
         items = decoded(content, tensors)
         if mark in _DICTS.values():
-            return _MAKERS[mark]({key: value for key, value in items})
+            return _MAKERS[mark](dict(items))
         return _MAKERS[mark](items)
     if mark == "$float":
         return float(content)
@@ -110,4 +110,3 @@ def _encoded_tensor(value: Any, path: str, tensors: dict[str, torch.Tensor] | No
     mark = "$tensor" if isinstance(value, torch.Tensor) else "$array"
     tensors[path] = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value)
     return {mark: path}
-

@@ -80,7 +80,7 @@ def _pieces(tensor: torch.Tensor) -> Iterable[memoryview]:
     count = PIECE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), count):
         piece = flat[start : start + count].cpu()
-        yield memoryview(piece.view(torch.uint8).numpy())
+        yield piece.view(torch.uint8).numpy().data
 
 
 class DamagedFile(ValueError):
@@ -202,7 +202,7 @@ def _read(
     first, count = offsets[0], destination.shape[0]
     are_whole_rows = tuple(destination.shape[1:]) == shape[1:]
     if are_whole_rows and _is_plain(destination, dtype):
-        reader.read(span, base + first * row, memoryview(destination.view(-1).view(torch.uint8).numpy()))
+        reader.read(span, base + first * row, destination.view(-1).view(torch.uint8).numpy().data)
         return
     if row > PIECE_BYTES and len(shape) > 1:
         for number in range(count):
@@ -212,7 +212,7 @@ def _read(
     for begin in range(0, count, together):
         rows = min(together, count - begin)
         values = torch.empty((rows, *shape[1:]), dtype=dtype)
-        reader.read(span, base + (first + begin) * row, memoryview(values.view(-1).view(torch.uint8).numpy()))
+        reader.read(span, base + (first + begin) * row, values.view(-1).view(torch.uint8).numpy().data)
         for dim in range(1, len(shape)):
             values = values.narrow(dim, offsets[dim], destination.shape[dim])
         destination[begin : begin + rows].copy_(values)

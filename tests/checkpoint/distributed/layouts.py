@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
-from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document
+from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load import read_plan
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.tensor_blocks import whole
@@ -88,7 +88,7 @@ def copy_through(make: Callable[[], nn.Module], layout: Layout, path: Path, sour
 def tensors_in(folder: Path) -> tuple[Document, dict[str, torch.Tensor]]:
     """The document of a checkpoint, and its tensors but the states of generators."""
     document = parsed_document(folder, read_document(folder))
-    shapes = document.metadata.state_dict_metadata
+    shapes = tensors_of(document.metadata)
     tensors = {
         name: torch.empty(saved.size, dtype=saved.properties.dtype)
         for name, saved in shapes.items()

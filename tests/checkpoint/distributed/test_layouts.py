@@ -1,14 +1,18 @@
 """What any layout of ranks has saved, any other loads, to the bit."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from nxdpp import parallel_state
 from tests.checkpoint.distributed.layouts import Layout, copy_through, tensors_in, train_and_save
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
+
+Make = Callable[[], nn.Module]
 
 
 def _batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -17,12 +21,14 @@ def _batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in drawn]
 
 
-def _llama() -> torch.nn.Module:
-    return make("llama", num_hidden_layers=4)
+def _llama() -> nn.Module:
+    model: nn.Module = make("llama", num_hidden_layers=4)
+    return model
 
 
-def _tied() -> torch.nn.Module:
-    return make("llama", num_hidden_layers=4, tie_word_embeddings=True)
+def _tied() -> nn.Module:
+    model: nn.Module = make("llama", num_hidden_layers=4, tie_word_embeddings=True)
+    return model
 
 
 INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
@@ -38,18 +44,18 @@ OF_FOUR = (
 )
 
 
-def _train(rank: int, make_model, batches, layout, path) -> None:
+def _train(rank: int, make_model: Make, batches: list[dict[str, Any]], layout: Layout, path: Path) -> None:
     train_and_save(make_model, batches, layout, path)
 
 
-def _copies(rank: int, make_model, layouts, path: Path, source: str) -> None:
+def _copies(rank: int, make_model: Make, layouts: Sequence[Layout], path: Path, source: str) -> None:
     for layout in layouts:
         copy_through(make_model, layout, path, source)
         source = str(layout)
 
 
 @pytest.mark.parametrize("make_model", [_llama, _tied])
-def test_every_layout_loads_what_another_has_saved(make_model, tmp_path: Path) -> None:
+def test_every_layout_loads_what_another_has_saved(make_model: Make, tmp_path: Path) -> None:
     one = Layout()
     run_ranks(1, _train, make_model, _batches(2), one, tmp_path)
     run_ranks(2, _copies, make_model, OF_TWO, tmp_path, str(one))
