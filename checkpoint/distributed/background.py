@@ -1,0 +1,72 @@
+"""Saves whose files a thread writes while the training goes on.
+
+::
+
+    main thread    plan, copy to host memory ─▶ next steps ...                       error, if there was one
+    thread                                   └▶ files, document, latest ─▶ done ────────┘
+
+The ranks' threads exchange by a connection of their own. One save is in flight at a time.
+"""
+
+import itertools
+import threading
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from nxdpp.checkpoint.distributed.captured import Captured
+from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.save import Save
+from nxdpp.parallel_layers import background_errors
+
+_numbers = itertools.count()
+
+
+class BackgroundSaves:
+    """The saves of a process that go on in the background; of the main thread."""
+
+    def __init__(self) -> None:
+        self._stager: DefaultStager | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A save is not at its end on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, save: Save, state: Captured) -> None:
+        """Plan ``save``, copy its values, and write them in a thread; collective over all ranks.
+
+        Waits for the save before. Raises its error, and as ``Save.plan`` does.
+        """
+        self.wait()
+        tensors = save.plan(state)
+        if self._stager is None:
+            # Staging in another thread would copy values that the next step changes.
+            is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+            self._stager = DefaultStager(StagingOptions(is_cuda, False, False, is_cuda))
+        staged = self._stager.stage(tensors)
+        assert isinstance(staged, dict)
+        save.exchange = Exchange(f"checkpoint_{next(_numbers)}")
+        self._thread = threading.Thread(target=_write, args=(save, staged), name="nxdpp checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        background_errors.raise_first()
+
+    def close(self) -> None:
+        """Free the memory of the copies."""
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+
+def _write(save: Save, staged: dict[str, torch.Tensor]) -> None:
+    try:
+        save.write(staged)
+    except Exception as error:
+        background_errors.keep(error)
