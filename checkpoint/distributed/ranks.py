@@ -74,6 +74,10 @@ class Exchange:
             raise error
         return reply
 
+    def all_of(self, value: T) -> list[T]:
+        """Return the value of each rank."""
+        return [value] if self._store is None else self._store.gather(value)
+
     def from_first(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on rank 0; its error is raised on all ranks."""
         if self._store is None:
