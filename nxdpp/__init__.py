@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxdpp.checkpoint.huggingface.load import load_pretrained
+    from nxdpp.checkpoint.huggingface.load_report import LoadReport
     from nxdpp.checkpoint.huggingface.save import save_pretrained
     from nxdpp.initialization.deferred_init import deferred_init
     from nxdpp.initialization.init_on_device import init_on_device
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradScaler",
+    "LoadReport",
     "NxDPPModel",
     "Pipeline",
     "PipelineConfig",
@@ -43,6 +45,7 @@ __all__ = [
 
 _MODULES = {
     "GradScaler": "nxdpp.parallel_layers.grad_scaler",
+    "LoadReport": "nxdpp.checkpoint.huggingface.load_report",
     "NxDPPModel": "nxdpp.pipeline.model",
     "Pipeline": "nxdpp.pipeline.pipeline",
     "PipelineConfig": "nxdpp.pipeline.config",

@@ -315,6 +315,13 @@ class NxDPPModel(LocalView):
         self._pipeline.follow()
         return self
 
+    def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """CPU tensors with the weights that ``materialise`` would give to ``tensors`` of this rank; not collective.
+
+        The model stays as it is. Raises ``RuntimeError`` for tensors that nothing initialises.
+        """
+        return self._pipeline.initial_weights_of(tensors)
+
     def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace the first parameter or buffer of each pair by the second; not collective."""
         self._pipeline.replace_local_tensors(replaced)

@@ -1,7 +1,7 @@
 """Load of a Hugging Face directory: each rank reads only the tensors that it holds."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -11,13 +11,21 @@ from nxdpp.checkpoint.files.printable import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, has_nan
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.divided import division_of, own_elements
+from nxdpp.checkpoint.huggingface.load_report import LoadReport, print_once
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
-from nxdpp.checkpoint.huggingface.mismatch import check_fits, fit
+from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
 from nxdpp.initialization.allocation import with_type_of
 
 
-def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) -> None:
+def load_pretrained(
+    model: PipelinedModel,
+    directory: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    ignore_mismatched_sizes: bool = False,
+    convert_dtype: bool = False,
+) -> LoadReport:
     """Load this rank's part of the Hugging Face ``directory`` into a wrapped ``model``; not collective.
 
     Reads the headers of ``model.safetensors``, or of the files in ``model.safetensors.index.json``. Reads the values
@@ -31,25 +39,40 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     Parameters in memory keep it, so existing optimizers remain valid. Parameters on the meta device are replaced, with
     the same class, attributes and ties. ``model.materialise()`` makes the buffers that are not in the files.
 
+    A tensor that is not loaded has the initial weights of a model that is trained from scratch. On the meta device
+    they are those of ``model.materialise()``, equal under any partition. A tensor in memory keeps its values.
+
     Beside the model, 32 MiB of memory are needed. A tensor that transformers makes from others, such as merged experts,
     needs up to twice its bytes meanwhile. If the files have a tied weight under several names, every rank reads and
     compares all of them. Files are mapped: a file that is truncated meanwhile can end the process (SIGBUS). Parameters
     in memory are read twice, first to look for NaN.
 
+    Args:
+        strict: ``False`` leaves out tensors of the files that the model lacks, and gives initial weights to tensors of
+            the model that the files lack.
+        ignore_mismatched_sizes: give initial weights to tensors that have another shape in the files.
+        convert_dtype: convert floating tensors of another width to the dtypes of ``model``.
+
+    Returns:
+        The differences, the same on every rank. The first rank of the job prints them to standard error.
+
     Raises:
         ValueError: for a directory without a checkpoint, a damaged file, and tensors that are missing, unexpected, of
-            another shape, or of a dtype of another kind. Every rank raises the same error for the whole model, before
-            anything is changed. Values that are not a number are an error of the ranks that hold them, before the
-            rank's part is changed.
+            another shape or another dtype. Every rank raises the same error for the whole model, before anything is
+            changed. Values that are not a number are an error of the ranks that hold them, before the rank's part is
+            changed.
         OSError: for a file that cannot be read, or was changed during the load.
-        RuntimeError: for an optimizer that holds parameters on the meta device.
+        RuntimeError: for an optimizer that holds parameters on the meta device, and for a tensor that neither the files
+            nor an initialiser give values.
     """
     check_wrapped(model, "load_pretrained")
     directory = Path(directory)
     target, stored = target_of(model, directory)
     plan = loading_plan(target.module, target.expected, stored)
     found = fit(target.module, target.expected, target.tied_names, stored, plan)
-    check_fits(found, model.original_module, directory, target.remedy)
+    accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
+    check_fits(found, accepted, model.original_module, directory, target.remedy)
+    report = found.report()
     source = _Source(target, stored, found.provided)
     for names in target.tied_names:
         source.check_copies_are_equal([name for name in names if name in found.provided])
@@ -60,7 +83,8 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     if not only_meta:
         source.check_numbers(conversions)
 
-    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+    without = source.local_without_values(report.initialised)
+    replaced = list(zip(without, model.initial_weights_of(without), strict=True))
     for conversion, wanted in conversions:
         filled = [(name, _with_memory(tensor)) for name, tensor in wanted]
         source.fill(conversion, filled)
@@ -75,6 +99,8 @@ def load_pretrained(model: PipelinedModel, directory: str | os.PathLike[str]) ->
     if isinstance(target.module, PreTrainedModel):
         # from_pretrained stores the transforms here for save_pretrained to revert.
         target.module.__dict__["_weight_conversions"] = plan.used
+    print_once(report, directory, type(model.original_module).__name__)
+    return report
 
 
 _Wanted = list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]
@@ -104,6 +130,12 @@ class _Source:
             return stored.path, stored.place
 
         return sorted(wanted.items(), key=lambda item: position(item[0]))
+
+    def local_without_values(self, names: Collection[str]) -> list[torch.Tensor]:
+        """This rank's tensors on the meta device that have one of ``names``, and get no values from the files."""
+        loaded = {tensor for _, wanted in self.local_conversions() for _, tensor in wanted}
+        tensors = (self._target.local[name] for name in names if name in self._target.local)
+        return list(dict.fromkeys(tensor for tensor in tensors if tensor.is_meta and tensor not in loaded))
 
     def fill(self, conversion: Conversion, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Write the results of ``conversion`` to ``tensors`` of the same names."""

@@ -13,8 +13,24 @@ from transformers import PreTrainedModel
 from nxdpp.checkpoint.files.printable import printable
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, LoadingPlan
+from nxdpp.checkpoint.huggingface.load_report import LoadReport, OtherShape
 
 _SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Differences that a load accepts.
+
+    Attributes:
+        names: missing and unexpected tensors.
+        shapes: tensors of another shape.
+        widths: floating tensors of another width, which are converted.
+    """
+
+    names: bool = False
+    shapes: bool = False
+    widths: bool = False
 
 
 @dataclass
@@ -25,15 +41,23 @@ class Fit:
         provided: the conversion that makes each tensor of the model.
         missing: tensors of the model that the checkpoint lacks.
         unexpected: tensors of the checkpoint that the model lacks.
-        misshaped: texts about tensors of another shape.
+        misshaped: tensors of another shape.
+        unmade: texts about tensors that the stored ones cannot be converted to.
         mistyped: texts about tensors of a dtype from which the values of the model do not follow.
+        widths: texts about floating tensors of another width.
     """
 
     provided: dict[str, Conversion] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    misshaped: list[str] = field(default_factory=list)
+    misshaped: list[OtherShape] = field(default_factory=list)
+    unmade: list[str] = field(default_factory=list)
     mistyped: list[str] = field(default_factory=list)
+    widths: list[str] = field(default_factory=list)
+
+    def report(self) -> LoadReport:
+        """The differences that a load has accepted."""
+        return LoadReport(tuple(self.missing), tuple(self.unexpected), tuple(self.misshaped))
 
 
 def fit(
@@ -50,29 +74,29 @@ def fit(
     """
     found = Fit()
     unexpected = dict(plan.unexpected)
+    present: set[str] = set()
     for conversion in plan.conversions:
         try:
             made = conversion.convert(lambda name: stored[name].on_meta(), model)
         except Exception as error:
             shapes = ", ".join(f"{printable(name)} {list(stored[name].shape)}" for name in conversion.names[:_SHOWN])
             reason = printable(error, 500)
-            found.misshaped.append(f"{conversion.first} (cannot be made of {shapes}: {reason})")
-            found.provided[conversion.first] = conversion
+            found.unmade.append(f"{conversion.first} (cannot be made of {shapes}: {reason})")
+            present.add(conversion.first)
             continue
         for name, tensor in made.items():
             if name not in expected:
                 unexpected[name] = conversion.names[0]
                 continue
-            found.provided[name] = conversion
-            if tensor.shape != expected[name].shape:
-                shapes = f"{list(tensor.shape)} in the checkpoint, {list(expected[name].shape)} in the model"
-                found.misshaped.append(f"{name} ({shapes})")
-            if not _converts(tensor.dtype, expected[name].dtype):
-                dtypes = f"{tensor.dtype} in the checkpoint, {expected[name].dtype} in the model"
-                found.mistyped.append(f"{name} ({dtypes})")
-    missing = expected.keys() - found.provided.keys()
+            present.add(name)
+            if tensor.shape == expected[name].shape:
+                found.provided[name] = conversion
+            else:
+                found.misshaped.append(OtherShape(name, tuple(tensor.shape), tuple(expected[name].shape)))
+            _compare_dtypes(found, name, tensor.dtype, expected[name].dtype)
+    missing = expected.keys() - present
     for names in tied_names:
-        if any(name in found.provided for name in names):
+        if any(name in present for name in names):
             missing -= set(names)
     missing, unexpected = _not_ignored(model, missing, unexpected)
     found.missing = [name for name in expected if name in missing]
@@ -80,21 +104,61 @@ def fit(
     return found
 
 
-def check_fits(found: Fit, model: nn.Module, directory: Path, remedy: str) -> None:
-    """Raise one ``ValueError`` with all tensors that are missing, unexpected or do not fit, and ``remedy``."""
-    kinds = {"missing": found.missing, "unexpected": found.unexpected, "of another shape": found.misshaped}
-    if found.mistyped:
-        kinds["of another dtype"] = found.mistyped
+def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path, remedy: str) -> None:
+    """Raise one ``ValueError`` with all differences that are not ``accepted``, and ``remedy``.
+
+    A checkpoint that gives the model no tensor at all is never accepted.
+    """
+    names = {} if accepted.names else {"missing": found.missing, "unexpected": found.unexpected}
+    shapes = found.unmade + ([] if accepted.shapes else list(map(str, found.misshaped)))
+    kinds = {**names, "of another shape": shapes, "of another dtype": found.mistyped}
+    if not accepted.widths:
+        kinds["of another float width"] = found.widths
     if not any(kinds.values()):
+        if not found.provided and found.report():
+            raise ValueError(
+                f"{directory} has no tensor of this {type(model).__name__}: its names are "
+                f"{_listed(found.unexpected)}. Nothing was loaded. {remedy}"
+            )
         return
-    if found.mistyped:
-        remedy += " Tensors of another dtype are not weights of this model: convert them in the files, if they are."
-    counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items())
-    lists = "".join(f"\n  {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+    always = ("missing", "unexpected", "of another shape")
+    counts = ", ".join(f"{len(texts)} {kind}" for kind, texts in kinds.items() if texts or kind in always)
+    lists = "".join(f"\n  {kind}: {_listed(texts)}" for kind, texts in kinds.items() if texts)
     raise ValueError(
         f"the tensors in {directory} are not those of this {type(model).__name__}: {counts}.{lists}\n"
-        f"Nothing was loaded. {remedy}"
+        f"Nothing was loaded. {_remedies(found, accepted, remedy)}"
     )
+
+
+def _remedies(found: Fit, accepted: Accepted, remedy: str) -> str:
+    """Remedies for the differences that are not ``accepted``."""
+    names = not accepted.names and bool(found.missing or found.unexpected)
+    shapes = not accepted.shapes and bool(found.misshaped)
+    remedies = [remedy] if names or shapes or found.unmade or found.mistyped else []
+    if names:
+        remedies.append(
+            "Or give strict=False: unexpected tensors are then left out, and missing ones have initial weights."
+        )
+    if shapes:
+        remedies.append("ignore_mismatched_sizes=True gives initial weights to tensors of another shape.")
+    if found.mistyped:
+        remedies.append(
+            "Tensors of another dtype are not weights of this model: convert them in the files, if they are."
+        )
+    if found.widths and not accepted.widths:
+        remedies.append(
+            "Give convert_dtype=True to convert floats to the dtypes of the model, or wrap the model in the dtype of "
+            "the files: model.to(torch.bfloat16)."
+        )
+    return " ".join(remedies)
+
+
+def _compare_dtypes(found: Fit, name: str, stored: torch.dtype, expected: torch.dtype) -> None:
+    text = f"{printable(name, 300)} ({stored} in the checkpoint, {expected} in the model)"
+    if not _converts(stored, expected):
+        found.mistyped.append(text)
+    elif stored != expected and (expected.is_floating_point or expected.is_complex):
+        found.widths.append(text)
 
 
 def _not_ignored(model: nn.Module, missing: set[str], unexpected: dict[str, str]) -> tuple[set[str], dict[str, str]]:

@@ -20,6 +20,9 @@ class PipelinedModel(Protocol):
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device."""
 
+    def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Initial weights for some of this rank's tensors on the meta device; the model is unchanged."""
+
     def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace the first tensor of each pair by the second."""
 

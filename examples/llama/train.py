@@ -61,8 +61,8 @@ def train(settings: Settings) -> None:
         use_zero1_optimizer=settings.zero1,
     )
     if settings.pretrained is not None:
-        # nxdpp: each rank reads its own layers.
-        load_pretrained(model, settings.pretrained)
+        # nxdpp: each rank reads its own layers, into float32 from any width.
+        load_pretrained(model, settings.pretrained, convert_dtype=True)
     model.move_model_to_device()
     optimizer = make_optimizer(model, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))

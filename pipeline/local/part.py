@@ -168,6 +168,24 @@ class LocalPart:
         watch_replaced(replaced)
         return True
 
+    def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Initial weights for ``tensors`` of this rank on the meta device, which keep their places; not collective.
+
+        A module's initialiser may compute a tensor from another one. So all meta tensors of these modules are made.
+
+        Raises ``RuntimeError`` for a tensor that nothing initialises.
+        """
+        if not tensors:
+            return []
+        wanted = set(map(id, tensors))
+        modules = {place.module for place in self._places() if id(place.tensor) in wanted}
+        places = [place for place in self._places() if place.module in modules]
+        values, origin = self._values(places)
+        if origin is not None:
+            self.origin = f"initial weights from {origin}"
+        made = {id(place.tensor): value for place, value in zip(places, values, strict=True)}
+        return [made[id(tensor)] for tensor in tensors]
+
     def replace_tensors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
         """Put each tensor of ``new`` wherever the tensor of ``old`` at the same index is, in tree and whole model."""
         replacements = {id(before): after for before, after in zip(old, new, strict=True)}

@@ -46,7 +46,7 @@ def load(_: int, folder: Path, rank: int) -> tuple[int, int, bool]:
     reset_peak()
     before = resident_bytes()
     wrapped = NxDPPModel(on_meta(), num_microbatches=2)
-    load_pretrained(wrapped, folder)
+    load_pretrained(wrapped, folder, convert_dtype=True)
     taken = peak_bytes() - before
     held = sum(parameter.numel() * parameter.element_size() for parameter in wrapped.local_parameters())
     return taken, held, all(bool((parameter == 1.5).all()) for parameter in wrapped.local_parameters())

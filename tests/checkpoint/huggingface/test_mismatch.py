@@ -242,12 +242,19 @@ def test_tensors_of_another_kind_of_dtype(single: Path) -> None:
     load_pretrained(wrap_as(0, make("llama")), single)
 
 
-def test_floats_of_other_widths_are_loaded(single: Path) -> None:
-    expected = {name: tensor.half().float() for name, tensor in make("llama").state_dict().items()}
-    rewrite(single, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
-    model = wrap_as(0, make("llama", seed=5))
-    load_pretrained(model, single)
+def test_floats_of_other_widths_are_converted_when_asked(single: Path) -> None:
+    expected = {name: tensor.bfloat16() for name, tensor in make("llama").state_dict().items()}
+    rewrite(single, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
+    message = refusal(single)
 
+    assert "0 of another shape, 39 of another float width.\n" in message
+    assert "lm_head.weight (torch.bfloat16 in the checkpoint, torch.float32 in the model)" in message
+    # Both remedies of the message.
+    model = wrap_as(0, make("llama", seed=5))
+    load_pretrained(model, single, convert_dtype=True)
+    assert differing(model.local_state_dict(), {name: tensor.float() for name, tensor in expected.items()}) == []
+    model = wrap_as(0, make("llama", seed=5).to(torch.bfloat16))
+    load_pretrained(model, single)
     assert differing(model.local_state_dict(), expected) == []
 
 
@@ -300,13 +307,13 @@ def test_values_that_are_not_a_number(single: Path, width: torch.dtype) -> None:
         wrapped = wrap_as(1, model)
         before = {key: tensor.clone() for key, tensor in wrapped.local_state_dict().items() if not tensor.is_meta}
         with pytest.raises(ValueError, match=rf"{name} in {single}/model.safetensors has values that are not a number"):
-            load_pretrained(wrapped, single)
+            load_pretrained(wrapped, single, convert_dtype=True)
         if before:
             assert differing(wrapped.local_state_dict(), before) == []
         else:
             assert all(parameter.is_meta for parameter in wrapped.local_parameters())
     # A rank without the layer loads, and so does the remedy of the message.
-    load_pretrained(wrap_as(0, make("llama", seed=5)), single)
+    load_pretrained(wrap_as(0, make("llama", seed=5)), single, convert_dtype=True)
     real = wrap_as(1, make("llama", seed=5))
     stored = load_file(single / "model.safetensors")
     real.load_local_state_dict({key: stored[key] for key in real.local_state_dict()})
