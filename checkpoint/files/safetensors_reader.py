@@ -164,9 +164,12 @@ class StoredTensor:
 
 
 def has_nan(values: torch.Tensor) -> bool:
-    """Return whether a value of a floating dtype of at least 16 bits is not a number."""
-    if not values.dtype.is_floating_point or values.dtype.itemsize < 2:
+    """Return whether a value of a floating dtype is not a number."""
+    if not values.dtype.is_floating_point:
         return False
+    if values.dtype.itemsize < 2:
+        # Sums of 8 bits are not implemented.
+        values = values.to(torch.float32)
     # The sum is fast. It is not a number for infinities of both signs too.
     return bool(values.sum().isnan()) and bool(values.isnan().any())
 

@@ -56,10 +56,8 @@ class Conversion:
         for pattern, name in self.sources:
             self.converter.add_tensor(self.first, name, pattern, tensor(name))
         made = self.converter.convert(self.first, model=model, config=model.config)
-        return {
-            apply_renamings(name, self.renamings): value[0] if isinstance(value, list) else value
-            for name, value in made.items()
-        }
+        values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {apply_renamings(name, self.renamings): value.detach() for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -68,23 +66,26 @@ class LoadingPlan:
 
     Attributes:
         unexpected: stored name of each converted name that the model lacks.
-        used: transforms that matched a tensor, which ``save_pretrained`` must revert.
+        used: transforms that matched a tensor, which ``save_pretrained`` must revert; ``None`` for those of any load.
     """
 
     conversions: list[Conversion]
     unexpected: dict[str, str]
-    used: list[Any]
+    used: list[Any] | None
 
 
-def loading_plan(model: nn.Module, expected: dict[str, torch.Tensor], stored: Iterable[str]) -> LoadingPlan:
+def loading_plan(
+    model: nn.Module, expected: dict[str, torch.Tensor], stored: Iterable[str], quantiser: Any | None = None
+) -> LoadingPlan:
     """Plan the conversion of the ``stored`` tensors to those of ``model``, whose state dict is ``expected``.
 
-    A model that is not from transformers must have the stored names.
+    A model that is not from transformers must have the stored names. With a ``quantiser`` of transformers the
+    conversions dequantise first.
     """
     transforms: list[Any] = []
     prefix: str | None = None
     if isinstance(model, PreTrainedModel):
-        transforms, prefix = get_model_conversion_mapping(model), model.base_model_prefix
+        transforms, prefix = get_model_conversion_mapping(model, hf_quantizer=quantiser), model.base_model_prefix
     renamings, converters, by_pattern = _by_kind(transforms)
     conversions: dict[str, Conversion] = {}
     unexpected: dict[str, str] = {}
@@ -96,7 +97,8 @@ def loading_plan(model: nn.Module, expected: dict[str, torch.Tensor], stored: It
             _add(conversions, new, name, pattern, by_pattern)
         else:
             unexpected[new] = name
-    return LoadingPlan(list(conversions.values()), unexpected, [each for each in transforms if each.was_used()])
+    used = [each for each in transforms if each.was_used()] if quantiser is None else None
+    return LoadingPlan(list(conversions.values()), unexpected, used)
 
 
 def saving_conversions(model: nn.Module, names: Collection[str]) -> list[Conversion]:

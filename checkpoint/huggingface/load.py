@@ -15,6 +15,7 @@ from nxdpp.checkpoint.huggingface.load_report import LoadReport, print_once
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
 from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
+from nxdpp.checkpoint.huggingface.quantised import check_no_parts, forget_quantisation
 from nxdpp.initialization.allocation import with_type_of
 
 
@@ -25,6 +26,7 @@ def load_pretrained(
     strict: bool = True,
     ignore_mismatched_sizes: bool = False,
     convert_dtype: bool = False,
+    dequantize: bool = False,
 ) -> LoadReport:
     """Load this rank's part of the Hugging Face ``directory`` into a wrapped ``model``; not collective.
 
@@ -52,23 +54,27 @@ def load_pretrained(
             the model that the files lack.
         ignore_mismatched_sizes: give initial weights to tensors that have another shape in the files.
         convert_dtype: convert floating tensors of another width to the dtypes of ``model``.
+        dequantize: load weights in blocks of FP8 or MXFP4 in the dtypes of ``model``, as transformers dequantises them.
+            Other quantised weights are refused.
 
     Returns:
         The differences, the same on every rank. The first rank of the job prints them to standard error.
 
     Raises:
         ValueError: for a directory without a checkpoint, a damaged file, and tensors that are missing, unexpected, of
-            another shape or another dtype. Every rank raises the same error for the whole model, before anything is
-            changed. Values that are not a number are an error of the ranks that hold them, before the rank's part is
-            changed.
+            another shape, of another dtype or quantised. Every rank raises the same error for the whole model, before
+            anything is changed. Values that are not a number are an error of the ranks that hold them, before the
+            rank's part is changed.
         OSError: for a file that cannot be read, or was changed during the load.
         RuntimeError: for an optimizer that holds parameters on the meta device, and for a tensor that neither the files
             nor an initialiser give values.
     """
     check_wrapped(model, "load_pretrained")
     directory = Path(directory)
-    target, stored = target_of(model, directory)
-    plan = loading_plan(target.module, target.expected, stored)
+    target, stored = target_of(model, directory, dequantize)
+    plan = loading_plan(target.module, target.expected, stored, target.quantiser)
+    if target.quantiser is None:
+        check_no_parts(plan.unexpected.values(), directory)
     found = fit(target.module, target.expected, target.tied_names, stored, plan)
     accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
     check_fits(found, accepted, model.original_module, directory, target.remedy)
@@ -99,6 +105,8 @@ def load_pretrained(
     if isinstance(target.module, PreTrainedModel):
         # from_pretrained stores the transforms here for save_pretrained to revert.
         target.module.__dict__["_weight_conversions"] = plan.used
+    if target.quantiser is not None:
+        forget_quantisation(target.module)
     print_once(report, directory, type(model.original_module).__name__)
     return report
 
@@ -183,8 +191,13 @@ class _Source:
         return torch.equal(one_whole, two_whole)
 
     def _converted(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # Converted in the dtype of the model, as in from_pretrained.
-        return conversion.convert(lambda name: self._stored[name].read(dtype), self._target.module)
+        # Converted in the dtype of the model, as in from_pretrained. Quantised values have meaning in their own.
+        own = self._target.quantiser is not None
+
+        def read(name: str) -> torch.Tensor:
+            return self._stored[name].read(self._stored[name].dtype if own else dtype)
+
+        return conversion.convert(read, self._target.module)
 
     def _provided_from(self, name: str) -> StoredTensor:
         return self._stored[self._provided[name].names[0]]

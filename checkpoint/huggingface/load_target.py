@@ -13,6 +13,7 @@ from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, read_header
 from nxdpp.checkpoint.huggingface.adapted import adapter_names, base_names, is_adapted, learns_prompts
 from nxdpp.checkpoint.huggingface.divided import as_in_files
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, tensors_of, tied_names_of
+from nxdpp.checkpoint.huggingface.quantised import quantiser_of
 from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE, stored_tensors
 from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
 
@@ -37,6 +38,7 @@ class Target:
         tied_names: the names of each tensor that has several.
         is_whole: ``True`` for the whole model.
         remedy: what to do about files with other tensors.
+        quantiser: dequantises the tensors of the files; ``None`` for plain ones.
     """
 
     module: nn.Module
@@ -45,18 +47,21 @@ class Target:
     tied_names: list[list[str]]
     is_whole: bool = True
     remedy: str = _FITTING
+    quantiser: Any | None = None
 
 
-def target_of(model: PipelinedModel, directory: Path) -> tuple[Target, dict[str, StoredTensor]]:
+def target_of(model: PipelinedModel, directory: Path, dequantize: bool) -> tuple[Target, dict[str, StoredTensor]]:
     """Return the target of ``directory`` in ``model``, and the tensors of the files.
 
-    Raises ``ValueError`` for a directory that cannot be read, and for an adapter of a model that has none.
+    Raises ``ValueError`` for a directory that cannot be read, for an adapter of a model that has none, and for
+    quantised weights unless ``dequantize``.
     """
     module = model.original_module
     weights = adapter_weights(directory)
     if weights is None:
-        stored = stored_tensors(directory)
-        return (_base(model) if is_adapted(module) else _whole(model)), stored
+        target = _base(model) if is_adapted(module) else _whole(model)
+        quantiser = quantiser_of(directory, dequantize, target.module)
+        return replace(target, quantiser=quantiser), stored_tensors(directory)
     if not is_adapted(module):
         raise ValueError(
             f"{directory} holds an adapter ({ADAPTER_CONFIG}), and this {type(module).__name__} is not a PeftModel: "

@@ -21,16 +21,14 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
     Like ``from_pretrained``, reads the file that ``config.json`` names (``transformers_weights``), else
     ``model.safetensors``, else the files of ``model.safetensors.index.json``.
-    Raises ``ValueError`` for missing files or tensors, for damaged files and for quantized weights.
+    Raises ``ValueError`` for missing files or tensors and for damaged files.
     """
     if not directory.is_dir():
         raise ValueError(
             f"{directory} is not a directory. Give one that save_pretrained wrote. Download a model of the Hugging "
             f"Face hub first, with huggingface_hub.snapshot_download."
         )
-    settings = _settings(directory / CONFIG_FILE)
-    _check_not_quantized(directory / CONFIG_FILE, settings)
-    named = settings.get(WEIGHTS_FIELD)
+    named = settings_of(directory).get(WEIGHTS_FIELD)
     if named is not None:
         return _tensors_of_named(directory, str(named))
     if (directory / SINGLE_FILE).is_file():
@@ -46,6 +44,13 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         )
     found = ", ".join(printable(name) for name in sorted(path.name for path in directory.iterdir())[:10]) or "nothing"
     raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}, but {found}: give another directory.")
+
+
+def settings_of(directory: Path) -> dict[str, Any]:
+    """The content of ``config.json``; empty without such a file. Raises ``ValueError`` for a damaged one."""
+    config = directory / CONFIG_FILE
+    settings = _read_json(config) if config.is_file() else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def _tensors_of_named(directory: Path, name: str) -> dict[str, StoredTensor]:
@@ -90,19 +95,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{index} is corrupt: its weight_map does not map tensors to files. Download it again.")
     return files
-
-
-def _settings(config: Path) -> dict[str, Any]:
-    settings = _read_json(config) if config.is_file() else None
-    return settings if isinstance(settings, dict) else {}
-
-
-def _check_not_quantized(config: Path, settings: dict[str, Any]) -> None:
-    if settings.get("quantization_config"):
-        raise ValueError(
-            f"{config} says that the weights are quantized (quantization_config). Quantized weights cannot be loaded: "
-            f"give a checkpoint that is not quantized."
-        )
 
 
 def _read_json(path: Path) -> Any:

@@ -353,13 +353,6 @@ def test_pickled_weights_only(tmp_path: Path) -> None:
     assert ".save_pretrained(DIRECTORY)" in message
 
 
-def test_quantized_weights(single: Path) -> None:
-    config = single / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-
-    assert f"{config} says that the weights are quantized" in refusal(single)
-
-
 def test_a_tied_weight_of_two_values(tmp_path: Path) -> None:
     saved_by_transformers("tied_llama", tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
