@@ -78,7 +78,7 @@ def load_pretrained(
     found = fit(target.module, target.expected, target.tied_names, stored, plan)
     accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
     check_fits(found, accepted, model.original_module, directory, target.remedy)
-    report = found.report()
+    report = found.report(target.copies)
     source = _Source(target, stored, found.provided)
     for names in target.tied_names:
         source.check_copies_are_equal([name for name in names if name in found.provided])
@@ -89,7 +89,7 @@ def load_pretrained(
     if not only_meta:
         source.check_numbers(conversions)
 
-    without = source.local_without_values(report.initialised)
+    without = source.local_without_values([*found.missing, *(each.name for each in found.misshaped)])
     replaced = list(zip(without, model.initial_weights_of(without), strict=True))
     for conversion, wanted in conversions:
         filled = [(name, _with_memory(tensor)) for name, tensor in wanted]

@@ -1,5 +1,6 @@
 """The part of a model that a directory is loaded into: the whole model, its adapter, or the base model under it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Target:
         is_whole: ``True`` for the whole model.
         remedy: what to do about files with other tensors.
         quantiser: dequantises the tensors of the files; ``None`` for plain ones.
+        copies: names of tensors that are copies of others beside an adapter.
     """
 
     module: nn.Module
@@ -48,6 +50,7 @@ class Target:
     is_whole: bool = True
     remedy: str = _FITTING
     quantiser: Any | None = None
+    copies: Collection[str] = ()
 
 
 def target_of(model: PipelinedModel, directory: Path, dequantize: bool) -> tuple[Target, dict[str, StoredTensor]]:
@@ -119,7 +122,7 @@ def _base(model: PipelinedModel) -> Target:
         copies.setdefault(name.partition(" as ")[0], []).append(name)
     target = _named(model, module, list(names.items()), module.get_base_model(), remedy)
     tied = _joined([*target.tied_names, *(group for group in copies.values() if len(group) > 1)])
-    return replace(target, tied_names=tied)
+    return replace(target, tied_names=tied, copies=names.keys() - copies.keys())
 
 
 def _named(

@@ -1,6 +1,6 @@
 """Comparison of a checkpoint with a model, and one error for all differences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,9 +55,11 @@ class Fit:
     mistyped: list[str] = field(default_factory=list)
     widths: list[str] = field(default_factory=list)
 
-    def report(self) -> LoadReport:
-        """The differences that a load has accepted."""
-        return LoadReport(tuple(self.missing), tuple(self.unexpected), tuple(self.misshaped))
+    def report(self, copies: Collection[str]) -> LoadReport:
+        """The differences that a load has accepted, without ``copies`` of other tensors."""
+        missing = tuple(name for name in self.missing if name not in copies)
+        misshaped = tuple(each for each in self.misshaped if each.name not in copies)
+        return LoadReport(missing, tuple(self.unexpected), misshaped)
 
 
 def fit(
@@ -115,7 +117,7 @@ def check_fits(found: Fit, accepted: Accepted, model: nn.Module, directory: Path
     if not accepted.widths:
         kinds["of another float width"] = found.widths
     if not any(kinds.values()):
-        if not found.provided and found.report():
+        if not found.provided and (found.missing or found.unexpected or found.misshaped):
             raise ValueError(
                 f"{directory} has no tensor of this {type(model).__name__}: its names are "
                 f"{_listed(found.unexpected)}. Nothing was loaded. {remedy}"

@@ -7,8 +7,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import LlamaForSequenceClassification
 
-from nxdpp import load_pretrained, save_pretrained
+from nxdpp import LoadReport, load_pretrained, save_pretrained
 from tests.checkpoint.huggingface.checkpointed_models import differing, tensors_in, wrap
 from tests.support.adapted_models import ADAPTERS, adapted, base, inputs_for
 from tests.support.run_ranks import run_ranks
@@ -116,6 +117,31 @@ def test_copies_beside_an_adapter_take_the_values_of_the_base_model(tmp_path: Pa
     load_pretrained(wrap(model), tmp_path)
 
     assert torch.equal(model.state_dict()[COPY], base("modules to save").lm_head.weight)
+
+
+def classifier() -> Any:
+    """A Llama with a new head, which is trained beside its adapter."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])
+    return peft.get_peft_model(LlamaForSequenceClassification(base("lora").config), config)
+
+
+def test_a_backbone_under_an_adapter_with_a_new_head(tmp_path: Path) -> None:
+    base("lora").save_pretrained(tmp_path)
+    expected: Any = LlamaForSequenceClassification.from_pretrained(tmp_path)
+    scratch, real = classifier().state_dict(), classifier()
+    with torch.device("meta"):
+        on_meta = classifier()
+    for model in (real, on_meta):
+        report = load_pretrained(wrap(model), tmp_path, strict=False)
+        assert report == LoadReport(("score.weight",), ("lm_head.weight",))
+        loaded = model.get_base_model().model
+        name = "layers.3.self_attn.q_proj.base_layer.weight"
+        assert torch.equal(loaded.get_parameter(name), expected.model.layers[3].self_attn.q_proj.weight)
+        heads = [tensor for name, tensor in model.state_dict().items() if ".score." in name]
+        assert len(heads) == 2
+        assert not any(tensor.is_meta for tensor in heads)
+    assert differing({name: tensor for name, tensor in real.state_dict().items() if ".score." in name}, scratch) == []
 
 
 COPY = "base_model.model.lm_head.modules_to_save.default.weight"
