@@ -100,6 +100,11 @@ def fit(
     for names in tied_names:
         if any(name in present for name in names):
             missing -= set(names)
+        if any(name in found.provided for name in names):
+            # One name has the values of the tied weight, so another shape under another name is no initial weight.
+            other = [each for each in found.misshaped if each.name in names]
+            found.misshaped = [each for each in found.misshaped if each not in other]
+            found.unmade += [f"{each}, tied to a name of the right shape" for each in other]
     missing, unexpected = _not_ignored(model, missing, unexpected)
     found.missing = [name for name in expected if name in missing]
     found.unexpected = list(dict.fromkeys(unexpected.values()))

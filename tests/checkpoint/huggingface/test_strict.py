@@ -13,6 +13,7 @@ from torch import nn
 from nxdpp import LoadReport, NxDPPModel, deferred_init, load_pretrained, parallel_state, tensor_parallelize
 from nxdpp.checkpoint.huggingface.load_report import OtherShape
 from tests.checkpoint.huggingface.checkpointed_models import differing
+from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import bert, initialised, llama
 
 SEED = 77
@@ -183,6 +184,16 @@ def test_experts_that_cannot_be_merged_are_refused(tmp_path: Path) -> None:
         load_pretrained(wrap_as(0, 1, make), tmp_path, strict=False, ignore_mismatched_sizes=True)
 
 
+def test_one_name_of_a_tied_weight_has_another_shape(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return transformers.LlamaForCausalLM(llama(tie_word_embeddings=True))
+
+    write(make(), tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3, 32)}))
+    with pytest.raises(ValueError, match=r"lm_head.weight \(\[3, 32\] in .*\), tied to a name of the right shape"):
+        load_pretrained(wrap_as(0, 1, make), tmp_path, strict=False, ignore_mismatched_sizes=True)
+
+
 def test_missing_tensors_are_refused_with_the_remedy(tmp_path: Path) -> None:
     make, _, _ = saved("another head", tmp_path)
     model = wrap_as(0, 1, make)
@@ -258,3 +269,42 @@ def test_replicas_compare_the_seed_of_initial_weights(tmp_path: Path) -> None:
         load_pretrained(model, tmp_path, strict=False)
     assert first._pipeline.part.origin is None
     assert last._pipeline.part.origin == f"initial weights from torch.initial_seed() {SEED}"
+
+
+def train(rank: int, folder: Path) -> tuple[LoadReport, dict[str, torch.Tensor], list[float]]:
+    """Report, local weights before the training, and the losses of two steps."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(SEED)
+    head = on_meta(lambda: transformers.LlamaForSequenceClassification(llama()))
+    model = NxDPPModel(head, num_microbatches=2, broadcast_and_average_loss=True)
+    report = load_pretrained(model, folder, strict=False)
+    model.move_model_to_device()
+    before = {name: tensor.clone() for name, tensor in model.local_state_dict().items()}
+    ids, labels = torch.arange(3, 19).view(4, 4), torch.tensor([0, 1, 1, 0])
+    optimizer = torch.optim.SGD(model.local_parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss: Any = model.run_train(input_ids=ids, labels=labels)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return report, before, losses
+
+
+def test_two_ranks_train_a_new_head(tmp_path: Path) -> None:
+    saved("another head", tmp_path)
+    (report, first, losses), (other, last, same) = run_ranks(2, train, tmp_path)
+    assert report == other == LoadReport(("score.weight",), ("lm_head.weight",))
+    assert losses == same
+
+    model: Any = transformers.LlamaForSequenceClassification(llama())
+    model.load_state_dict({**first, **last})
+    ids, labels = torch.arange(3, 19).view(4, 4), torch.tensor([0, 1, 1, 0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for loss in losses:
+        halves = [model(input_ids=i, labels=k).loss / 2 for i, k in zip(ids.chunk(2), labels.chunk(2), strict=True)]
+        for half in halves:
+            half.backward()
+        assert (halves[0] + halves[1]).item() == loss
+        optimizer.step()
+        optimizer.zero_grad()
