@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nxdpp.parallel_layers.move_model_to_device import move_model_to_device
 
 if TYPE_CHECKING:
+    from nxdpp.parallel_layers.checkpointing import load, save
     from nxdpp.parallel_layers.gradient_norm import clip_grad_norm
     from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
@@ -17,7 +18,9 @@ __all__ = [
     "ParallelEmbedding",
     "RowParallelLinear",
     "clip_grad_norm",
+    "load",
     "move_model_to_device",
+    "save",
 ]
 
 _MODULES = {
@@ -25,8 +28,20 @@ _MODULES = {
     "ParallelEmbedding": "layers",
     "RowParallelLinear": "layers",
     "clip_grad_norm": "gradient_norm",
+    "load": "checkpointing",
+    "save": "checkpointing",
 }
-_SUBMODULES = ("grads", "layers", "loss_functions", "mappings", "pad", "parallel_state", "random", "utils")
+_SUBMODULES = (
+    "checkpointing",
+    "grads",
+    "layers",
+    "loss_functions",
+    "mappings",
+    "pad",
+    "parallel_state",
+    "random",
+    "utils",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -73,7 +73,8 @@ NAMES: Mapping[str, str | None] = {
     "parallel_layers.parallel_state": None,
     "parallel_layers.clip_grad_norm": "(parameters, max_norm)",
     "parallel_layers.move_model_to_device": "(model, device)",
-    "parallel_layers.save": None,
+    "parallel_layers.save": "(state_dict, save_dir, save_serially=True, save_xser=False, down_cast_bf16=False)",
+    "parallel_layers.load": "(load_dir, model_or_optimizer=None, model_key='model', load_xser=False, sharded=True)",
     # Scripts.
     f"{STATE}.initialize_model_parallel": "(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)",
     f"{STATE}.destroy_model_parallel": "()",
@@ -128,9 +129,6 @@ NAMES: Mapping[str, str | None] = {
 
 MISSING = {
     # Of sharded checkpoints, which are not built yet (docs/migrating.md).
-    "parallel_layers.save",
-    "parallel_layers.checkpointing.save",
-    "parallel_layers.checkpointing.load",
     "save_checkpoint",
     "load_checkpoint",
     "has_checkpoint",
