@@ -1,10 +1,11 @@
-"""``python -m nxdpp``: the stages of a model, schedules, and recorded timelines.
+"""``python -m nxdpp``: the stages of a model, schedules, recorded timelines, and checkpoints.
 
 ::
 
     python -m nxdpp plan CONFIG --pipeline-parallel-size 4 --num-microbatches 16
     python -m nxdpp schedule zb-v --ranks 4 --microbatches 8
     python -m nxdpp timeline trace.json
+    python -m nxdpp checkpoint show out
 
 Its help also tells how to read the lines of a job that hangs.
 """
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from nxdpp.checkpoint.commands import command as checkpoint_command
 from nxdpp.pipeline.planning import command as plan_command
 from nxdpp.schedules.view import command as schedule_command
 from nxdpp.schedules.view import timeline_command
@@ -44,15 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        options.run(options)
-    except (ValueError, RuntimeError) as error:
-        print(f"nxdpp {options.command}: {error}", file=sys.stderr)
-        return 2
+        status: int | None = options.run(options)
     except BrokenPipeError:
         # The reader of the pipe is gone: Python must not flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"nxdpp {options.command}: {error}", file=sys.stderr)
+        return 2
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (plan_command, schedule_command, timeline_command):
+    for command in (plan_command, schedule_command, timeline_command, checkpoint_command):
         command.add_parser(commands)
     return parser
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import ranks
+from nxdpp.checkpoint.distributed.configuration import configuration_of
 from nxdpp.checkpoint.distributed.model_state import model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
@@ -36,6 +37,7 @@ class Described:
     Attributes:
         layout: sizes of the job.
         ties: see ``ModelTensors``; ``None`` without a model.
+        configuration: files of a transformers model by name, of rank 0; ``None`` for another one.
         optimizer: class of the optimizer; ``None`` without one.
         groups: its parameter groups, with this rank's names.
         states: description of the state of each parameter that this rank keeps.
@@ -45,6 +47,7 @@ class Described:
 
     layout: dict[str, int]
     ties: dict[str, str] | None = None
+    configuration: dict[str, str] | None = None
     optimizer: str | None = None
     groups: list[SavedGroup] = field(default_factory=list)
     states: dict[str, Description] = field(default_factory=dict)
@@ -93,6 +96,7 @@ def captured(
     result.random, states = random_state(f"random.{ranks.rank()}")
     own.update({name: whole(tensor) for name, tensor in states.items()})
     if ranks.rank() == 0:
+        result.configuration = None if model is None else configuration_of(model)
         given = {"scheduler": scheduler, "grad_scaler": grad_scaler}
         states = {}
         result.others = {

@@ -35,9 +35,14 @@ def new_document(folder: Path, save: str) -> Path:
 
 def commit(folder: Path, save: str) -> None:
     """Make the checkpoint in ``folder`` count, and name it in ``latest``."""
+    put_document(folder, save)
+    write_latest(folder.parent, folder.name)
+
+
+def put_document(folder: Path, save: str) -> None:
+    """Make the checkpoint in ``folder`` count."""
     new_document(folder, save).rename(folder / DOCUMENT)
     flush_directory(folder)
-    write_latest(folder.parent, folder.name)
 
 
 def write_latest(path: Path, tag: str) -> None:
@@ -69,6 +74,11 @@ def latest(path: Path) -> str | None:
 def file_name(save: str, rank: int) -> str:
     """Name of the file of ``rank`` in a save that is called ``save``: 8 hexadecimal digits."""
     return f"{save}-rank{rank:05d}.safetensors"
+
+
+def is_file_of_save(name: str) -> bool:
+    """Return whether a save gives this name to a file before the checkpoint counts."""
+    return _OURS.fullmatch(name) is not None
 
 
 def next_number(path: Path) -> int:

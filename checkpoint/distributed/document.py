@@ -31,6 +31,10 @@ from nxdpp.checkpoint.distributed.scalars import dtype_named
 from nxdpp.checkpoint.files.checksummed import PIECE_BYTES, DamagedFile, Span
 
 DOCUMENT = "checkpoint.json"
+OF_MODEL = "model."
+"""Begins the name of each tensor of the model."""
+OF_OPTIMIZER = "optimizer."
+"""Begins the name of each tensor of the optimizer, which goes on with that of the parameter and a key."""
 _VERSION = 1
 _DIGITS = 8
 _HEAD_BYTES = 200

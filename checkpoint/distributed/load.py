@@ -190,9 +190,7 @@ class Load:
         known = {name for names in of_ranks for name in names}
         ties = self.content["ties"]
         known |= {ties.get(name, name) for name in known}
-        saved = [
-            name.removeprefix("model.") for name in self._saved if name.startswith("model.")
-        ]
+        saved = [name.removeprefix("model.") for name in self._saved if name.startswith("model.")]
         unexpected = [name for name in saved if name not in known]
         if unexpected:
             raise ValueError(

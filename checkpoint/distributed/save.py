@@ -126,6 +126,7 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
     return {
         "layout": first.layout,
         "ties": first.ties,
+        "configuration": first.configuration,
         "optimizer": optimizer,
         "random": [described.random for described in of_ranks],
         **first.others,

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,39 +35,55 @@ class Span(NamedTuple):
     checksums: tuple[int, ...]
 
 
-def write_checksummed(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Span]:
-    """Write ``tensors`` to the safetensors file ``path``, and return the place of each.
+class Described(NamedTuple):
+    """Dtype and shape of a tensor in a file."""
 
-    The file is on the disk when this returns. Values of another device, or not contiguous, are copied piece by piece.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def write_checksummed(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Span]:
+    """Write ``tensors`` to the safetensors file ``path``, and return the place of each; see ``write_streamed``."""
+    described = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_streamed(path, described, tensors.items())
+
+
+def write_streamed(
+    path: Path, described: Mapping[str, Described], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, Span]:
+    """Write ``tensors``, which have the names and order of ``described``, and return the place of each.
+
+    One tensor is taken at a time. The file is on the disk when this returns. Values of another device, or not
+    contiguous, are copied piece by piece.
 
     Raises ``ValueError`` for a dtype that the format does not have, and ``OSError`` if the file cannot be written.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{name} is of {tensor.dtype}, which a safetensors file cannot hold: convert it first.")
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
+    for name, (dtype, shape) in described.items():
+        if dtype not in _NAMES:
+            raise ValueError(f"{name} is of {dtype}, which a safetensors file cannot hold: convert it first.")
+        length = prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + length]}
+        end += length
     text = json.dumps(header, separators=(",", ":")).encode()
     # The format asks for data that is aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     spans = {}
+    expected = iter(described.items())
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         at = 8 + len(text)
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
+            assert next(expected) == (name, (tensor.dtype, tuple(tensor.shape))), f"{name} is not as described"
             checksums = []
             for piece in _pieces(tensor.detach()):
                 checksums.append(zlib.crc32(piece))
                 file.write(piece)
             spans[name] = Span(path.name, at, tensor.nbytes, tuple(checksums))
             at += tensor.nbytes
+        assert next(expected, None) is None, "a described tensor is missing"
         file.flush()
         os.fsync(file.fileno())
     return spans

@@ -79,7 +79,7 @@ def load_pretrained(
     accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
     check_fits(found, accepted, model.original_module, directory, target.remedy)
     report = found.report(target.copies)
-    source = _Source(target, stored, found.provided)
+    source = FileTensors(target, stored, found.provided)
     for names in target.tied_names:
         source.check_copies_are_equal([name for name in names if name in found.provided])
 
@@ -114,7 +114,7 @@ def load_pretrained(
 _Wanted = list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]
 
 
-class _Source:
+class FileTensors:
     """Tensors of a checkpoint, converted to those of a model by the conversions ``provided``."""
 
     def __init__(self, target: Target, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]) -> None:

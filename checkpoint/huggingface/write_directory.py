@@ -11,7 +11,7 @@ The folder is no checkpoint. The next save removes one that a killed save left.
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,14 @@ class SavedDirectory:
                 else:
                     tensors_of(shard)
 
-    def finish(self, module: nn.Module) -> None:
+    def files(self) -> list[tuple[Path, Shard]]:
+        """The unfinished file of each shard."""
+        return [(self._unfinished / name, shard) for name, shard in self._shards.items()]
+
+    def finish(self, module: nn.Module, texts: Mapping[str, str] | None = None) -> None:
         """Complete the checkpoint of ``module`` after all ranks have written; rank 0 calls it.
+
+        ``texts`` are the configuration's files by name, if they are not to be those of ``module``.
 
         Raises ``RuntimeError`` if the files of other ranks are not visible.
         """
@@ -100,7 +106,10 @@ class SavedDirectory:
         with tempfile.TemporaryDirectory(dir=self._unfinished) as folder:
             configuration = Path(folder) / "configuration"
             configuration.mkdir()
-            _write_configuration(module, configuration)
+            if texts is None:
+                write_configuration(module, configuration)
+            for name, text in (texts or {}).items():
+                (configuration / name).write_text(text)
             shards = {self._unfinished / name: list(shard.layouts) for name, shard in self._shards.items()}
             size = sum(shard.bytes for shard in self._shards.values())
             NewCheckpoint(self._directory, Path(folder), shards, size).replace_earlier(sorted(configuration.iterdir()))
@@ -118,7 +127,8 @@ class SavedDirectory:
             return
 
 
-def _write_configuration(module: nn.Module, folder: Path) -> None:
+def write_configuration(module: nn.Module, folder: Path) -> None:
+    """Write the files of a transformers model that are not weights; none for another module."""
     if not isinstance(module, PreTrainedModel):
         return
     configuration: Any = copy.deepcopy(module.config)

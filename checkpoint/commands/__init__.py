@@ -1,0 +1,1 @@
+"""Commands for checkpoints: ``python -m nxdpp checkpoint``."""

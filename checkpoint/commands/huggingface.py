@@ -1,0 +1,107 @@
+"""Hugging Face directory, as source and as destination of a conversion."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nxdpp.checkpoint.commands.meta_model import meta_model
+from nxdpp.checkpoint.commands.source import Source, check_free
+from nxdpp.checkpoint.distributed.configuration import texts_in
+from nxdpp.checkpoint.files.checksummed import Described, write_streamed
+from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
+from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
+from nxdpp.checkpoint.huggingface.load import FileTensors
+from nxdpp.checkpoint.huggingface.load_target import Target
+from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
+from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
+from nxdpp.checkpoint.huggingface.quantised import quantiser_of
+from nxdpp.checkpoint.huggingface.read_directory import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    stored_tensors,
+)
+from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, plan_shards
+from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
+
+_REMEDY = "Give the configuration of the files' model: --config DIR."
+
+
+def huggingface_source(path: Path, config: Path | None) -> Source:
+    """Return the model of the Hugging Face directory ``path``, with the conversions of ``from_pretrained``.
+
+    Values keep their dtypes. Raises ``ValueError`` where the tensors are not those of the configuration, and for
+    quantised ones.
+    """
+    model = meta_model(texts_in(path), config, path)
+    quantiser_of(path, False, model.module)
+    stored = stored_tensors(path)
+    expected = tensors_of(model.module)
+    plan = loading_plan(model.module, expected, stored)
+    found = fit(model.module, expected, model.tied_names, stored, plan)
+    check_fits(found, Accepted(widths=True), model.module, path, _REMEDY)
+    files = FileTensors(Target(model.module, expected, expected, model.tied_names), stored, found.provided)
+    provided: dict[str, str] = {}
+    for names in (*([name] for name in model.tensors.tensors), *model.tied_names):
+        given = [name for name in names if name in found.provided]
+        files.check_copies_are_equal(given)
+        provided[names[0]] = given[0]
+    made = _Converted(stored, model.module)
+    described = {}
+    for name, source in provided.items():
+        tensor = found.provided[source].convert(lambda each: stored[each].on_meta(), model.module)[source]
+        described[name] = Described(tensor.dtype, tuple(tensor.shape))
+    return Source(model, described, lambda name: made.tensor(found.provided[provided[name]], provided[name]))
+
+
+def write_huggingface(source: Source, destination: Path) -> None:
+    """Write the tensors and configuration that ``save_pretrained`` of the plain model would write, in files of 1 GB.
+
+    Raises ``ValueError`` where ``destination`` has a model, and ``OSError`` if it cannot be written.
+    """
+    check_free(destination, SINGLE_FILE, INDEX_FILE, CONFIG_FILE, ADAPTER_CONFIG)
+    model = source.model
+    first = {name: model.tensors.ties.get(name, name) for name in tensors_of(model.module)}
+    held = {name: Layout(source.described[own].shape, source.described[own].dtype) for name, own in first.items()}
+    shards = plan_shards(model.module, model.tied_names, [held])
+    saved = SavedDirectory(destination, shards)
+    try:
+        start_save(destination, is_adapter=False)
+        for file, shard in saved.files():
+            described = {name: Described(layout.dtype, layout.shape) for name, layout in shard.layouts.items()}
+            write_streamed(file, described, _values(source, first, shard))
+        saved.finish(model.module, model.texts)
+    except Exception:
+        saved.remove_unfinished(0)
+        raise
+
+
+def _values(source: Source, first: dict[str, str], shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of ``shard`` in order; the sources of one conversion are in memory."""
+    while shard.conversions:
+        conversion = shard.conversions.pop(0)
+        yield from conversion.convert(lambda name: source.read(first[name]), source.model.module).items()
+
+
+class _Converted:
+    """Tensors of the model, of which one conversion may make several: the results of the last one are kept."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], module: nn.Module) -> None:
+        self._stored = stored
+        self._module = module
+        self._last: Conversion | None = None
+        self._made: dict[str, torch.Tensor] = {}
+
+    def tensor(self, conversion: Conversion, name: str) -> torch.Tensor:
+        """Return the result ``name`` of ``conversion``, in the dtype of the files. It is kept by no one else then."""
+        if self._last is not conversion or name not in self._made:
+            self._made = {}
+            self._made = conversion.convert(self._read, self._module)
+            self._last = conversion
+        return self._made.pop(name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._stored[name].read(self._stored[name].dtype)

@@ -1,0 +1,163 @@
+"""``python -m nxdpp checkpoint convert``: to a Hugging Face directory and from one, without the model in memory."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
+
+from nxdpp.__main__ import main
+from nxdpp.checkpoint.distributed import captured
+from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from tests.checkpoint.huggingface.checkpointed_models import tensors_in
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import gpt2, llama, t5
+
+
+def _mixtral() -> MixtralForCausalLM:
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    return MixtralForCausalLM(config)
+
+
+def _tied() -> LlamaForCausalLM:
+    return llama(tie_word_embeddings=True)
+
+
+def _half() -> LlamaForCausalLM:
+    model: LlamaForCausalLM = torch.nn.Module.to(llama(), torch.bfloat16)
+    return model
+
+
+MODELS = {"llama": llama, "tied": _tied, "half": _half, "mixtral": _mixtral, "gpt2": gpt2, "t5": t5}
+
+
+def _convert(*arguments: object) -> int:
+    return main(["checkpoint", "convert", *map(str, arguments)])
+
+
+def _configuration(folder: Path) -> dict[str, object]:
+    return {file.name: json.loads(file.read_text()) for file in folder.glob("*config.json")}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_conversion_gives_what_save_pretrained_writes(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    model = make()
+    save_checkpoint(tmp_path / "out", "one", model)
+    model.save_pretrained(tmp_path / "expected")
+    expected = tensors_in(tmp_path / "expected")
+
+    assert _convert(tmp_path / "out", tmp_path / "made", "--to", "huggingface") == 0
+    assert _convert(tmp_path / "expected", tmp_path / "out" / "again", "--to", "nxdpp") == 0
+    assert _convert(tmp_path / "out" / "again", tmp_path / "twice", "--to", "huggingface") == 0
+    for folder in (tmp_path / "made", tmp_path / "twice"):
+        found = tensors_in(folder)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert {value.dtype for value in found.values()} == {value.dtype for value in expected.values()}
+        assert _configuration(folder) == _configuration(tmp_path / "expected")
+
+    other = make()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    load_checkpoint(tmp_path / "out", "again", other)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
+def test_a_checkpoint_without_configuration_needs_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = llama()
+    monkeypatch.setattr(captured, "configuration_of", lambda model: None)
+    save_checkpoint(tmp_path / "out", "one", model)
+    assert _convert(tmp_path / "out", tmp_path / "made", "--to", "huggingface") == 2
+    assert "has no configuration of a transformers model: give one, --config DIR" in capsys.readouterr().err
+    model.save_pretrained(tmp_path / "expected")
+    assert _convert(tmp_path / "out", tmp_path / "made", "--to", "huggingface", "--config", tmp_path / "expected") == 0
+    found, expected = tensors_in(tmp_path / "made"), tensors_in(tmp_path / "expected")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_does_not_fit_is_refused_before_a_file_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(tmp_path / "out", "one", llama())
+    llama(num_hidden_layers=3).save_pretrained(tmp_path / "other")
+    llama(intermediate_size=64).save_pretrained(tmp_path / "wide")
+
+    def refused(*arguments: object) -> str:
+        assert _convert(*arguments) == 2
+        assert not (tmp_path / "made").exists()
+        return capsys.readouterr().err
+
+    made = (tmp_path / "out", tmp_path / "made", "--to", "huggingface")
+    assert "9 are missing" in refused(*made, "--config", tmp_path / "other")
+    assert "is of shape [48, 32] in" in refused(*made, "--config", tmp_path / "wide")
+    assert "has the format nxdpp already" in refused(tmp_path / "out", tmp_path / "made", "--to", "nxdpp")
+    assert "9 missing" in refused(tmp_path / "wide", tmp_path / "made", "--to", "nxdpp", "--config", tmp_path / "other")
+    assert "has model.safetensors, config.json already" in refused(
+        tmp_path / "out", tmp_path / "wide", "--to", "huggingface"
+    )
+    assert "has checkpoint.json already" in refused(tmp_path / "wide", tmp_path / "out" / "one", "--to", "nxdpp")
+    assert "is not a directory" in refused(tmp_path / "nothing", tmp_path / "made", "--to", "nxdpp")
+
+
+def _large() -> LlamaForCausalLM:
+    """A Llama of 93 million parameters, 372 MB in float32; the largest tensor has 34 MB."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=8, vocab_size=8192
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    return model.to_empty(device="cpu")
+
+
+def _write_large(_: int, folder: Path) -> None:
+    model = _large()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.5)
+    save_checkpoint(folder, "one", model)
+
+
+def _convert_measured(_: int, warm: Path, folder: Path) -> list[int]:
+    """Peak bytes of a conversion to Hugging Face, and of one from it. ``warm`` is a small one for the imports."""
+    peaks = []
+    for source, destination, to in (("one", "made", "huggingface"), ("made", "back", "nxdpp")):
+        assert _convert(warm / source, warm / destination, "--to", to) == 0
+        reset_peak()
+        before = resident_bytes()
+        assert _convert(folder / source, folder / destination, "--to", to) == 0
+        peaks.append(peak_bytes() - before)
+    return peaks
+
+
+@pytest.mark.one_python
+def test_a_conversion_needs_the_memory_of_its_largest_tensor(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "small", "one", llama())
+    run_ranks(1, _write_large, tmp_path / "large")
+    (peaks,) = run_ranks(1, _convert_measured, tmp_path / "small", tmp_path / "large")
+    largest = 8192 * 1024 * 4
+    assert max(peaks) < largest + 100 * 2**20 < 372_000_000 / 2
+    values = tensors_in(tmp_path / "large" / "made")
+    assert all(bool((value == 1.5).all()) for value in values.values())
+    shutil.rmtree(tmp_path / "large")
