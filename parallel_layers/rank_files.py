@@ -87,7 +87,11 @@ def mapped(content: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if type(content) in _TENSORS:
         return act(content)
     if type(content) in _MAPPINGS:
-        return type(content)((key, mapped(value, act)) for key, value in content.items())
+        made = type(content)((key, mapped(value, act)) for key, value in content.items())
+        if hasattr(content, "_metadata"):
+            # Versions of the modules of a state dict.
+            made._metadata = content._metadata
+        return made
     if type(content) in _SEQUENCES:
         return type(content)(mapped(value, act) for value in content)
     return content

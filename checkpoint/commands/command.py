@@ -5,13 +5,14 @@
     python -m nxdpp checkpoint show out                 the newest checkpoint of a training, or out/step_300
     python -m nxdpp checkpoint verify out/step_300      exit status 1 for a damaged one
     python -m nxdpp checkpoint convert out/step_300 model --to huggingface
+    python -m nxdpp checkpoint convert model ranks --to nxd --tensor-parallel-size 2
 """
 
 import argparse
 from pathlib import Path
 
 _PATH = "a checkpoint, or the directory of a training's checkpoints, of which the newest is taken"
-_FORMATS = ("nxdpp", "huggingface")
+_FORMATS = ("nxdpp", "huggingface", "nxd")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -43,15 +44,19 @@ def _add_convert(actions: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "convert",
         help="write the model in another format",
         description="Write the model of a checkpoint in another format, tensor by tensor: the largest tensor is in "
-        "memory, and no model. Sources: a checkpoint of nxdpp, a Hugging Face directory. From the latter "
-        "comes a checkpoint with a model alone. Converted values keep their dtypes.",
+        "memory, and no model. Sources: a checkpoint of nxdpp, a Hugging Face directory, files of NeuronX "
+        "Distributed's ranks (nxd). From the last two comes a checkpoint with a model alone. Values keep their dtypes.",
     )
-    convert.add_argument("source", metavar="SOURCE", type=Path, help=f"{_PATH}; or a Hugging Face directory")
+    convert.add_argument("source", metavar="SOURCE", type=Path, help=f"{_PATH}; or a directory of the other formats")
     convert.add_argument("destination", metavar="DESTINATION", type=Path, help="a directory that has no checkpoint")
     convert.add_argument("--to", choices=_FORMATS, required=True, help="format of DESTINATION")
     convert.add_argument(
         "--config", type=Path, metavar="DIR", help="Hugging Face configuration of the model (that in SOURCE)"
     )
+    for name in ("tensor", "pipeline"):
+        convert.add_argument(
+            f"--{name}-parallel-size", type=_count, default=1, metavar="N", help=f"{name} ranks, for --to nxd (1)"
+        )
     convert.set_defaults(run=run_convert)
 
 
@@ -75,5 +80,13 @@ def run_convert(options: argparse.Namespace) -> int:
     """Write the model in another format. Raises ``ValueError`` for a source that does not fit the format."""
     from nxdpp.checkpoint.commands.convert import convert
 
-    convert(options.source, options.destination, options.to, options.config)
+    sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+    convert(options.source, options.destination, options.to, options.config, *sizes)
     return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value

@@ -9,7 +9,8 @@ from torch import nn
 from nxdpp.checkpoint.commands.meta_model import meta_model
 from nxdpp.checkpoint.commands.source import Source, check_free
 from nxdpp.checkpoint.distributed.configuration import texts_in
-from nxdpp.checkpoint.files.checksummed import Described, write_streamed
+from nxdpp.checkpoint.files.checksummed import write_streamed
+from nxdpp.checkpoint.files.layout import layout_of
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.load import FileTensors
@@ -24,7 +25,7 @@ from nxdpp.checkpoint.huggingface.read_directory import (
     SINGLE_FILE,
     stored_tensors,
 )
-from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, plan_shards
+from nxdpp.checkpoint.huggingface.save_plan import Shard, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
 
 _REMEDY = "Give the configuration of the files' model: --config DIR."
@@ -50,11 +51,11 @@ def huggingface_source(path: Path, config: Path | None) -> Source:
         files.check_copies_are_equal(given)
         provided[names[0]] = given[0]
     made = _Converted(stored, model.module)
-    described = {}
+    layouts = {}
     for name, source in provided.items():
         tensor = found.provided[source].convert(lambda each: stored[each].on_meta(), model.module)[source]
-        described[name] = Described(tensor.dtype, tuple(tensor.shape))
-    return Source(model, described, lambda name: made.tensor(found.provided[provided[name]], provided[name]))
+        layouts[name] = layout_of(tensor)
+    return Source(model, layouts, lambda name: made.tensor(found.provided[provided[name]], provided[name]))
 
 
 def write_huggingface(source: Source, destination: Path) -> None:
@@ -65,14 +66,13 @@ def write_huggingface(source: Source, destination: Path) -> None:
     check_free(destination, SINGLE_FILE, INDEX_FILE, CONFIG_FILE, ADAPTER_CONFIG)
     model = source.model
     first = {name: model.tensors.ties.get(name, name) for name in tensors_of(model.module)}
-    held = {name: Layout(source.described[own].shape, source.described[own].dtype) for name, own in first.items()}
+    held = {name: source.layouts[own] for name, own in first.items()}
     shards = plan_shards(model.module, model.tied_names, [held])
     saved = SavedDirectory(destination, shards)
     try:
         start_save(destination, is_adapter=False)
         for file, shard in saved.files():
-            described = {name: Described(layout.dtype, layout.shape) for name, layout in shard.layouts.items()}
-            write_streamed(file, described, _values(source, first, shard))
+            write_streamed(file, shard.layouts, _values(source, first, shard))
         saved.finish(model.module, model.texts)
     except Exception:
         saved.remove_unfinished(0)

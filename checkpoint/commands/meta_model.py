@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from nxdpp.checkpoint.distributed.configuration import texts_in
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
+from nxdpp.checkpoint.files.layout import Layout
 from nxdpp.pipeline.planning.configured_model import build_on_meta, read_configuration
 
 _SHOWN = 5
@@ -73,8 +73,8 @@ def meta_model(texts: Mapping[str, str] | None, config: Path | None, origin: Pat
     Raises ``ValueError`` where both are missing, and for a configuration that is refused.
     """
     if config is not None:
-        folder = config if config.is_dir() else config.parent
-        return _built(config, texts_in(folder))
+        is_file = config.is_file()
+        return _built(config, {"config.json": config.read_text(encoding="utf-8")} if is_file else texts_in(config))
     if not texts or "config.json" not in texts:
         raise ValueError(f"{origin} has no configuration of a transformers model: give one, --config DIR.")
     with tempfile.TemporaryDirectory() as folder_name:
@@ -83,11 +83,11 @@ def meta_model(texts: Mapping[str, str] | None, config: Path | None, origin: Pat
         return _built(Path(folder_name), dict(texts))
 
 
-def with_dtypes(model: MetaModel, dtypes: Mapping[str, torch.dtype]) -> None:
+def with_dtypes(model: MetaModel, layouts: Mapping[str, Layout]) -> None:
     """Give the tensors of ``model`` the dtypes of those in a checkpoint, by name."""
     for name, tensor in model.tensors.tensors.items():
-        if tensor.dtype != dtypes[name]:
-            tensor.data = tensor.data.to(dtypes[name])
+        if tensor.dtype != layouts[name].dtype:
+            tensor.data = tensor.data.to(layouts[name].dtype)
 
 
 def _built(config: Path, texts: dict[str, str]) -> MetaModel:

@@ -21,7 +21,8 @@ from nxdpp.checkpoint.distributed.document import DOCUMENT, OF_MODEL, tensors_of
 from nxdpp.checkpoint.distributed.load import read_plan
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.tensor_blocks import whole
-from nxdpp.checkpoint.files.checksummed import Described, write_streamed
+from nxdpp.checkpoint.files.checksummed import write_streamed
+from nxdpp.checkpoint.files.layout import Layout
 
 
 def sharded_source(path: Path, config: Path | None) -> Source:
@@ -40,20 +41,20 @@ def sharded_source(path: Path, config: Path | None) -> Source:
     }
     model = meta_model(content.get("configuration"), config, folder)
     sources = model.sources({name: tensor.size for name, tensor in saved.items()}, content["ties"], folder)
-    described = {
-        name: Described(saved[source].properties.dtype, tuple(saved[source].size)) for name, source in sources.items()
+    layouts = {
+        name: Layout(tuple(saved[source].size), saved[source].properties.dtype) for name, source in sources.items()
     }
-    with_dtypes(model, {name: dtype for name, (dtype, _) in described.items()})
+    with_dtypes(model, layouts)
 
     def read(name: str) -> torch.Tensor:
         full = f"{OF_MODEL}{sources[name]}"
-        values = torch.empty(described[name].shape, dtype=described[name].dtype)
+        values = torch.empty(layouts[name].shape, dtype=layouts[name].dtype)
         planner = BlocksLoadPlanner()
         planner.set_up_planner({full: whole(values)}, metadata)
         read_plan(folder, metadata, planner, planner.create_local_plan())
         return values
 
-    return Source(model, described, read)
+    return Source(model, layouts, read)
 
 
 def write_sharded(source: Source, destination: Path) -> None:
@@ -68,13 +69,11 @@ def write_sharded(source: Source, destination: Path) -> None:
     save = secrets.token_hex(4)
     file = destination / directory.file_name(save, 0)
     document = directory.new_document(destination, save)
-    described = {f"{OF_MODEL}{name}": each for name, each in source.described.items()}
+    layouts = {f"{OF_MODEL}{name}": each for name, each in source.layouts.items()}
     try:
-        spans = write_streamed(file, described, ((f"{OF_MODEL}{name}", source.read(name)) for name in source.described))
-        metadata = Metadata({name: _whole_tensor(each) for name, each in described.items()})
-        places = {
-            MetadataIndex(name, torch.Size([0] * len(described[name].shape))): span for name, span in spans.items()
-        }
+        spans = write_streamed(file, layouts, ((f"{OF_MODEL}{name}", source.read(name)) for name in source.layouts))
+        metadata = Metadata({name: _whole_tensor(each) for name, each in layouts.items()})
+        places = {MetadataIndex(name, torch.Size([0] * len(layouts[name].shape))): span for name, span in spans.items()}
         number = directory.next_number(destination.parent)
         write_document(document, number, _content(source), metadata, places)
     except BaseException:
@@ -84,10 +83,10 @@ def write_sharded(source: Source, destination: Path) -> None:
     directory.put_document(destination, save)
 
 
-def _whole_tensor(described: Described) -> TensorStorageMetadata:
-    size = torch.Size(described.shape)
+def _whole_tensor(layout: Layout) -> TensorStorageMetadata:
+    size = torch.Size(layout.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=described.dtype), size, [chunk])
+    return TensorStorageMetadata(TensorProperties(dtype=layout.dtype), size, [chunk])
 
 
 def _content(source: Source) -> dict[str, Any]:

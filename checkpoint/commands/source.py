@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from nxdpp.checkpoint.commands.meta_model import MetaModel
-from nxdpp.checkpoint.files.checksummed import Described
+from nxdpp.checkpoint.files.layout import Layout
 
 
 class Source(NamedTuple):
@@ -15,12 +15,12 @@ class Source(NamedTuple):
 
     Attributes:
         model: on the meta device.
-        described: dtype and shape of each tensor, by the names of ``model.tensors``.
+        layouts: shape and dtype of each tensor, by the names of ``model.tensors``.
         read: returns the values of one.
     """
 
     model: MetaModel
-    described: dict[str, Described]
+    layouts: dict[str, Layout]
     read: Callable[[str], torch.Tensor]
 
 

@@ -10,11 +10,12 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from nxdpp.checkpoint.files.layout import Layout, layout_of, layouts_of
 
 PIECE_BYTES = 8 << 20
 
@@ -35,23 +36,15 @@ class Span(NamedTuple):
     checksums: tuple[int, ...]
 
 
-class Described(NamedTuple):
-    """Dtype and shape of a tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def write_checksummed(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Span]:
     """Write ``tensors`` to the safetensors file ``path``, and return the place of each; see ``write_streamed``."""
-    described = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return write_streamed(path, described, tensors.items())
+    return write_streamed(path, layouts_of(tensors), tensors.items())
 
 
 def write_streamed(
-    path: Path, described: Mapping[str, Described], tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path, layouts: Mapping[str, Layout], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, Span]:
-    """Write ``tensors``, which have the names and order of ``described``, and return the place of each.
+    """Write ``tensors``, which have the names and order of ``layouts``, and return the place of each.
 
     One tensor is taken at a time. The file is on the disk when this returns. Values of another device, or not
     contiguous, are copied piece by piece.
@@ -60,30 +53,30 @@ def write_streamed(
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (dtype, shape) in described.items():
-        if dtype not in _NAMES:
-            raise ValueError(f"{name} is of {dtype}, which a safetensors file cannot hold: convert it first.")
-        length = prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + length]}
-        end += length
+    for name, layout in layouts.items():
+        if layout.dtype not in _NAMES:
+            raise ValueError(f"{name} is of {layout.dtype}, which a safetensors file cannot hold: convert it first.")
+        offsets = [end, end + layout.bytes]
+        header[name] = {"dtype": _NAMES[layout.dtype], "shape": list(layout.shape), "data_offsets": offsets}
+        end += layout.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     # The format asks for data that is aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     spans = {}
-    expected = iter(described.items())
+    expected = iter(layouts.items())
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         at = 8 + len(text)
         for name, tensor in tensors:
-            assert next(expected) == (name, (tensor.dtype, tuple(tensor.shape))), f"{name} is not as described"
+            assert next(expected) == (name, layout_of(tensor)), f"{name} is not as planned"
             checksums = []
             for piece in _pieces(tensor.detach()):
                 checksums.append(zlib.crc32(piece))
                 file.write(piece)
             spans[name] = Span(path.name, at, tensor.nbytes, tuple(checksums))
             at += tensor.nbytes
-        assert next(expected, None) is None, "a described tensor is missing"
+        assert next(expected, None) is None, "a planned tensor is missing"
         file.flush()
         os.fsync(file.fileno())
     return spans

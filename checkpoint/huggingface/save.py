@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nxdpp.checkpoint.files.layout import Layout, layouts_of
 from nxdpp.checkpoint.files.safetensors_writer import check_dtypes
 from nxdpp.checkpoint.huggingface.adapted import is_adapted
 from nxdpp.checkpoint.huggingface.divided import as_in_files, check_no_padding, joined
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
-from nxdpp.checkpoint.huggingface.save_plan import Layout, Shard, layouts_of, plan_shards
+from nxdpp.checkpoint.huggingface.save_plan import Shard, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together

@@ -2,31 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from nxdpp.checkpoint.files.layout import Layout, layouts_of
 from nxdpp.checkpoint.huggingface.conversion import Conversion, saving_conversions
 
 # Largest file, unless one conversion makes more. A rank copies the tensors of one file at a time, so this is also the
 # memory that it needs beside its model. transformers writes files of 50 GB.
 SHARD_BYTES = 10**9
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Shape and dtype of a tensor that is to be written."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the values."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -43,11 +30,6 @@ class Shard:
         self.conversions.append(conversion)
         self.layouts |= made
         self.bytes += _bytes(made)
-
-
-def layouts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
-    """Layouts of ``tensors`` by name."""
-    return {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def plan_shards(

@@ -163,6 +163,12 @@ def test_a_view_does_not_bring_the_rest_of_its_memory(tmp_path: Path) -> None:
     assert load(tmp_path)["row"].tolist() == [7.0, 8.0]
 
 
+def test_a_state_dict_keeps_the_versions_of_its_modules(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(2)
+    save({"model": model.state_dict()}, tmp_path)
+    assert load(tmp_path)["model"]._metadata == {"": {"version": 2}}
+
+
 def test_arguments_without_meaning_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="save_xser=True is the format of torch_xla"):

@@ -139,14 +139,20 @@ def _write_large(_: int, folder: Path) -> None:
     save_checkpoint(folder, "one", model)
 
 
-def _convert_measured(_: int, warm: Path, folder: Path) -> list[int]:
-    """Peak bytes of a conversion to Hugging Face, and of one from it. ``warm`` is a small one for the imports."""
+def _convert_measured(_: int, warm: Path, large: Path) -> list[int]:
+    """Peak bytes of conversions, each from the result of an earlier one. ``warm`` is a small one for the imports."""
     peaks = []
-    for source, destination, to in (("one", "made", "huggingface"), ("made", "back", "nxdpp")):
-        assert _convert(warm / source, warm / destination, "--to", to) == 0
-        reset_peak()
-        before = resident_bytes()
-        assert _convert(folder / source, folder / destination, "--to", to) == 0
+    for source, destination, to, ranks in (
+        ("one", "made", "huggingface", 1),
+        ("made", "back", "nxdpp", 1),
+        ("back", "ranks", "nxd", 2),
+        ("ranks", "last", "huggingface", 1),
+    ):
+        for folder in (warm, large):
+            more = ["--tensor-parallel-size", ranks, *(["--config", folder / "made"] if source == "ranks" else [])]
+            reset_peak()
+            before = resident_bytes()
+            assert _convert(folder / source, folder / destination, "--to", to, *more) == 0
         peaks.append(peak_bytes() - before)
     return peaks
 
@@ -158,6 +164,7 @@ def test_a_conversion_needs_the_memory_of_its_largest_tensor(tmp_path: Path) -> 
     (peaks,) = run_ranks(1, _convert_measured, tmp_path / "small", tmp_path / "large")
     largest = 8192 * 1024 * 4
     assert max(peaks) < largest + 100 * 2**20 < 372_000_000 / 2
-    values = tensors_in(tmp_path / "large" / "made")
+    values = tensors_in(tmp_path / "large" / "last")
+    assert len(values) == 57
     assert all(bool((value == 1.5).all()) for value in values.values())
     shutil.rmtree(tmp_path / "large")

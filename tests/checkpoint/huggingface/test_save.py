@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nxdpp import NxDPPModel, parallel_state, save_pretrained
+from nxdpp.checkpoint.files.layout import Layout
 from nxdpp.checkpoint.huggingface import save_plan
-from nxdpp.checkpoint.huggingface.save_plan import Layout, plan_shards
+from nxdpp.checkpoint.huggingface.save_plan import plan_shards
 from nxdpp.parallel_layers.layers import ParallelEmbedding
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, tensors_in, wrap
 from tests.support.run_ranks import run_ranks
