@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from transformers import (
 from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed import captured
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from tests.checkpoint.distributed.layouts import Layout, train_and_save
+from tests.checkpoint.distributed.layouts import tensors_in as distributed_tensors
 from tests.checkpoint.huggingface.checkpointed_models import tensors_in
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
-from tests.support.tensor_models import gpt2, llama, t5
+from tests.support.tensor_models import gpt2, llama, make, t5
 
 
 def _mixtral() -> MixtralForCausalLM:
@@ -95,6 +98,32 @@ def test_a_checkpoint_without_configuration_needs_one(
     found, expected = tensors_in(tmp_path / "made"), tensors_in(tmp_path / "expected")
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_configuration_that_cannot_be_written_does_not_stop_a_training(tmp_path: Path) -> None:
+    model = llama()
+    assert model.generation_config is not None
+    model.generation_config.num_beams, model.generation_config.num_return_sequences = 1, 3
+    with pytest.raises(ValueError, match="Fix these issues to save the configuration"):
+        model.save_pretrained(tmp_path / "expected")
+    save_checkpoint(tmp_path / "out", "one", model)
+    assert _convert(tmp_path / "out", tmp_path / "made", "--to", "huggingface") == 2
+
+
+def _train_divided(rank: int, folder: Path) -> None:
+    one = [{"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}]
+    train_and_save(partial(make, "llama"), one, Layout(2, 2, True), folder)
+
+
+def test_a_checkpoint_of_several_ranks_is_converted_whole(tmp_path: Path) -> None:
+    run_ranks(4, _train_divided, tmp_path / "out")
+    assert _convert(tmp_path / "out", tmp_path / "made", "--to", "huggingface") == 0
+    assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
+    found = tensors_in(tmp_path / "made")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "made")
+    _, saved = distributed_tensors(next((tmp_path / "out").glob("pp2*")))
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(values, saved[f"model.{name}"]) for name, values in found.items())
 
 
 def test_what_does_not_fit_is_refused_before_a_file_is_written(
