@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.parallel_layers import clip_grad_norm, failure_watch, move_model_to_device, parallel_state
+from nxdpp.parallel_layers import (
+    background_errors,
+    clip_grad_norm,
+    failure_watch,
+    move_model_to_device,
+    parallel_state,
+)
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.overlapped_average import AverageReport
 from nxdpp.parallel_layers.sequence_parallel import StepGradients
@@ -257,6 +263,7 @@ class Pipeline:
                 for trained parameters in float16, and for a step that fails. A failure ends all ranks.
         """
         parallel_state.refuse_in_debug("a training step")
+        background_errors.begin_step()
         call = board.call("train_step", "step", "pipeline", has_limit=True)
         with call, self._steps.step(), self._replicas.step(average):
             return self._train_step(inputs)

@@ -61,8 +61,9 @@ def save_checkpoint(
         user_content: of rank 0: numbers, strings, tensors, lists, tuples and dicts of them.
         num_workers, use_xser: no meaning here: each rank writes its own part with one thread, in safetensors files.
         num_kept_ckpts: number of checkpoints to keep, at least 1; ``None`` keeps all.
-        async_save: return when the values are copied to host memory. A thread writes them. Its error is raised by the
-            next step on every rank.
+        async_save: return when the values are copied to host memory. A thread writes them. Its error is raised by a
+            training step: the same one on every rank, or by the next call of these functions before that. A program
+            that ends without one prints the error, and has status 1.
         zero1_optimizer: no meaning here: the optimizer tells it.
         when_busy: ``"wait"`` for a save in flight, or ``"skip"`` this one.
 

@@ -41,15 +41,20 @@ class BackgroundSaves:
         """
         self.wait()
         tensors = save.plan(state)
+        staged = save.exchange.together(lambda: self._copied(tensors))
+        save.exchange = Exchange(f"checkpoint_{next(_numbers)}")
+        self._thread = threading.Thread(target=_write, args=(save, staged), name="nxdpp checkpoint")
+        self._thread.start()
+
+    def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy ``tensors`` to host memory, which the next copy uses again."""
         if self._stager is None:
             # Staging in another thread would copy values that the next step changes.
             is_cuda = any(tensor.is_cuda for tensor in tensors.values())
             self._stager = DefaultStager(StagingOptions(is_cuda, False, False, is_cuda))
         staged = self._stager.stage(tensors)
         assert isinstance(staged, dict)
-        save.exchange = Exchange(f"checkpoint_{next(_numbers)}")
-        self._thread = threading.Thread(target=_write, args=(save, staged), name="nxdpp checkpoint")
-        self._thread.start()
+        return staged
 
     def wait(self) -> None:
         """Wait for the save in flight, and raise its error."""
@@ -69,4 +74,5 @@ def _write(save: Save, staged: dict[str, torch.Tensor]) -> None:
     try:
         save.write(staged)
     except Exception as error:
-        background_errors.keep(error)
+        # An error of one rank is raised in the threads of all ranks.
+        background_errors.keep(error, save.exchange.all_of)

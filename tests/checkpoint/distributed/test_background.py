@@ -1,0 +1,138 @@
+"""Saves whose files a thread writes while the training goes on."""
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import parallel_state
+from nxdpp.checkpoint.distributed import save
+from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
+from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
+from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import VOCABULARY, make
+
+_STEPS = 500
+"""More than a background thread takes to tell of its error."""
+
+
+def _llama() -> nn.Module:
+    model: nn.Module = make("llama")
+    return model
+
+
+def _batch() -> dict[str, Any]:
+    ids = torch.randint(0, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(7))
+    return {"input_ids": ids, "labels": ids}
+
+
+class _Writer:
+    """Writes files when it is released, or fails then."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.released = threading.Event()
+        self.fails = fails
+
+    def __call__(self, path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+        assert self.released.wait(30)
+        if self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_checksummed(path, tensors)
+
+
+Save = Callable[..., bool]
+
+
+def _values_of_the_call(training: Training, saved: Save, path: Path, patch: pytest.MonkeyPatch) -> None:
+    saved("expected")
+    writer = _Writer()
+    patch.setattr(save, "write_checksummed", writer)
+    assert saved("now", async_save=True)
+    for _ in range(2):
+        training.step(_batch())
+    assert not (path / "now" / "checkpoint.json").exists()
+    writer.released.set()
+    finalize_checkpoint()
+    expected, found = (tensors_in(path / tag)[1] for tag in ("expected", "now"))
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def _busy(saved: Save, path: Path, patch: pytest.MonkeyPatch) -> None:
+    writer = _Writer()
+    patch.setattr(save, "write_checksummed", writer)
+    assert saved("first", async_save=True)
+    for is_async in (True, False):
+        assert not saved("skipped", async_save=is_async, when_busy="skip")
+    threading.Timer(0.2, writer.released.set).start()
+    assert saved("second", async_save=True)
+    assert (path / "first" / "checkpoint.json").exists()
+    finalize_checkpoint()
+    assert (path / "second" / "checkpoint.json").exists()
+    assert not (path / "skipped").exists()
+
+
+def _error_at_a_step(training: Training, saved: Save, path: Path, patch: pytest.MonkeyPatch, rank: int) -> int:
+    writer = _Writer(fails=rank == 1)
+    patch.setattr(save, "write_checksummed", writer)
+    assert saved("failed", async_save=True)
+    message = ""
+    for number in range(_STEPS):
+        try:
+            training.step(_batch())
+        except OSError as error:
+            message = str(error)
+            break
+        if number == rank:
+            writer.released.set()
+    assert "No space left on device" in message
+    assert rank == 1 or "on rank 1" in message
+    training.step(_batch())
+    patch.undo()
+    finalize_checkpoint()
+    assert saved("after", async_save=True)
+    finalize_checkpoint()
+    assert not (path / "failed" / "checkpoint.json").exists()
+    assert load_checkpoint(path, None, training.model, training.optimizer, training.scheduler) == {"tag": "after"}
+    return number
+
+
+def _error_at_the_end(saved: Save, patch: pytest.MonkeyPatch, rank: int) -> None:
+    writer = _Writer(fails=rank == 1)
+    writer.released.set()
+    patch.setattr(save, "write_checksummed", writer)
+    assert saved("at the end", async_save=True)
+    with pytest.raises(OSError, match="No space left on device"):
+        finalize_checkpoint()
+    finalize_checkpoint()
+
+
+def _cases(rank: int, layout: Layout, path: Path) -> int:
+    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+    training = Training(_llama, layout)
+    training.step(_batch())
+
+    def saved(tag: str, **options: Any) -> bool:
+        parts = training.model, training.optimizer, training.scheduler
+        return save_checkpoint(path, tag, *parts, {"tag": tag}, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        _values_of_the_call(training, saved, path, patch)
+        _busy(saved, path, patch)
+        step = _error_at_a_step(training, saved, path, patch, rank)
+        _error_at_the_end(saved, patch, rank)
+    return step
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(1, 1, True)], ids=str)
+def test_training_goes_on_while_a_thread_writes(layout: Layout, tmp_path: Path) -> None:
+    steps = run_ranks(2, _cases, layout, tmp_path, timeout=150)
+    assert steps[0] == steps[1] < _STEPS - 1
+    assert steps[0] > 1
