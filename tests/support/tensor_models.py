@@ -12,6 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     T5Config,
@@ -43,10 +45,17 @@ def experts() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
-def gpt2() -> GPT2LMHeadModel:
+def mixtral(**changes: Any) -> MixtralForCausalLM:
+    """A Mixtral of four experts."""
+    return MixtralForCausalLM(MixtralConfig(**(_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2} | changes)))
+
+
+def gpt2(layers: int = 2) -> GPT2LMHeadModel:
     """A GPT-2: a fused query, key and value, and a tied head."""
     changes: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=16, **changes))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=16, **changes)
+    )
 
 
 def bert() -> BertForMaskedLM:
@@ -63,7 +72,14 @@ def t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, **changes))
 
 
-MODELS: dict[str, Callable[..., Any]] = {"llama": llama, "experts": experts, "gpt2": gpt2, "bert": bert, "t5": t5}
+MODELS: dict[str, Callable[..., Any]] = {
+    "llama": llama,
+    "experts": experts,
+    "mixtral": mixtral,
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+}
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> Any:

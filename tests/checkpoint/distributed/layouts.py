@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
+from nxdpp import NxDPPModel, tensor_parallelize
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.load import read_plan
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
@@ -67,22 +67,18 @@ class Training:
 
 
 def train_and_save(make: Callable[[], nn.Module], batches: list[dict[str, Any]], layout: Layout, path: Path) -> None:
-    """Train on ``batches``, and save under the tag ``layout``."""
-    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+    """Train on ``batches``, and save under the tag ``layout``; model parallelism is initialised."""
     training = Training(make, layout)
     for batch in batches:
         training.step(batch)
     save_checkpoint(path, str(layout), training.model, training.optimizer, training.scheduler, {"steps": len(batches)})
-    parallel_state.destroy_model_parallel()
 
 
 def copy_through(make: Callable[[], nn.Module], layout: Layout, path: Path, source: str) -> None:
-    """Load the checkpoint ``source`` in ``layout``, and save what was loaded."""
-    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+    """Load the checkpoint ``source`` in ``layout``, and save what was loaded; model parallelism is initialised."""
     training = Training(make, layout)
     content = load_checkpoint(path, source, training.model, training.optimizer, training.scheduler)
     save_checkpoint(path, str(layout), training.model, training.optimizer, training.scheduler, content)
-    parallel_state.destroy_model_parallel()
 
 
 def tensors_in(folder: Path) -> tuple[Document, dict[str, torch.Tensor]]:

@@ -1,18 +1,43 @@
 """What any layout of ranks has saved, any other loads, to the bit."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from nxdpp import parallel_state
 from tests.checkpoint.distributed.layouts import Layout, copy_through, tensors_in, train_and_save
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
 
-Make = Callable[[], nn.Module]
+INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
+FIRST_CUT = {"pipeline_cuts": ["model.layers.0"]}
+ONE = Layout()
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": partial(make, "llama", num_hidden_layers=4),
+    "tied llama": partial(make, "llama", num_hidden_layers=4, tie_word_embeddings=True),
+    "mixtral": partial(make, "mixtral"),
+    "gpt2": partial(make, "gpt2", layers=4),
+    "t5": partial(make, "t5"),
+}
+
+# The layouts of two and of four ranks, with the models that go through them one after another: 23 pairs in all.
+OF_TWO: Sequence[tuple[Layout, Sequence[str]]] = (
+    (Layout(1, 2), ("llama", "mixtral", "gpt2", "t5")),
+    (Layout(1, 1, True), ("llama",)),
+    (Layout(2), ("tied llama",)),
+    (Layout(2, 1, False, FIRST_CUT), ("llama",)),
+)
+OF_FOUR: Sequence[tuple[Layout, Sequence[str]]] = (
+    (Layout(2, 2), ("llama", "tied llama", "mixtral", "gpt2", "t5")),
+    (Layout(2, 1, True), ("llama", "tied llama", "mixtral", "t5")),
+    (Layout(2, 1, False, INTERLEAVED), ("llama", "gpt2")),
+    (Layout(1, 2, True), ("llama", "mixtral", "gpt2")),
+    (Layout(4), ("tied llama", "t5")),
+)
 
 
 def _batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -21,50 +46,44 @@ def _batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in drawn]
 
 
-def _llama() -> nn.Module:
-    model: nn.Module = make("llama", num_hidden_layers=4)
-    return model
+def _train(rank: int, path: Path) -> None:
+    parallel_state.initialize_model_parallel()
+    for name, model in MODELS.items():
+        train_and_save(model, _batches(2), ONE, path / name)
 
 
-def _tied() -> nn.Module:
-    model: nn.Module = make("llama", num_hidden_layers=4, tie_word_embeddings=True)
-    return model
+def _copies(rank: int, path: Path, layouts: Sequence[tuple[Layout, Sequence[str]]], sources: dict[str, str]) -> None:
+    sizes = None
+    for layout, names in layouts:
+        if sizes != (layout.tensor, layout.pipeline):
+            if sizes is not None:
+                parallel_state.destroy_model_parallel()
+            sizes = layout.tensor, layout.pipeline
+            parallel_state.initialize_model_parallel(*sizes)
+        for name in names:
+            copy_through(MODELS[name], layout, path / name, sources[name])
+            sources[name] = str(layout)
 
 
-INTERLEAVED = {"virtual_pipeline_size": 2, "schedule": "interleaved"}
-OF_TWO = (Layout(2), Layout(1, 2), Layout(1, 1, True), Layout(2, 1, False, {"pipeline_cuts": ["model.layers.0"]}))
-OF_FOUR = (
-    Layout(2, 2),
-    Layout(2, 1, True),
-    Layout(1, 2, True),
-    Layout(4),
-    Layout(2, 1, False, INTERLEAVED),
-    Layout(1, 1, True),
-    Layout(2, 2),
-)
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for each model, in which each layout has saved what it loaded of the one before."""
+    path: Path = tmp_path_factory.mktemp("layouts")
+    run_ranks(1, _train, path, timeout=120.0)
+    sources = dict.fromkeys(MODELS, str(ONE))
+    run_ranks(2, _copies, path, OF_TWO, sources, timeout=120.0)
+    sources |= {name: str(layout) for layout, names in OF_TWO for name in names}
+    run_ranks(4, _copies, path, OF_FOUR, sources, timeout=240.0)
+    return path
 
 
-def _train(rank: int, make_model: Make, batches: list[dict[str, Any]], layout: Layout, path: Path) -> None:
-    train_and_save(make_model, batches, layout, path)
-
-
-def _copies(rank: int, make_model: Make, layouts: Sequence[Layout], path: Path, source: str) -> None:
-    for layout in layouts:
-        copy_through(make_model, layout, path, source)
-        source = str(layout)
-
-
-@pytest.mark.parametrize("make_model", [_llama, _tied])
-def test_every_layout_loads_what_another_has_saved(make_model: Make, tmp_path: Path) -> None:
-    one = Layout()
-    run_ranks(1, _train, make_model, _batches(2), one, tmp_path)
-    run_ranks(2, _copies, make_model, OF_TWO, tmp_path, str(one))
-    run_ranks(4, _copies, make_model, OF_FOUR, tmp_path, str(OF_TWO[-1]))
-    expected_document, expected = tensors_in(tmp_path / str(one))
-    for layout in (*OF_TWO, *OF_FOUR):
-        document, tensors = tensors_in(tmp_path / str(layout))
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_loads_what_another_has_saved(name: str, checkpoints: Path) -> None:
+    expected_document, expected = tensors_in(checkpoints / name / str(ONE))
+    for layout in (layout for layout, names in (*OF_TWO, *OF_FOUR) if name in names):
+        document, tensors = tensors_in(checkpoints / name / str(layout))
         assert set(tensors) == set(expected), layout
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, expected[name]), (layout, name)
-        for key in ("ties", "optimizer", "scheduler", "user_content"):
-            assert document.content[key] == expected_document.content[key], (layout, key)
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, expected[key]), (layout, key)
+        for part in ("ties", "optimizer", "scheduler", "user_content"):
+            assert document.content[part] == expected_document.content[part], (layout, part)
