@@ -1,0 +1,1 @@
+"""Saves and loads of checkpoints, measured."""
