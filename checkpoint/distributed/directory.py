@@ -13,6 +13,7 @@ by a rename. So a process that is killed at any moment leaves whole checkpoints,
 import os
 import re
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from nxdpp.checkpoint.distributed.document import DOCUMENT, number_of
@@ -20,6 +21,7 @@ from nxdpp.checkpoint.distributed.document import DOCUMENT, number_of
 LATEST = "latest"
 
 _OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
+_NEW_LATEST = re.compile(rf"\.{LATEST}\.\d+")
 
 
 def check_tag(tag: str) -> None:
@@ -89,7 +91,8 @@ def next_number(path: Path) -> int:
 def prune(path: Path, kept: int | None, current: str, named: Iterable[str]) -> None:
     """Remove what unfinished saves have left, and all but the ``kept`` newest checkpoints.
 
-    Only files that a save has made are removed. A checkpoint loses its document first.
+    Only files that a save has made are removed, and directories that are empty then. A checkpoint loses its document
+    first.
 
     Args:
         path: directory of the checkpoints.
@@ -99,9 +102,12 @@ def prune(path: Path, kept: int | None, current: str, named: Iterable[str]) -> N
     """
     _remove_files(path / current, set(named))
     older = [tag for tag in tags(path) if tag != current]
-    for folder in path.iterdir():
-        if folder.is_dir() and folder.name not in (current, *older):
-            _remove_files(folder, set())
+    for found in list(path.iterdir()):
+        if _NEW_LATEST.fullmatch(found.name):
+            found.unlink(missing_ok=True)
+        elif found.is_dir() and found.name not in (current, *older):
+            with suppress(PermissionError):
+                _remove_files(found, set())
     for tag in [] if kept is None else older[max(0, kept - 1) :]:
         (path / tag / DOCUMENT).unlink(missing_ok=True)
         flush_directory(path / tag)
@@ -120,13 +126,14 @@ def flush_directory(folder: Path) -> None:
 def _folders(path: Path) -> Iterator[Path]:
     """The directories that have a document."""
     if path.is_dir():
-        yield from (folder for folder in path.iterdir() if (folder / DOCUMENT).is_file())
+        # Path.is_file raises for a directory that this process may not search, such as lost+found.
+        yield from (folder for folder in path.iterdir() if os.path.isfile(folder / DOCUMENT))
 
 
 def _remove_files(folder: Path, named: Container[str]) -> None:
-    """Remove the files of saves but ``named``, and the directory if it is empty then."""
-    for file in list(folder.iterdir()):
-        if _OURS.fullmatch(file.name) and file.name not in named:
-            file.unlink(missing_ok=True)
-    if not any(folder.iterdir()):
+    """Remove the files of saves but ``named``, and the directory if it is empty then and had some."""
+    ours = [file for file in folder.iterdir() if _OURS.fullmatch(file.name) and file.name not in named]
+    for file in ours:
+        file.unlink(missing_ok=True)
+    if ours and not any(folder.iterdir()):
         folder.rmdir()

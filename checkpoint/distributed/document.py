@@ -81,7 +81,8 @@ def write_document(
         dtype = str(saved.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "shape": list(saved.size), "blocks": blocks}
     body = {"content": content, "tensors": tensors}
-    head = {"format": "nxdpp", "version": _VERSION, "number": number, "checksum": _checksum(body)}
+    checksum = _checksum({"number": number, **body})
+    head = {"format": "nxdpp", "version": _VERSION, "number": number, "checksum": checksum}
     with path.open("w", encoding="utf-8") as file:
         json.dump({**head, **body}, file, allow_nan=False)
         file.flush()
@@ -102,12 +103,14 @@ def parsed_document(directory: Path, text: bytes) -> Document:
     try:
         parsed = json.loads(text)
         version = parsed["version"]
-    except (ValueError, TypeError, KeyError) as error:
+        if parsed["format"] != "nxdpp":
+            raise ValueError("its format is another one")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedFile(f"{path} is not the document of a checkpoint, or is damaged ({error}).") from error
-    if parsed.get("format") != "nxdpp" or version != _VERSION:
+    if version != _VERSION:
         raise ValueError(f"{path} has version {version!r:.100}, and this nxdpp reads version {_VERSION}: update nxdpp.")
     try:
-        body = {"content": parsed["content"], "tensors": parsed["tensors"]}
+        body = {key: parsed[key] for key in ("number", "content", "tensors")}
         if _checksum(body) != parsed["checksum"]:
             raise ValueError("its checksum is another one")
         return Document(parsed["content"], _metadata(parsed["tensors"]))
@@ -141,7 +144,8 @@ def _metadata(tensors: dict[str, Any]) -> Metadata:
             text = block["checksums"]
             checksums = tuple(int(text[at : at + _DIGITS], 16) for at in range(0, len(text), _DIGITS))
             length = sizes.numel() * dtype.itemsize
-            if len(checksums) != -(-length // PIECE_BYTES) or Path(block["file"]).name != block["file"]:
+            is_name = bool(block["file"]) and block["file"] != ".." and Path(block["file"]).name == block["file"]
+            if len(checksums) != -(-length // PIECE_BYTES) or not is_name:
                 raise ValueError(f"a block of {name} has {len(checksums)} checksums in the file {block['file']!r}")
             spans[MetadataIndex(name, chunks[-1].offsets)] = Span(block["file"], int(block["start"]), length, checksums)
         described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor["shape"]), chunks)

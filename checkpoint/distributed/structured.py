@@ -107,6 +107,18 @@ def _encoded_tensor(value: Any, path: str, tensors: dict[str, torch.Tensor] | No
         return {"$scalar": written_scalar(value)}
     if tensors is None:
         raise ValueError(f"{path} is a tensor of shape {list(value.shape)}, and only numbers can be there.")
-    mark = "$tensor" if isinstance(value, torch.Tensor) else "$array"
-    tensors[path] = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value)
-    return {mark: path}
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            raise ValueError(f"{path} is a tensor of layout {value.layout}, which a checkpoint cannot hold: {_DENSE}")
+        if value.is_meta:
+            raise ValueError(f"{path} is a tensor on the meta device, which has no values.")
+        tensors[path] = value.detach()
+        return {"$tensor": path}
+    try:
+        tensors[path] = torch.from_numpy(np.ascontiguousarray(value))
+    except TypeError as error:
+        raise ValueError(f"{path} is an array of {value.dtype}, which a checkpoint cannot hold: {_DENSE}") from error
+    return {"$array": path}
+
+
+_DENSE = "give a dense one of numbers."

@@ -4,6 +4,7 @@ A file is written tensor by tensor, so that a piece of one alone is copied to th
 returned: a checkpoint keeps them in its document, outside of the files they are of.
 """
 
+import errno
 import json
 import os
 import struct
@@ -86,7 +87,7 @@ def _pieces(tensor: torch.Tensor) -> Iterable[memoryview]:
     """The bytes of ``tensor`` in pieces of ``PIECE_BYTES``, the last one shorter."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    flat = tensor.view(-1)
+    flat = _flat(tensor)
     count = PIECE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), count):
         piece = flat[start : start + count].cpu()
@@ -94,7 +95,7 @@ def _pieces(tensor: torch.Tensor) -> Iterable[memoryview]:
 
 
 class DamagedFile(ValueError):
-    """A file of a checkpoint is shorter than it was, or has other bytes."""
+    """A file of a checkpoint is missing, is shorter than it was, has other bytes, or its disk does not give them."""
 
 
 @dataclass
@@ -155,7 +156,12 @@ class ChecksummedReader:
             self._open(span.file)
         place, done = span.start + number * PIECE_BYTES, 0
         while done < len(into):
-            count = os.preadv(self._descriptor, [into[done:]], place + done)
+            try:
+                count = os.preadv(self._descriptor, [into[done:]], place + done)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise DamagedFile(f"{self.directory / span.file} cannot be read ({error}): its disk fails.") from error
             if count == 0:
                 size = os.fstat(self._descriptor).st_size
                 raise DamagedFile(
@@ -171,7 +177,13 @@ class ChecksummedReader:
 
     def _open(self, name: str) -> None:
         self.__exit__()
-        self._descriptor = os.open(self.directory / name, os.O_RDONLY)
+        try:
+            self._descriptor = os.open(self.directory / name, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise DamagedFile(
+                f"{self.directory / name} is missing, or this host does not share the directory with the ranks that "
+                f"saved."
+            ) from error
         self._name = name
 
 
@@ -212,7 +224,7 @@ def _read(
     first, count = offsets[0], destination.shape[0]
     are_whole_rows = tuple(destination.shape[1:]) == shape[1:]
     if are_whole_rows and _is_plain(destination, dtype):
-        reader.read(span, base + first * row, destination.view(-1).view(torch.uint8).numpy().data)
+        reader.read(span, base + first * row, _flat(destination).view(torch.uint8).numpy().data)
         return
     if row > PIECE_BYTES and len(shape) > 1:
         for number in range(count):
@@ -230,3 +242,8 @@ def _read(
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in one dimension of stride 1, which ``view(-1)`` does not give for one element."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,125 @@
+"""The document of a checkpoint: each changed byte is found, and names of files stay in the directory."""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from nxdpp.checkpoint.distributed.document import (
+    DOCUMENT,
+    Document,
+    number_of,
+    parsed_document,
+    read_document,
+    tensors_of,
+    write_document,
+)
+from nxdpp.checkpoint.files.checksummed import DamagedFile, Span
+
+CONTENT = {"layout": {"ranks": 2}, "ties": {}, "user_content": {"text": 'a "quoted" \n'}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    chunks = [ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([2, 3])) for first in (0, 2)]
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([4, 3]), chunks)
+    number = TensorStorageMetadata(
+        TensorProperties(dtype=torch.float32), torch.Size([]), [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
+    )
+    spans = {
+        MetadataIndex("model.weight", [0, 0]): Span("a-rank00000.safetensors", 96, 12, (0x0A,)),
+        MetadataIndex("model.weight", [2, 0]): Span("a-rank00001.safetensors", 64, 12, (0xFFFFFFFF,)),
+        MetadataIndex("model.number", []): Span("a-rank00000.safetensors", 108, 4, (7,)),
+    }
+    metadata = Metadata({"model.weight": tensor, "model.number": number})
+    write_document(tmp_path / DOCUMENT, 17, CONTENT, metadata, spans)
+    return tmp_path
+
+
+def parsed(folder: Path) -> Document:
+    return parsed_document(folder, read_document(folder))
+
+
+def test_a_document_comes_back(folder: Path) -> None:
+    document = parsed(folder)
+    assert document.content == CONTENT
+    assert document.shapes() == {"model.weight": (4, 3), "model.number": ()}
+    assert tensors_of(document.metadata)["model.weight"].properties.dtype == torch.bfloat16
+    index = MetadataIndex("model.weight", [2, 0])
+    assert document.metadata.storage_data[index] == Span("a-rank00001.safetensors", 64, 12, (0xFFFFFFFF,))
+    assert document.metadata.storage_data[MetadataIndex("model.number", [])].checksums == (7,)
+    assert number_of(folder) == 17
+
+
+@pytest.mark.parametrize("bit", [1, 0x20])
+def test_each_changed_byte_is_found(bit: int, folder: Path) -> None:
+    file = folder / DOCUMENT
+    whole = read_document(folder)
+    version = whole.index(b'"version": 1') + len(b'"version": ')
+    for at in range(len(whole)):
+        changed = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+        with pytest.raises(ValueError, match=str(file)) as caught:
+            parsed_document(folder, changed)
+        assert isinstance(caught.value, DamagedFile) or at == version, at
+
+
+def test_each_truncation_is_found(folder: Path) -> None:
+    whole = read_document(folder)
+    for size in range(len(whole)):
+        with pytest.raises(DamagedFile, match=str(folder / DOCUMENT)):
+            parsed_document(folder, whole[:size])
+
+
+@pytest.mark.parametrize(
+    "text", [b"[]", b"3", b"null", b'"text"', b"{}", b'{"version": 1}', b"\xff\xfe", b"[" * 100_000]
+)
+def test_other_files_are_no_documents(text: bytes, folder: Path) -> None:
+    with pytest.raises(DamagedFile, match=str(folder / DOCUMENT)):
+        parsed_document(folder, text)
+
+
+def test_another_version_is_refused(folder: Path) -> None:
+    text = read_document(folder).replace(b'"version": 1', b'"version": 2')
+    with pytest.raises(ValueError, match=r"has version 2, and this nxdpp reads version 1: update nxdpp\.") as caught:
+        parsed_document(folder, text)
+    assert not isinstance(caught.value, DamagedFile)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The document after ``change`` of a block, with the checksum that it should have: made by hand, not damaged."""
+    document = json.loads(read_document(folder))
+    change(document["tensors"]["model.weight"]["blocks"][0])
+    body = {key: document[key] for key in ("number", "content", "tensors")}
+    document["checksum"] = f"{zlib.crc32(json.dumps(body, separators=(',', ':')).encode()):08x}"
+    return json.dumps(document).encode()
+
+
+def test_a_document_made_by_hand_is_read(folder: Path) -> None:
+    parsed_document(folder, rewritten(folder, lambda block: None))
+
+
+@pytest.mark.parametrize("name", ["../a-rank00000.safetensors", "/etc/passwd", "a/b", "", "..", "."])
+def test_a_file_outside_of_the_directory_is_refused(name: str, folder: Path) -> None:
+    with pytest.raises(DamagedFile, match=r"a block of model\.weight"):
+        parsed_document(folder, rewritten(folder, lambda block: block.update(file=name)))
+
+
+@pytest.mark.parametrize("checksums", ["", "0000000a0000000a"])
+def test_checksums_that_do_not_cover_a_block_are_refused(checksums: str, folder: Path) -> None:
+    with pytest.raises(DamagedFile, match=r"a block of model\.weight"):
+        parsed_document(folder, rewritten(folder, lambda block: block.update(checksums=checksums)))
+
+
+def test_a_missing_document_has_no_number(tmp_path: Path) -> None:
+    assert number_of(tmp_path) == 0

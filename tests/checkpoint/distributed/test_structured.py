@@ -1,0 +1,135 @@
+"""Values as JSON: they come back with their types, others are refused with their path, and no code runs."""
+
+import collections
+import enum
+import json
+import math
+from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from nxdpp.checkpoint.distributed.structured import decoded, encoded
+
+
+def round_trip(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encoded(value, "content", tensors), allow_nan=False)
+    return decoded(json.loads(text), tensors)
+
+
+VALUES = [
+    None, True, False, 0, -(2**70), "", "text \u00e9 \ud7ff", 0.1, -0.0, 5e-324, 1e308, math.inf, -math.inf,
+    b"", b"\0\xff",
+    [], {}, (), [1, [2, (3, {"a": None})]], {"a": {"b": [True]}}, {1: "a", "1": "b", None: 2, (1, 2): 3, 2.5: 4},
+    {"$tuple": [1]}, {"a": 1, "$set": 2}, {"$": {}}, {"": 1}, {1, "a", (2, 3)}, frozenset({1}), torch.Size([2, 3]),
+    Counter("aab"), Counter({3: 1}), OrderedDict([("b", 1), ("a", 2)]), OrderedDict([((1,), 1)]), torch.float8_e4m3fn,
+    torch.device("cpu"), torch.device("cuda", 3), {"nested": ({"deep": {(): {"$dict": []}}},)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_come_back_with_their_types(value: Any) -> None:
+    found = round_trip(value)
+    assert found == value
+    assert type(found) is type(value)
+    assert repr(found) == repr(value) or isinstance(value, set | frozenset)
+
+
+def test_nan_comes_back() -> None:
+    assert math.isnan(round_trip(math.nan))
+
+
+def test_scalars_of_numpy_become_those_of_python() -> None:
+    for value, expected in [(np.float64(0.1), 0.1), (np.int32(3), 3), (np.bool_(True), True), (np.str_("a"), "a")]:
+        found = round_trip([value])
+        assert found == [expected]
+        assert type(found[0]) is type(expected)
+
+
+def test_tensors_and_arrays_come_back() -> None:
+    value = {
+        "mask": torch.arange(6).view(2, 3),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "array": np.arange(3.0),
+        "reversed": np.arange(3)[::-1],
+        "list": [torch.zeros(0)],
+        "number": torch.tensor(0.1),
+        "complex": torch.tensor(1j),
+    }
+    found = round_trip(value)
+    assert list(found) == list(value)
+    for key in ("mask", "half", "number", "complex"):
+        assert torch.equal(found[key], value[key])
+        assert found[key].dtype == value[key].dtype
+    for key in ("array", "reversed"):
+        assert np.array_equal(found[key], value[key])
+        assert found[key].dtype == value[key].dtype
+    assert found["list"][0].shape == (0,)
+
+
+class Point(NamedTuple):
+    x: int
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Sub(dict[str, int]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [0, object()]}, r"content\.a\[1\] is a object"),
+        ({"a": {2: print}}, r"content\.a\[2\] is a builtin_function_or_method"),
+        ([Point(1)], r"content\[0\] is a Point"),
+        ([Colour.RED], r"content\[0\] is a Colour"),
+        ([Sub()], r"content\[0\] is a Sub"),
+        ([collections.defaultdict(list)], r"content\[0\] is a defaultdict"),
+        ([bytearray(b"a")], r"content\[0\] is a bytearray"),
+        ([1j], r"content\[0\] is a complex"),
+        ([np.datetime64("2026-01-01")], r"content\[0\] is a date"),
+        ({(1, b"a", object): 1}, r"a key of content\[2\] is a type"),
+        ({"a": np.array([object()])}, r"content\.a is an array of object"),
+        ({"a": np.array(["text"])}, r"content\.a is an array of "),
+        ({"a": torch.eye(2).to_sparse()}, r"content\.a is a tensor of layout torch\.sparse_coo"),
+        (torch.zeros(1, device="meta"), r"content is a tensor on the meta device"),
+    ],
+)
+def test_other_values_are_refused_with_their_path(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encoded(value, "content", {})
+
+
+def test_tensors_are_refused_where_only_numbers_can_be() -> None:
+    with pytest.raises(ValueError, match=r"content\[0\] is a tensor of shape \[2\]"):
+        encoded([torch.zeros(2)], "content")
+    assert encoded([torch.tensor(2.0)], "content") == [{"$scalar": {"number": 2.0, "dtype": "float32"}}]
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"$object": "os.system"},
+        {"$": 1},
+        {"$eval": "1"},
+        {"$dtype": "load"},
+        {"$dtype": "__loader__"},
+        {"$scalar": {"number": 1, "dtype": "hub"}},
+        {"$tensor": "not there"},
+        {"$float": "one"},
+    ],
+)
+def test_marks_that_are_not_written_are_refused(saved: Any) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        decoded([saved], {})
+
+
+def test_a_tensor_without_tensors_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the mark '\$tensor' is not known"):
+        decoded({"$tensor": "a"})

@@ -1,0 +1,183 @@
+"""Files with checksums: values come back to the bit, and each damaged byte is found by the file's name."""
+
+import errno
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nxdpp.checkpoint.files import checksummed
+from nxdpp.checkpoint.files.checksummed import (
+    ChecksummedReader,
+    DamagedFile,
+    Span,
+    read_region,
+    write_checksummed,
+    write_streamed,
+)
+from nxdpp.checkpoint.files.layout import layouts_of
+
+DTYPES = list(checksummed._NAMES)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksummed, "PIECE_BYTES", 64)
+
+
+def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(count)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    drawn = torch.randint(0, 256, (max(1, count),), generator=generator, dtype=torch.uint8)
+    return drawn[:count].view(dtype).view(shape)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def read(folder: Path, span: Span, like: torch.Tensor) -> torch.Tensor:
+    destination = torch.zeros_like(like)
+    with ChecksummedReader(folder) as reader:
+        read_region(reader, span, like.shape, (0,) * like.ndim, destination, like.dtype)
+    return destination
+
+
+def test_tensors_of_all_dtypes_come_back_and_safetensors_reads_them(tmp_path: Path) -> None:
+    tensors = {f"{dtype}": values(dtype, 5, 7) for dtype in DTYPES}
+    tensors |= {"empty": torch.empty(0, 3), "number": torch.tensor(2.5), "large": values(torch.float32, 3, 40)}
+    file = tmp_path / "one.safetensors"
+    spans = write_checksummed(file, tensors)
+    for name, tensor in tensors.items():
+        assert spans[name].length == tensor.nbytes
+        assert len(spans[name].checksums) == -(-tensor.nbytes // 64)
+        assert is_same(read(tmp_path, spans[name], tensor), tensor), name
+    loaded = load_file(file)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert is_same(loaded[name], tensor), name
+
+
+def test_tensors_that_are_not_contiguous_are_written_in_their_order(tmp_path: Path) -> None:
+    base = values(torch.float32, 6, 10)
+    number = torch.complex(values(torch.int16, 4).float(), torch.ones(4))
+    tensors = {
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "conjugate": number.conj(),
+        "part": base[2:4],
+        "one": base[0, ::2][:1],
+    }
+    write_checksummed(tmp_path / "one", tensors)
+    for name, tensor in load_file(tmp_path / "one").items():
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def test_a_dtype_that_the_format_lacks_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"weight is of torch\.complex128"):
+        write_checksummed(tmp_path / "one", {"weight": torch.zeros(2, dtype=torch.complex128)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_is_that_of_its_plan(tmp_path: Path) -> None:
+    planned = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    with pytest.raises(AssertionError, match="missing"):
+        write_streamed(tmp_path / "one", layouts_of(planned), [("a", planned["a"])])
+    with pytest.raises(AssertionError, match="as planned"):
+        write_streamed(tmp_path / "one", layouts_of(planned), [("b", planned["b"])])
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (3, 40), (2, 3, 30), (4, 5, 2), (50,), (2, 2, 2, 20)])
+@pytest.mark.parametrize("kind", ["plain", "transposed", "other dtype"])
+def test_each_rectangle_is_read(shape: tuple[int, ...], kind: str, tmp_path: Path) -> None:
+    """Rows are smaller than a piece, or larger: a piece has 16 numbers."""
+    whole = values(torch.int16, *shape).float()
+    span = write_checksummed(tmp_path / "one", {"before": torch.ones(3), "whole": whole})["whole"]
+    ends = [sorted({(0, size), (size // 2, size), (1, size), (0, 1)}) for size in shape]
+    with ChecksummedReader(tmp_path) as reader:
+        for ranges in itertools.product(*ends):
+            expected = whole[tuple(slice(*each) for each in ranges)]
+            destination = torch.zeros(expected.shape)
+            if kind == "transposed":
+                order = list(range(destination.ndim))[::-1]
+                destination = torch.zeros(expected.shape[::-1]).permute(order)
+            if kind == "other dtype":
+                destination = destination.double()
+            read_region(reader, span, shape, [first for first, _ in ranges], destination, torch.float32)
+            assert torch.equal(destination.float(), expected), ranges
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, Mapping[str, torch.Tensor], dict[str, Span]]:
+    tensors = {"first": values(torch.float32, 5, 7), "second": values(torch.bfloat16, 33)}
+    return tmp_path / "rank00003", tensors, write_checksummed(tmp_path / "rank00003", tensors)
+
+
+Written = tuple[Path, Mapping[str, torch.Tensor], dict[str, Span]]
+
+
+def test_each_flipped_byte_is_found(written: Written) -> None:
+    file, tensors, spans = written
+    whole = file.read_bytes()
+    for name, span in spans.items():
+        for at in range(span.start, span.start + span.length):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(DamagedFile, match="rank00003 is damaged: bytes"):
+                read(file.parent, span, tensors[name])
+            with ChecksummedReader(file.parent) as reader, pytest.raises(DamagedFile, match="rank00003"):
+                reader.verify(span)
+    file.write_bytes(whole)
+    for name, span in spans.items():
+        assert is_same(read(file.parent, span, tensors[name]), tensors[name])
+
+
+def test_each_truncation_is_found(written: Written) -> None:
+    file, tensors, spans = written
+    whole = file.read_bytes()
+    for size in range(len(whole) - 1, -1, -5):
+        file.write_bytes(whole[:size])
+        for name, span in spans.items():
+            if size < span.start + span.length:
+                with pytest.raises(DamagedFile, match=f"rank00003 is truncated: it has {size} bytes"):
+                    read(file.parent, span, tensors[name])
+            else:
+                assert is_same(read(file.parent, span, tensors[name]), tensors[name])
+
+
+def test_a_small_rectangle_is_compared_with_its_pieces_alone(written: Written) -> None:
+    file, tensors, spans = written
+    whole = bytearray(file.read_bytes())
+    whole[spans["first"].start] ^= 1
+    file.write_bytes(whole)
+    last = torch.zeros(1, 7)
+    with ChecksummedReader(file.parent) as reader:
+        read_region(reader, spans["first"], (5, 7), (4, 0), last, torch.float32)
+    assert is_same(last, tensors["first"][4:])
+
+
+def test_a_missing_file_and_one_that_the_disk_does_not_give_are_damaged(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, tensors, spans = written
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        with pytest.raises(DamagedFile, match=r"rank00003 cannot be read .*Input/output error"):
+            read(file.parent, spans["first"], tensors["first"])
+    file.unlink()
+    with pytest.raises(DamagedFile, match="rank00003 is missing"):
+        read(file.parent, spans["first"], tensors["first"])
