@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.background import BackgroundSaves
 from nxdpp.checkpoint.distributed.captured import Stateful, captured
-from nxdpp.checkpoint.distributed.load import Load
+from nxdpp.checkpoint.distributed.first_whole import LoadArguments, load_first_whole
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.save import Save
 from nxdpp.parallel_layers.faults.board import board
@@ -137,20 +137,20 @@ def load_checkpoint(
         The user's content, on all ranks; ``None`` without one.
 
     Raises:
-        FileNotFoundError: without a checkpoint.
+        FileNotFoundError: without a checkpoint, or without that of ``tag``.
         ValueError: for names, shapes, dtypes or groups that do not fit, before anything is changed. For a damaged file
-            of ``tag``, with its name.
+            of ``tag``, with its name; without ``tag`` if no checkpoint is whole.
         OSError: for a file that cannot be read.
     """
     with board.call("load_checkpoint"):
         _saves.wait()
         exchange = Exchange()
-        found = exchange.from_first(lambda: directory.tags(Path(path))) if tag is None else [tag]
-        if not found:
+        tags = [tag] if tag is not None else exchange.from_first(lambda: directory.tags(Path(path)))
+        if not tags:
             raise FileNotFoundError(f"{path} has no checkpoint: has_checkpoint({str(path)!r}) tells it beforehand.")
-        load = Load(Path(path) / found[0], exchange)
-        load.prepare(_model(model), _optimizer(optimizer), scheduler, grad_scaler, strict)
-        return load.read()
+        folders = [Path(path) / each for each in tags]
+        own = _model(model), _optimizer(optimizer)
+        return load_first_whole(folders, exchange, LoadArguments(*own, scheduler, grad_scaler, strict))
 
 
 def _model(model: nn.Module | None) -> nn.Module | None:

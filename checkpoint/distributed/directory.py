@@ -35,12 +35,6 @@ def new_document(folder: Path, save: str) -> Path:
     return folder / f".{save}-{DOCUMENT}"
 
 
-def commit(folder: Path, save: str) -> None:
-    """Make the checkpoint in ``folder`` count, and name it in ``latest``."""
-    put_document(folder, save)
-    write_latest(folder.parent, folder.name)
-
-
 def put_document(folder: Path, save: str) -> None:
     """Make the checkpoint in ``folder`` count."""
     new_document(folder, save).rename(folder / DOCUMENT)

@@ -10,6 +10,7 @@
                      "start": 2048, "checksums": "8c3f01aa..."}]}}}
 """
 
+import errno
 import json
 import os
 import re
@@ -90,8 +91,19 @@ def write_document(
 
 
 def read_document(directory: Path) -> bytes:
-    """Return the bytes of the document in ``directory``. Raises ``OSError``."""
-    return (directory / DOCUMENT).read_bytes()
+    """Return the bytes of the document in ``directory``.
+
+    Raises ``FileNotFoundError`` without one, ``DamagedFile`` if its disk fails, and ``OSError``.
+    """
+    path = directory / DOCUMENT
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{directory} has no whole checkpoint: {path} is missing.") from error
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise DamagedFile(f"{path} cannot be read ({error}): its disk fails.") from error
 
 
 def parsed_document(directory: Path, text: bytes) -> Document:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed.captured import Stateful, layout
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document, tensors_of
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
-from nxdpp.checkpoint.distributed.optimizer_state import held_state, optimizer_class
+from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.random_state import set_random_state
@@ -33,6 +33,7 @@ from nxdpp.checkpoint.files.checksummed import ChecksummedReader, DamagedFile, S
 from nxdpp.initialization.allocation import with_type_of
 
 _SHOWN = 10
+MIXED = "The model has values of two origins now: load another checkpoint, or end the program."
 
 
 class Load:
@@ -47,9 +48,9 @@ class Load:
 
     def __init__(self, folder: Path, exchange: Exchange) -> None:
         self._folder = folder
-        self._exchange = exchange
+        self.exchange = exchange
         text = zlib.decompress(exchange.from_first(lambda: zlib.compress(read_document(folder), 1)))
-        document = parsed_document(folder, text)
+        document = exchange.together(lambda: parsed_document(folder, text))
         self.content = document.content
         self._metadata = document.metadata
         self._saved = tensors_of(document.metadata)
@@ -70,16 +71,20 @@ class Load:
         Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not.
         """
         tensors = None if model is None else model_tensors(model)
-        self._exchange.together(lambda: self._prepare(model, tensors, optimizer, scheduler, grad_scaler, strict))
+        self.exchange.together(lambda: self._prepare(model, tensors, optimizer, scheduler, grad_scaler, strict))
         if tensors is not None and strict:
-            self._exchange.through_first(list(tensors.tensors), self._check_unexpected)
+            self.exchange.through_first(list(tensors.tensors), self._check_unexpected)
 
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content."""
-        self._exchange.together(self._read)
+        self.exchange.together(self._read)
         for act in self._after:
             act()
         return decoded(self.content["user_content"], self._made)
+
+    def names_in_use(self) -> set[str]:
+        """Names of the tensors that are read into memory in use: of the model, and master copies of an optimizer."""
+        return {name for name in self._targets if name.startswith("model.") or name.endswith(f".{MASTER}")}
 
     def _prepare(
         self,
@@ -159,9 +164,9 @@ class Load:
         if self.content["layout"] != layout():
             # Other ranks draw for other layers: their states have no meaning here.
             return
-        name = f"random.{self._exchange.rank}"
+        name = f"random.{self.exchange.rank}"
         self._add_made(name)
-        self._after.append(lambda: set_random_state(saved[self._exchange.rank], self._made))
+        self._after.append(lambda: set_random_state(saved[self.exchange.rank], self._made))
 
     def _add_made(self, prefix: str) -> None:
         """Read the tensors whose names begin with ``prefix`` and a separator whole, into new memory."""
@@ -205,7 +210,7 @@ class Load:
         try:
             read_plan(self._folder, self._metadata, planner, planner.create_local_plan())
         except (DamagedFile, OSError) as error:
-            error.add_note("The model has values of two origins now: load another checkpoint, or end the program.")
+            error.add_note(MIXED)
             raise
 
 

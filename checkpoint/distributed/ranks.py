@@ -46,10 +46,14 @@ class Exchange:
 
     Args:
         name: of the exchange. Without it the exchange is that of all calls of nxdpp, for the main thread.
+
+    Attributes:
+        failures: kinds of the errors of the last ``together``, those of all ranks: the same on each.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self.rank, self.ranks = rank(), count()
+        self.failures: list[type[Exception]] = []
         self._store: StoreExchange | None = None
         if self.ranks > 1:
             ours = parallel_state.get_exchange()
@@ -90,8 +94,6 @@ class Exchange:
 
         A rank that fails raises its own error, others an ``OSError``, ``ValueError`` or ``RuntimeError`` that names it.
         """
-        if self._store is None:
-            return act()
         own: Exception | None = None
         try:
             result = act()
@@ -99,7 +101,8 @@ class Exchange:
             own = error
         kind = next((kind for kind in (DamagedFile, OSError, ValueError) if isinstance(own, kind)), RuntimeError)
         report = None if own is None else (kind, f"{type(own).__name__}: {own}")
-        failures = [(at, report) for at, report in enumerate(self._store.gather(report)) if report is not None]
+        failures = [(at, report) for at, report in enumerate(self.all_of(report)) if report is not None]
+        self.failures = [kind for _, (kind, _) in failures]
         if own is not None:
             raise own
         for failed, (failure, message) in failures:

@@ -8,6 +8,7 @@
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +67,33 @@ class Save:
         Raises on all ranks ``OSError`` or ``ValueError`` of a rank that cannot write. Earlier checkpoints are there.
         """
         file = self._folder / directory.file_name(self._name, self.exchange.rank)
-
-        def written() -> dict[str, Span]:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                return write_checksummed(file, tensors) if tensors else {}
-            except BaseException:
-                file.unlink(missing_ok=True)
-                raise
-
-        spans = self.exchange.together(written)
+        try:
+            spans = self.exchange.together(lambda: self._write_file(file, tensors))
+        except Exception:
+            self._remove(file)
+            raise
         places = {item.index: spans[key_of(item.index)] for item in self._plan.items}
-        self.exchange.through_first(places, self._finish)
+        counts, error = self.exchange.through_first(places, self._finish)
+        if not counts:
+            self._remove(file)
+        if error is not None:
+            raise error
+
+    def _write_file(self, file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return write_checksummed(file, tensors) if tensors else {}
+        except OSError as error:
+            raise _cannot_write(error, self.exchange.rank, file) from error
+        except BaseException:
+            self._remove(file)
+            raise
+
+    def _remove(self, file: Path) -> None:
+        """Remove what this rank has written of a save that does not count."""
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+            self._folder.rmdir()
 
     def _plan_all(self, of_ranks: list[tuple[SavePlan, Described]]) -> Sequence[tuple[str, SavePlan]]:
         """On rank 0: divide the rectangles among the ranks."""
@@ -86,18 +102,32 @@ class Save:
         name = secrets.token_hex(4)
         return [(name, plan) for plan in plans]
 
-    def _finish(self, of_ranks: list[dict[MetadataIndex, Span]]) -> Sequence[None]:
-        """On rank 0: write the document, then ``latest``, then remove older checkpoints."""
-        spans: dict[MetadataIndex, Span] = {}
-        for rank, places in enumerate(of_ranks):
-            self._check_visible(rank, places)
-            spans.update(places)
-        path = self._folder.parent
+    def _finish(self, of_ranks: list[dict[MetadataIndex, Span]]) -> Sequence[tuple[bool, Exception | None]]:
+        """On rank 0: write the document, then ``latest``, then remove older checkpoints.
+
+        Returns for each rank whether the checkpoint counts, and an error.
+        """
+        counts = False
+        failed: Exception | None = None
         document = directory.new_document(self._folder, self._name)
-        write_document(document, directory.next_number(path), self._content, self._metadata, spans)
-        directory.commit(self._folder, self._name)
-        directory.prune(path, self._kept, self._folder.name, {span.file for span in spans.values()})
-        return [None] * len(of_ranks)
+        try:
+            spans: dict[MetadataIndex, Span] = {}
+            for rank, places in enumerate(of_ranks):
+                self._check_visible(rank, places)
+                spans.update(places)
+            path = self._folder.parent
+            write_document(document, directory.next_number(path), self._content, self._metadata, spans)
+            directory.put_document(self._folder, self._name)
+            counts = True
+            directory.write_latest(path, self._folder.name)
+            directory.prune(path, self._kept, self._folder.name, {span.file for span in spans.values()})
+        except OSError as error:
+            failed = _cannot_write(error, 0, document)
+        except Exception as error:
+            failed = error
+        if not counts:
+            self._remove(document)
+        return [(counts, failed)] * len(of_ranks)
 
     def _check_visible(self, rank: int, places: dict[MetadataIndex, Span]) -> None:
         for span in list(places.values())[:1]:
@@ -106,6 +136,15 @@ class Save:
                     f"rank {rank} has written {self._folder / span.file}, and rank 0 does not find it: the directory "
                     f"must be on a file system that all hosts share. No checkpoint was made."
                 )
+
+
+def _cannot_write(error: OSError, rank: int, file: Path) -> OSError:
+    """The error of a rank that cannot write ``file``, or one beside it."""
+    return OSError(
+        error.errno,
+        f"rank {rank} cannot write {error.filename or file}: {error.strerror or error}. Earlier checkpoints are there, "
+        f"and the training can go on",
+    )
 
 
 def _content(of_ranks: list[Described]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Options of parameter groups, over ranks and by names."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,16 @@ from torch.optim import SGD, AdamW
 
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of, joined_groups, new_options
 
-A, B, C = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+A, B, C = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
 NAMES = {id(A): "a", id(B): "b", id(C): "c"}
 
 
+def _groups(*groups: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(groups)
+
+
 def test_options_come_back_with_their_types() -> None:
-    optimizer = AdamW([{"params": [A, C], "lr": torch.tensor(0.1)}, {"params": [B]}], lr=0.2, betas=(0.8, 0.9))
+    optimizer = AdamW(_groups({"params": [A, C], "lr": torch.tensor(0.1)}, {"params": [B]}), lr=0.2, betas=(0.8, 0.9))
     saved = groups_of(optimizer, NAMES)
     assert [group.names for group in saved] == [["a", "c"], ["b"]]
     loaded = [SavedGroup(**group) for group in json.loads(json.dumps([group._asdict() for group in saved]))]
@@ -26,7 +31,7 @@ def test_options_come_back_with_their_types() -> None:
 
 
 def test_an_option_that_json_cannot_hold_is_refused_with_its_place() -> None:
-    optimizer = SGD([{"params": [A]}, {"params": [B], "hook": print}], lr=0.1)
+    optimizer = SGD(_groups({"params": [A]}, {"params": [B], "hook": print}), lr=0.1)
     with pytest.raises(ValueError, match=r"param_groups\[1\]\.hook is a builtin_function"):
         groups_of(optimizer, NAMES)
 
@@ -49,15 +54,15 @@ def test_groups_of_ranks_that_contradict_each_other_are_refused() -> None:
 
 def test_a_group_gets_the_options_of_its_parameters() -> None:
     saved = [SavedGroup({"lr": 1}, ["a"]), SavedGroup({"lr": 2}, ["b", "c"])]
-    turned = SGD([{"params": [B]}, {"params": [A]}], lr=0.1)
+    turned = SGD(_groups({"params": [B]}, {"params": [A]}), lr=0.1)
     assert new_options(turned, NAMES, saved) == [{"lr": 2}, {"lr": 1}]
-    empty = SGD([{"params": [A]}, {"params": []}, {"params": []}], lr=0.1)
+    empty = SGD(_groups({"params": [A]}, {"params": []}, {"params": []}), lr=0.1)
     assert new_options(empty, NAMES, saved) == [{"lr": 1}, {"lr": 2}, {}]
 
 
 def test_parameters_of_other_groups_are_refused() -> None:
     saved = [SavedGroup({"lr": 1}, ["a"]), SavedGroup({"lr": 2}, ["b"])]
     with pytest.raises(ValueError, match=r"did not have c of param_groups\[1\]"):
-        new_options(SGD([{"params": [A]}, {"params": [B, C]}], lr=0.1), NAMES, saved)
+        new_options(SGD(_groups({"params": [A]}, {"params": [B, C]}), lr=0.1), NAMES, saved)
     with pytest.raises(ValueError, match=r"param_groups\[0\] were in the groups \[0, 1\]"):
         new_options(SGD([A, B], lr=0.1), NAMES, saved)

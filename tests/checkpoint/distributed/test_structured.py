@@ -20,7 +20,7 @@ def round_trip(value: Any) -> Any:
     return decoded(json.loads(text), tensors)
 
 
-VALUES = [
+VALUES: list[Any] = [
     None, True, False, 0, -(2**70), "", "text \u00e9 \ud7ff", 0.1, -0.0, 5e-324, 1e308, math.inf, -math.inf,
     b"", b"\0\xff",
     [], {}, (), [1, [2, (3, {"a": None})]], {"a": {"b": [True]}}, {1: "a", "1": "b", None: 2, (1, 2): 3, 2.5: 4},
@@ -50,7 +50,7 @@ def test_scalars_of_numpy_become_those_of_python() -> None:
 
 
 def test_tensors_and_arrays_come_back() -> None:
-    value = {
+    value: dict[str, Any] = {
         "mask": torch.arange(6).view(2, 3),
         "half": torch.ones(2, dtype=torch.bfloat16),
         "array": np.arange(3.0),

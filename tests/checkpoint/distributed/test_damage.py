@@ -1,0 +1,172 @@
+"""Damaged checkpoints: the file is named, and without a tag the next older whole checkpoint is loaded."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxdpp import parallel_state
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.files.checksummed import DamagedFile
+from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from tests.checkpoint.distributed.small_training import Training, is_same
+from tests.support.run_ranks import run_ranks
+
+Damage = Callable[[Path], object]
+
+
+def flip(place: float) -> Damage:
+    def act(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[int(place * len(content)) if place < 1 else -1] ^= 1
+        file.write_bytes(content)
+
+    return act
+
+
+DAMAGES: dict[str, Damage] = {
+    "byte": flip(1),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "empty": lambda file: os.truncate(file, 0),
+    "missing": Path.unlink,
+}
+
+
+def shard(folder: Path, rank: int = 0) -> Path:
+    (file,) = folder.glob(f"*-rank{rank:05d}.safetensors")
+    return file
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> list[dict[str, Any]]:
+    """The state of each of three checkpoints in ``tmp_path``: the first one is before any step."""
+    training = Training()
+    states = []
+    for step in range(3):
+        training.save(tmp_path, f"step_{step}")
+        states.append(training.state())
+        training.step()
+    return states
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_named_and_the_next_older_is_loaded(
+    name: str, saved: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = shard(tmp_path / "step_2")
+    DAMAGES[name](file)
+    with pytest.raises(DamagedFile, match=str(file)):
+        Training().load(tmp_path, "step_2")
+    training = Training()
+    for _ in range(5):
+        training.step()
+    with caplog.at_level(logging.WARNING):
+        assert training.load(tmp_path) == {"tag": "step_1"}
+    assert is_same(training.state(), saved[1])
+    (record,) = caplog.records
+    assert str(file) in record.getMessage()
+    assert "the next older checkpoint is loaded" in record.getMessage()
+
+
+def test_all_of_a_damaged_checkpoint_is_overwritten(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The oldest one was saved before a step: its optimizer has no state."""
+    for step in (1, 2):
+        flip(1)(shard(tmp_path / f"step_{step}"))
+    training = Training()
+    assert training.load(tmp_path) == {"tag": "step_0"}
+    assert is_same(training.state(), saved[0])
+    flip(1)(shard(tmp_path / "step_0"))
+    with pytest.raises(DamagedFile, match="step_0") as caught:
+        training.load(tmp_path)
+    assert any("values of two origins" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("damage", [flip(0.3), flip(0.9), DAMAGES["truncated"], DAMAGES["empty"]])
+def test_a_damaged_document(damage: Damage, saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    document = tmp_path / "step_2" / DOCUMENT
+    damage(document)
+    with pytest.raises(DamagedFile, match=str(document)):
+        Training().load(tmp_path, "step_2")
+    training = Training()
+    assert training.load(tmp_path) == {"tag": "step_1"}
+    assert is_same(training.state(), saved[1])
+
+
+def test_a_missing_document_is_no_checkpoint(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "step_2" / DOCUMENT).unlink()
+    with pytest.raises(FileNotFoundError, match="step_2 has no whole checkpoint"):
+        Training().load(tmp_path, "step_2")
+    with pytest.raises(FileNotFoundError, match="other has no whole checkpoint"):
+        Training().load(tmp_path, "other")
+    assert Training().load(tmp_path) == {"tag": "step_1"}
+
+
+def test_an_empty_and_a_missing_directory(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match="has no checkpoint: has_checkpoint"):
+            Training().load(path)
+
+
+def test_another_version_is_not_passed_over(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    document = tmp_path / "step_2" / DOCUMENT
+    document.write_text(document.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ValueError, match="update nxdpp"):
+        Training().load(tmp_path)
+
+
+def test_an_older_checkpoint_without_names_of_the_damaged_one_is_refused(tmp_path: Path) -> None:
+    small = Training()
+    save_checkpoint(tmp_path, "step_0", small.model[0])
+    small.save(tmp_path, "step_1")
+    flip(1)(shard(tmp_path / "step_1"))
+    with pytest.raises(ValueError, match=r"step_0 lacks .* that were read from a damaged checkpoint"):
+        load_checkpoint(tmp_path, None, Training().model, strict=False)
+
+
+def _ranks_load(rank: int, path: Path) -> list[tuple[Any, list[str], str]]:
+    parallel_state.initialize_model_parallel()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxdpp").addHandler(handler)
+    training = Training()
+    for step in range(3):
+        training.save(path, f"step_{step}")
+        training.step()
+    found = []
+    for name, damage in DAMAGES.items():
+        training.save(path, name)
+        damaged = shard(path / name, 1)
+        parallel_state.get_exchange().gather(None)
+        if rank == 0:
+            damage(damaged)
+        parallel_state.get_exchange().gather(None)
+        messages.clear()
+        content = training.load(path)
+        error = ""
+        try:
+            training.load(path, name)
+        except DamagedFile as damaged_file:
+            error = str(damaged_file)
+        found.append((content, list(messages), error))
+        parallel_state.get_exchange().gather(None)
+        if rank == 0:
+            (path / name / DOCUMENT).unlink()
+        parallel_state.get_exchange().gather(None)
+    return found
+
+
+def test_all_ranks_load_the_same_older_checkpoint(tmp_path: Path) -> None:
+    results = run_ranks(2, _ranks_load, tmp_path)
+    for number, name in enumerate(DAMAGES):
+        for rank in range(2):
+            content, messages, error = results[rank][number]
+            assert content == {"tag": "step_2"}
+            assert len(messages) == (1 if rank == 0 else 0)
+            assert f"{tmp_path / name}" in error
+            assert "rank00001.safetensors is " in error
+    assert directory.tags(tmp_path) == ["step_2", "step_1", "step_0"]

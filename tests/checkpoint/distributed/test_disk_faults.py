@@ -1,0 +1,104 @@
+"""Disks that are full, not shared or read-only: a sentence on all ranks, and the training goes on."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from nxdpp import parallel_state
+from nxdpp.checkpoint.distributed import directory, save
+from tests.checkpoint.distributed.small_training import Training, is_same
+from tests.support.run_ranks import run_ranks
+
+
+def full(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_after_some_bytes(file: Path, tensors: Any) -> Any:
+    file.write_bytes(b"some")
+    full()
+
+
+def files_in(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def _full_disk(rank: int, path: Path) -> list[str]:
+    """Save on a disk that is full on rank 1, then on rank 0 at each file of the end, then on one with room."""
+    parallel_state.initialize_model_parallel()
+    gather = parallel_state.get_exchange().gather
+    training = Training()
+    training.step()
+    training.save(path, "step_1")
+    before = training.state()
+    files = files_in(path)
+    gather(None)
+    messages = []
+    targets = [("write_checksummed", full_after_some_bytes, 1), ("write_document", full, 0)]
+    for name, function, failing in targets:
+        for tag in ("step_2", "step_1"):
+            training.step()
+            chosen = function if rank == failing else getattr(save, name)
+            message = f"rank {failing} cannot write .*No space left on device"
+            with patch.object(save, name, chosen), pytest.raises(OSError, match=message) as caught:
+                training.save(path, tag, num_kept_ckpts=1)
+            messages.append(str(caught.value))
+            gather(None)
+            assert files_in(path) == files
+            assert {file.name for file in path.iterdir()} == {"step_1", "latest"}
+            gather(None)
+    loaded = Training()
+    assert loaded.load(path) == {"tag": "step_1"}
+    assert is_same(loaded.state(), before)
+    # The checkpoint counts when ``latest`` cannot be written: its files are kept.
+    training.step()
+    with patch.object(directory, "write_latest", full), pytest.raises(OSError, match="rank 0 cannot write"):
+        training.save(path, "step_3")
+    assert loaded.load(path, "step_3") == {"tag": "step_3"}
+    assert is_same(loaded.state(), training.state())
+    training.save(path, "step_4", num_kept_ckpts=1)
+    gather(None)
+    assert directory.tags(path) == ["step_4"]
+    assert loaded.load(path) == {"tag": "step_4"}
+    return messages
+
+
+def _not_shared(rank: int, path: Path) -> tuple[str, list[str]]:
+    """Save to a directory that is another one on rank 1."""
+    parallel_state.initialize_model_parallel()
+    own = path / f"host{rank}"
+    training = Training()
+    with pytest.raises(RuntimeError) as caught:
+        training.save(own, "step_1")
+    return str(caught.value), list(files_in(path))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    for messages in run_ranks(2, _full_disk, tmp_path):
+        assert len(messages) == 4
+        assert all("Earlier checkpoints are there" in message for message in messages)
+
+
+def test_a_directory_that_hosts_do_not_share(tmp_path: Path) -> None:
+    results = run_ranks(2, _not_shared, tmp_path)
+    for message, _ in results:
+        assert "rank 1 has written" in message
+        assert "must be on a file system that all hosts share" in message
+    assert files_in(tmp_path) == {}
+
+
+def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root, only a read-only file system refuses."""
+
+    def refusing(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refusing)
+    message = f"rank 0 cannot write {tmp_path / 'step_1'}: Read-only file system. Earlier checkpoints are there"
+    with pytest.raises(OSError, match=message):
+        Training().save(tmp_path, "step_1")
+    assert list(tmp_path.iterdir()) == []

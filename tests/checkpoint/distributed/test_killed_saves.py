@@ -1,0 +1,87 @@
+"""Saves that are killed before any operation on a file: a whole checkpoint loads, at most the newest is missing."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxdpp.checkpoint.distributed import directory
+from tests.checkpoint.distributed.small_training import Training, is_same
+
+_EVENTS = ("open", "os.")
+_watched: list[Callable[[], None]] = []
+
+
+def _before_each_change(event: str, _: tuple[Any, ...]) -> None:
+    if _watched and event.startswith(_EVENTS):
+        (look,) = _watched
+        _watched.clear()
+        look()
+        _watched.append(look)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def watch() -> None:
+    # A hook of the interpreter cannot be removed.
+    sys.addaudithook(_before_each_change)
+
+
+def states_of(act: Callable[[], None], folder: Path, copies: Path) -> list[Path]:
+    """Copies of ``folder`` in each state that it has while ``act`` runs, the first and the last included."""
+    seen: list[Any] = []
+
+    def look() -> None:
+        files = sorted(path for path in folder.rglob("*"))
+        stats = [(path, path.stat()) for path in files]
+        state = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats if path.is_file()]
+        if not seen or seen[-1] != state:
+            shutil.copytree(folder, copies / f"{len(seen):03d}")
+            seen.append(state)
+
+    _watched.append(look)
+    try:
+        act()
+    finally:
+        _watched.clear()
+    look()
+    return sorted(copies.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tag", "kept"), [("step_3", None), ("step_3", 1), ("step_3", 2), ("step_2", 1), ("step_2", None)]
+)
+def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints"
+    training = Training()
+    for step in range(3):
+        training.step()
+        training.save(path, f"step_{step}")
+    before = training.state()
+    training.step()
+    states = states_of(lambda: training.save(path, tag, num_kept_ckpts=kept), path, tmp_path / "copies")
+    expected = [before, training.state()]
+
+    found = []
+    for state in states:
+        loaded = Training()
+        assert loaded.load(state)["tag"] in ("step_2", tag)
+        (number,) = (number for number, each in enumerate(expected) if is_same(loaded.state(), each))
+        found.append(number)
+        # Each checkpoint that counts is whole.
+        for each in directory.tags(state):
+            Training().load(state, each)
+    assert len(states) > 4
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (0, 1)
+    # The next save removes what the killed one left, but for an empty directory, which can be that of others.
+    for state in states:
+        training.save(state, "step_4", num_kept_ckpts=1)
+        assert {file.name for file in state.iterdir() if not is_empty(file)} == {"latest", "step_4"}
+        assert len(list((state / "step_4").iterdir())) == 2
+
+
+def is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
