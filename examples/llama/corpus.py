@@ -66,12 +66,12 @@ def read_corpus(files: Sequence[Path]) -> Corpus:
 class RandomWindows(Dataset[torch.Tensor]):
     """``count`` sequences ``(seq_length,)``, int64, from random positions of ``text``.
 
-    The sequences depend on the seed, not on the number of processes.
+    The sequences depend on the seed, not on the number of processes. The first ``done`` of them are left out.
     """
 
-    def __init__(self, text: torch.Tensor, count: int, seq_length: int, seed: int) -> None:
+    def __init__(self, text: torch.Tensor, count: int, seq_length: int, seed: int, done: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._starts = torch.randint(len(text) - seq_length + 1, (count,), generator=generator)
+        self._starts = torch.randint(len(text) - seq_length + 1, (count,), generator=generator)[done:]
         self._text, self._seq_length = text, seq_length
 
     def __len__(self) -> int:

@@ -1,8 +1,9 @@
 """Output of a run: the stage table, the progress of each step, and ``metrics.jsonl``."""
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +47,37 @@ def settle_metrics(folder: Path) -> None:
         earlier.replace(folder / METRICS)
 
 
+def keep_metrics(folder: Path, sources: Sequence[Path], step: int) -> bool:
+    """Begin the metrics of this run with the lines up to ``step``, by a rename; rank 0 calls it.
+
+    They come from the first of ``sources`` that has them all. Returns whether one has.
+    """
+    kept: list[str] = []
+    for source in sources:
+        lines = _lines(source, step) if source.exists() else []
+        if len(lines) > len(kept):
+            kept = lines
+    new = folder / f".{UNFINISHED_METRICS}"
+    with new.open("w") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(folder / UNFINISHED_METRICS)
+    return len(kept) == step
+
+
+def _lines(source: Path, step: int) -> list[str]:
+    """Whole lines of the steps up to ``step``, one for each."""
+    found: dict[int, str] = {}
+    for line in source.read_text().splitlines():
+        try:
+            found.setdefault(json.loads(line)["step"], f"{line}\n")
+        except ValueError:
+            # A killed run had begun this line.
+            continue
+    return [found[number] for number in sorted(found) if number <= step]
+
+
 def _saved_at(folder: Path) -> int:
     files = [folder / name for name in WEIGHTS]
     return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
@@ -76,10 +108,11 @@ class TrainingReport:
     """Context manager that shows and records each step on rank 0.
 
     A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``. It becomes
-    ``metrics.jsonl`` in ``saving``. The one of an earlier run stays until then.
+    ``metrics.jsonl`` in ``saving``. The one of an earlier run stays until then. After ``done`` steps of a resumed run
+    the file goes on.
     """
 
-    def __init__(self, console: Console, folder: Path, steps: int) -> None:
+    def __init__(self, console: Console, folder: Path, steps: int, done: int = 0) -> None:
         self._console = console
         self._steps = steps
         self._shown = dist.get_rank() == 0
@@ -92,9 +125,10 @@ class TrainingReport:
             console=console,
             disable=not (self._shown and console.is_terminal),
         )
-        self._task = self._bar.add_task("", total=steps)
+        self._task = self._bar.add_task("", total=steps, completed=done)
         self._folder = folder
-        self._metrics = (folder / UNFINISHED_METRICS).open("w", buffering=1) if self._shown else None
+        mode = "a" if done else "w"
+        self._metrics = (folder / UNFINISHED_METRICS).open(mode, buffering=1) if self._shown else None
         self._last_end = time.perf_counter()
 
     def __enter__(self) -> "TrainingReport":
@@ -126,6 +160,11 @@ class TrainingReport:
         if self._shown:
             (self._folder / UNFINISHED_METRICS).replace(metrics)
             earlier.unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Write the lines to the disk."""
+        if self._metrics:
+            os.fsync(self._metrics.fileno())
 
     def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
         """Report step ``step``, which had ``tokens`` tokens on all ranks; collective over all ranks.

@@ -19,7 +19,14 @@ from corpus import Corpus, read_corpus, standard_library_files
 from model_config import default_config, read_config
 from transformers import LlamaConfig
 
+from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.trainer.checkpoint import has_checkpoint
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Folder of the training's checkpoints in the output folder.
+CHECKPOINTS = "checkpoints"
+AUTO = "auto"
 
 # Time for rank 0 to print an error before the other ranks exit; torchrun ends them as soon as rank 0 has.
 SECONDS_FOR_RANK_ZERO = 20.0
@@ -41,6 +48,9 @@ class Settings:
     seed: int
     dtype: torch.dtype
     output: Path
+    checkpoint_every: int | None
+    # "auto" or the directory of one checkpoint.
+    resume: str | Path | None
     pipeline_parallel_size: int
     tensor_parallel_size: int
     sequence_parallel: bool
@@ -62,6 +72,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     _check_sequence(flags)
     corpus = read_corpus(flags.data or standard_library_files())
     _check_length(corpus, flags.seq_length)
+    _check_resume(flags)
     if _rank() == 0:
         _check_output(flags.output)
     values: dict[str, Any] = {
@@ -70,6 +81,8 @@ def read_settings(arguments: Sequence[str]) -> Settings:
         "corpus": corpus,
         "dtype": DTYPES[flags.dtype],
         "pipeline_parallel_size": pipeline_parallel_size,
+        # A resumed training may have one replica only.
+        "zero1": flags.zero1 and world_size > pipeline_parallel_size * flags.tensor_parallel_size,
     }
     del values["data"]
     return Settings(**values)
@@ -170,6 +183,21 @@ def _parser() -> argparse.ArgumentParser:
         "[%(default)s]",
     )
     parser.add_argument(
+        "--checkpoint-every",
+        type=_at_least(1),
+        metavar="N",
+        help="save the training after every N steps, in OUTPUT/checkpoints/step_N; the newest 3 are kept [never]",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=AUTO,
+        type=_auto_or_path,
+        metavar="auto|PATH",
+        help="go on from the newest checkpoint in --output, and from the start without one (auto, also without a "
+        "value), or from the directory PATH of one checkpoint [no]",
+    )
+    parser.add_argument(
         "--pipeline-parallel-size",
         type=_at_least(1),
         metavar="N",
@@ -206,6 +234,10 @@ def _at_least(smallest: int) -> Callable[[str], int]:
     return whole_number
 
 
+def _auto_or_path(text: str) -> str | Path:
+    return AUTO if text == AUTO else Path(text)
+
+
 def _above_zero(text: str) -> float:
     try:
         number = float(text)
@@ -235,7 +267,7 @@ def _check_division(flags: argparse.Namespace, pipeline_parallel_size: int, worl
             f"{pipeline_parallel_size}{tensor}: start a multiple of {in_replica} processes"
         )
     replicas = world_size // in_replica
-    if flags.zero1 and replicas == 1:
+    if flags.zero1 and replicas == 1 and flags.resume is None:
         raise ValueError(
             f"--zero1 divides the optimizer's state over data-parallel replicas, and {world_size} process(es) with "
             f"--pipeline-parallel-size {pipeline_parallel_size} are one replica: leave it out, or start more processes"
@@ -294,6 +326,21 @@ def _check_length(corpus: Corpus, seq_length: int) -> None:
                 f"the text {name} has {len(text)} bytes, fewer than one sequence of --seq-length "
                 f"{seq_length}: give more or longer --data files, or a shorter sequence"
             )
+
+
+def _check_resume(flags: argparse.Namespace) -> None:
+    if isinstance(flags.resume, Path):
+        if not (flags.resume / DOCUMENT).is_file():
+            raise ValueError(
+                f"--resume {flags.resume} is no directory of a whole checkpoint, such as {flags.output}/{CHECKPOINTS}/"
+                f"step_100: give one, or auto for the newest"
+            )
+        flags.resume = flags.resume.resolve()
+    elif flags.resume is None and has_checkpoint(flags.output / CHECKPOINTS):
+        raise ValueError(
+            f"{flags.output / CHECKPOINTS} has checkpoints of an earlier run: go on with --resume auto, "
+            f"or give another --output"
+        )
 
 
 def _check_output(folder: Path) -> None:

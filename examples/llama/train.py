@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from corpus import RandomWindows, decode, held_out_batches
 from report import TrainingReport, holds_a_run, print_stage_table, settle_metrics
+from resuming import is_due, resume, save
 from rich.console import Console
 from rich.text import Text
 from settings import Settings, read_settings, refuse
@@ -70,13 +71,16 @@ def train(settings: Settings) -> None:
     console = Console(quiet=dist.get_rank() != 0)
     if dist.get_rank() == 0:
         settle_metrics(settings.output)
-    if holds_a_run(settings.output):
+    # nxdpp: go on from a checkpoint of any layout of ranks.
+    done = resume(settings, model, optimizer, schedule, console)
+    if not done and holds_a_run(settings.output):
         said = f"{settings.output} holds an earlier run, which stays until this one saves, and is then replaced"
         console.print(said, highlight=False, soft_wrap=True)
     print_stage_table(console, model)
-    console.print(f"held-out loss before training: {held_out_loss(model, settings):.3f}", highlight=False)
-    with TrainingReport(console, settings.output, settings.steps) as report:
-        for step, batch in enumerate(training_batches(settings), 1):
+    when = f"after step {done}" if done else "before training"
+    console.print(f"held-out loss {when}: {held_out_loss(model, settings):.3f}", highlight=False)
+    with TrainingReport(console, settings.output, settings.steps, done) as report:
+        for step, batch in enumerate(training_batches(settings, done), done + 1):
             ids = batch.to(parallel_state.local_device())
             with autocast(settings):
                 # nxdpp: forward and backward of all microbatches; gradients are in .grad as usual.
@@ -91,6 +95,10 @@ def train(settings: Settings) -> None:
             optimizer.zero_grad()
             schedule.step()
             report.step_done(step, loss.item(), settings.batch_size * settings.seq_length, model.last_busy_share)
+            if is_due(settings, step):
+                report.flush()
+                # nxdpp: each rank writes its own part of weights and optimizer.
+                save(settings, step, model, optimizer, schedule)
     console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
 
     # nxdpp: save a Hugging Face checkpoint; each rank writes its own layers.
@@ -120,14 +128,21 @@ def make_optimizer(model: NxDPPModel, settings: Settings) -> torch.optim.Optimiz
     return torch.optim.AdamW(weights, **options)
 
 
-def training_batches(settings: Settings) -> DataLoader[torch.Tensor]:
-    """Batches ``(B, T)`` of this data-parallel replica, one for each step; its other ranks get the same ones."""
+def training_batches(settings: Settings, done: int) -> DataLoader[torch.Tensor]:
+    """Batches ``(B, T)`` of this data-parallel replica, one for each step after the first ``done``.
+
+    Its other ranks get the same ones.
+    """
     count = settings.steps * settings.batch_size
-    windows = RandomWindows(settings.corpus.train, count, settings.seq_length, settings.seed)
+    windows = RandomWindows(
+        settings.corpus.train, count, settings.seq_length, settings.seed, done * settings.batch_size
+    )
     replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
     # The positions are random already.
     sampler: DistributedSampler[Any] = DistributedSampler(windows, replicas, replica, shuffle=False)
-    return DataLoader(windows, batch_size=settings.batch_size // replicas, sampler=sampler)
+    # With a generator of its own, the loader draws nothing from the one that dropout continues with.
+    generator = torch.Generator()
+    return DataLoader(windows, batch_size=settings.batch_size // replicas, sampler=sampler, generator=generator)
 
 
 def held_out_loss(model: NxDPPModel, settings: Settings) -> float:

@@ -77,3 +77,22 @@ def test_a_save_that_fails_leaves_the_earlier_metrics(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no more"), report.saving():
         raise OSError("no more")
     assert (tmp_path / "metrics.jsonl").read_text() == "first"
+
+
+def test_metrics_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
+    from report import UNFINISHED_METRICS, keep_metrics
+
+    lines = [f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(1, 6)]
+    source = tmp_path / UNFINISHED_METRICS
+    source.write_text("".join(lines) + lines[2] + '{"step": 6, "lo')
+    missing = tmp_path / "metrics.jsonl"
+
+    assert keep_metrics(tmp_path, [source, missing], 4)
+    assert source.read_text() == "".join(lines[:4])
+    # A run that ended: its metrics have their last name.
+    source.rename(missing)
+    assert keep_metrics(tmp_path, [source, missing], 3)
+    assert source.read_text() == "".join(lines[:3])
+    assert not keep_metrics(tmp_path, [source, missing], 5)
+    assert source.read_text() == "".join(lines[:4])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", UNFINISHED_METRICS]

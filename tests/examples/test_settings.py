@@ -8,6 +8,7 @@ import pytest
 import torch
 from settings import read_settings
 
+from nxdpp.trainer.checkpoint import save_checkpoint
 from tests.examples.tiny import TINY_LLAMA
 
 
@@ -170,3 +171,28 @@ def test_only_rank_0_creates_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
     read_settings(["--output", "run"])
 
     assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_of_the_training(tmp_path: Path) -> None:
+    assert read_settings([]).checkpoint_every is read_settings([]).resume is None
+    settings = read_settings(["--checkpoint-every", "5", "--resume"])
+    assert (settings.checkpoint_every, settings.resume) == (5, "auto")
+    assert read_settings(["--resume", "auto"]).resume == "auto"
+    assert "no directory of a whole checkpoint" in _refusal("--resume", str(tmp_path / "step_5"))
+    assert "at least 1" in _refusal("--checkpoint-every", "0")
+
+    checkpoint = tmp_path / "runs" / "llama" / "checkpoints" / "step_5"
+    save_checkpoint(checkpoint.parent, checkpoint.name)
+    assert read_settings(["--resume", str(checkpoint)]).resume == checkpoint
+    # An earlier run is not mixed with a new one.
+    assert "go on with --resume auto" in _refusal()
+    assert read_settings(["--resume", "auto"]).resume == "auto"
+    assert read_settings(["--output", str(tmp_path / "another")]).resume is None
+
+
+def test_fewer_processes_of_a_resumed_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica alone has nothing to divide the optimizer over, and goes on all the same."""
+    flags = ["--zero1", "--pipeline-parallel-size", "1", "--resume"]
+    assert not read_settings(flags).zero1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert read_settings([*flags, "auto", "--batch-size", "16"]).zero1
