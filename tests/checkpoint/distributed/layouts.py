@@ -58,12 +58,13 @@ class Training:
             self.optimizer = AdamW(groups, lr=1e-2)
         self.scheduler = learning_rates(self.optimizer)
 
-    def step(self, batch: Mapping[str, Any]) -> None:
-        """Train one step."""
-        self.model.run_train(**batch)
+    def step(self, batch: Mapping[str, Any]) -> float | None:
+        """Train one step; return the loss where the model returns one."""
+        loss = self.model.run_train(**batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
+        return loss.item() if isinstance(loss, torch.Tensor) else None
 
 
 def train_and_save(make: Callable[[], nn.Module], batches: list[dict[str, Any]], layout: Layout, path: Path) -> None:
