@@ -77,7 +77,7 @@ def save(settings: Settings, step: int, model: NxDPPModel, optimizer: torch.opti
 def _data(settings: Settings) -> dict[str, Any]:
     """Settings that the next batches depend on, and the rate that the optimizer has saved."""
     return {
-        "--data": zlib.crc32(settings.corpus.train.numpy()),
+        "--data": zlib.crc32(settings.corpus.train.numpy().tobytes()),
         "--seed": settings.seed,
         "--batch-size": settings.batch_size,
         "--seq-length": settings.seq_length,

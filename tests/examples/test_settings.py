@@ -174,7 +174,9 @@ def test_only_rank_0_creates_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_checkpoints_of_the_training(tmp_path: Path) -> None:
-    assert read_settings([]).checkpoint_every is read_settings([]).resume is None
+    settings = read_settings([])
+    assert settings.checkpoint_every is None
+    assert settings.resume is None
     settings = read_settings(["--checkpoint-every", "5", "--resume"])
     assert (settings.checkpoint_every, settings.resume) == (5, "auto")
     assert read_settings(["--resume", "auto"]).resume == "auto"
