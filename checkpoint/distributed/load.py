@@ -6,6 +6,7 @@
     all ranks    verify names, shapes and groups ─▶ read into memory that is there ─▶ take over the rest
 """
 
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -74,6 +75,12 @@ class Load:
         self.exchange.together(lambda: self._prepare(model, tensors, optimizer, scheduler, grad_scaler, strict))
         if tensors is not None and strict:
             self.exchange.through_first(list(tensors.tensors), self._check_unexpected)
+        if tensors is not None and optimizer is not None:
+            names = tensors.names()
+            if strict:
+                own = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
+                self.exchange.through_first(own, self._check_stepped)
+            self._warn_of_masters(optimizer, names)
 
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content."""
@@ -131,6 +138,8 @@ class Load:
                 )
             real = tensor
             if tensor.is_meta:
+                if not hasattr(model, "replace_local_tensors"):
+                    raise ValueError(f"{name} is on the meta device: wrap the model, or give it memory by to_empty().")
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
             self._add(f"model.{saved_ties.get(name, name)}", blocks_of(real, placement))
@@ -204,6 +213,31 @@ class Load:
             )
         return [None] * len(of_ranks)
 
+    def _check_stepped(self, of_ranks: list[list[str]]) -> Sequence[None]:
+        """On rank 0: raise ``ValueError`` for parameters of the saved optimizer that no rank's optimizer has."""
+        known = {name for names in of_ranks for name in names}
+        saved = [name for group in self.content["optimizer"]["groups"] for name in group["names"]]
+        others = [name for name in saved if name not in known]
+        if others:
+            raise ValueError(
+                f"the optimizer of {self._folder} has {_listed(others)}, and this optimizer does not: make it with the "
+                f"parameters that were saved. Nothing was loaded; strict=False leaves their state out."
+            )
+        return [None] * len(of_ranks)
+
+    def _warn_of_masters(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Warn once, on rank 0, of master copies for which ``optimizer`` has no place."""
+        states = self.content["optimizer"]["states"]
+        left = [held.name for held in held_state(optimizer, names) if held.leaves_master(states.get(held.name, {}))]
+        of_ranks = self.exchange.all_of(left)
+        every = sorted({name for own in of_ranks for name in own})
+        if every and self.exchange.rank == 0:
+            warnings.warn(
+                f"{self._folder} has float32 master copies of {_listed(every)}, and the optimizer keeps none: they are "
+                f"left out. The training goes on from rounded parameters.",
+                stacklevel=4,
+            )
+
     def _read(self) -> None:
         planner = BlocksLoadPlanner()
         planner.set_up_planner(self._targets, self._metadata)
@@ -232,8 +266,6 @@ def _take_over(model: nn.Module, replaced: list[tuple[torch.Tensor, torch.Tensor
     replace = getattr(model, "replace_local_tensors", None)
     if replace is not None:
         replace(replaced)
-    elif replaced:
-        raise ValueError("the model has tensors on the meta device: wrap it, or give it memory by to_empty() first.")
 
 
 def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:

@@ -76,6 +76,10 @@ class Held:
             placement = Placement(tuple(value.shape), tuple(value.shape), -1, ())
         return blocks_of(value, placement, self.start)
 
+    def leaves_master(self, saved: Description) -> bool:
+        """Return whether ``saved`` has a master copy for which the optimizer has no place."""
+        return MASTER in saved and not self.keeps_master and self.values.dtype != dtype_named(saved[MASTER]["tensor"])
+
     def new_state(self, saved: Description) -> dict[str, Any]:
         """Return a state with the keys of a checkpoint, whose tensors are to be read.
 

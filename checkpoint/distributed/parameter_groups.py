@@ -57,12 +57,15 @@ def joined_groups(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
 def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[SavedGroup]) -> list[dict[str, Any]]:
     """Return the options of ``saved`` for each group of ``optimizer``.
 
-    A group gets those of its parameters. One without a parameter of this rank gets those at its place.
-
-    Raises ``ValueError`` for a group whose parameters were in several groups, or in none.
+    Raises ``ValueError`` for another number of groups, and for a group whose parameters were in another one, or in
+    none: schedulers know groups by their place.
     """
+    if len(optimizer.param_groups) != len(saved):
+        raise ValueError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, and that of the checkpoint "
+            f"{len(saved)}: make the optimizer with the groups that were saved."
+        )
     place = {name: number for number, group in enumerate(saved) for name in group.names}
-    options = []
     for number, group in enumerate(optimizer.param_groups):
         own = [names[id(parameter)] for parameter in group["params"]]
         missing = [name for name in own if name not in place]
@@ -72,15 +75,10 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
                 f"{f' and {len(missing) - _SHOWN} more' if len(missing) > _SHOWN else ''} of param_groups[{number}]: "
                 f"make the optimizer with the parameters that were saved."
             )
-        places = sorted({place[name] for name in own})
-        if len(places) > 1:
+        moved = [name for name in own if place[name] != number]
+        if moved:
             raise ValueError(
-                f"the parameters of param_groups[{number}] were in the groups {places} of the checkpoint: make the "
-                f"optimizer with the groups that were saved."
+                f"{moved[0]} is in param_groups[{number}], and was in param_groups[{place[moved[0]]}] of the "
+                f"checkpoint: make the optimizer with the groups that were saved."
             )
-        at = places[0] if places else number
-        if at < len(saved):
-            options.append(decoded(saved[at].options))
-        else:
-            options.append({})
-    return options
+    return [decoded(group.options) for group in saved]

@@ -15,6 +15,7 @@ from nxdpp.checkpoint.distributed.document import Document, parsed_document, rea
 from nxdpp.checkpoint.distributed.load import read_plan
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.tensor_blocks import whole
+from nxdpp.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.optimizer.zero1 import Zero1Optimizer
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
 
@@ -39,7 +40,7 @@ def learning_rates(optimizer: Optimizer) -> LambdaLR:
 
 
 class Training:
-    """A model of ``make`` with an optimizer of two groups and a scheduler, in a layout."""
+    """A model of ``make`` with an optimizer of two groups and a scheduler, in a layout; half values have masters."""
 
     def __init__(self, make: Callable[[], nn.Module], layout: Layout) -> None:
         module = make()
@@ -55,7 +56,8 @@ class Training:
         if layout.zero1:
             self.optimizer: Optimizer = Zero1Optimizer(groups, AdamW, grad_clipping=False, lr=1e-2)
         else:
-            self.optimizer = AdamW(groups, lr=1e-2)
+            is_half = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
+            self.optimizer = (AdamW_FP32OptimParams if is_half else AdamW)(groups, lr=1e-2)
         self.scheduler = learning_rates(self.optimizer)
 
     def step(self, batch: Mapping[str, Any]) -> float | None:

@@ -24,18 +24,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "t5": partial(make, "t5"),
 }
 
-# The layouts of two and of four ranks, with the models that go through them one after another: 23 pairs in all.
+
+def _half() -> nn.Module:
+    model: nn.Module = make("llama").to(torch.bfloat16)
+    return model
+
+
+MODELS["bfloat16 llama"] = _half
+
+# The layouts of two and of four ranks, with the models that go through them one after another: 27 pairs in all.
 OF_TWO: Sequence[tuple[Layout, Sequence[str]]] = (
     (Layout(1, 2), ("llama", "mixtral", "gpt2", "t5")),
-    (Layout(1, 1, True), ("llama",)),
+    (Layout(1, 1, True), ("llama", "bfloat16 llama")),
     (Layout(2), ("tied llama",)),
     (Layout(2, 1, False, FIRST_CUT), ("llama",)),
 )
 OF_FOUR: Sequence[tuple[Layout, Sequence[str]]] = (
-    (Layout(2, 2), ("llama", "tied llama", "mixtral", "gpt2", "t5")),
+    (Layout(2, 2), tuple(MODELS)),
     (Layout(2, 1, True), ("llama", "tied llama", "mixtral", "t5")),
     (Layout(2, 1, False, INTERLEAVED), ("llama", "gpt2")),
-    (Layout(1, 2, True), ("llama", "mixtral", "gpt2")),
+    (Layout(1, 2, True), ("llama", "mixtral", "gpt2", "bfloat16 llama")),
+    (Layout(1, 1, True), ("bfloat16 llama",)),
     (Layout(4), ("tied llama", "t5")),
 )
 
