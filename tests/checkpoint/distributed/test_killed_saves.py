@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nxdpp.checkpoint.distributed import directory
+from tests.checkpoint.distributed.killed_saves import kill_trainings
 from tests.checkpoint.distributed.small_training import Training, is_same
 
 _EVENTS = ("open", "os.")
@@ -85,3 +86,11 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | No
 
 def is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
+
+
+@pytest.mark.one_python
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.sweep)])
+def test_a_training_that_is_killed_resumes(kills: int, tmp_path: Path) -> None:
+    outcomes = kill_trainings(tmp_path, ranks=2, kills=kills, seed=1)
+    assert [outcome.kind for outcome in outcomes] == ["rank", "all", "launcher"][:kills]
+    assert all(outcome.is_good for outcome in outcomes), outcomes
