@@ -71,9 +71,10 @@ def _kill_once(directory: Path, ranks: int, kind: str, draw: random.Random) -> N
         file.unlink()
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", _MODULE]
     with (directory / "output.txt").open("w") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, *launch, "--train", str(directory)], stdout=output, stderr=output, start_new_session=True
-        )
+        # A launcher that is killed leaves its temporary files.
+        environment = {**os.environ, "TMPDIR": str(directory)}
+        command = [sys.executable, *launch, "--train", str(directory)]
+        launcher = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
     own: list[int] = []
     try:
         deadline = time.monotonic() + _SECONDS
