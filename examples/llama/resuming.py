@@ -16,6 +16,7 @@ from rich.console import Console
 from settings import CHECKPOINTS, Settings
 
 from nxdpp import NxDPPModel
+from nxdpp.checkpoint.distributed.directory import write_latest
 from nxdpp.parallel_layers.all_ranks import from_first_rank
 from nxdpp.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 
@@ -53,6 +54,9 @@ def resume(
     content = load_checkpoint(path, tag, model, optimizer, schedule)
     step: int = content[STEP]
     _check(settings, step, content[DATA])
+    if tag is not None and path == (settings.output / CHECKPOINTS).resolve():
+        # Later checkpoints are of a training that is given up: a restart goes on from this one.
+        from_first_rank(lambda: write_latest(path, tag))
     sources = [path.parent / name for name in (UNFINISHED_METRICS, METRICS)]
     whole = from_first_rank(lambda: keep_metrics(settings.output, sources, step))
     console.print(f"goes on after step {step}, from {path}", highlight=False, soft_wrap=True)

@@ -76,3 +76,15 @@ def test_a_killed_job_goes_on_exactly(layout: list[str], tmp_path: Path) -> None
     weights, own = _saved(expected), _saved(folder)
     assert [name for name in weights if not torch.equal(own[name], weights[name])] == []
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step_2", "step_4", "step_6"]
+
+
+def test_a_resume_from_an_older_checkpoint_gives_the_later_ones_up(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_ranks(1, _train, _arguments(folder))
+    expected = _losses(folder)
+    older = str(folder / "checkpoints" / "step_2")
+    with pytest.raises(AssertionError):
+        run_ranks(1, _train_until, 3, _arguments(folder, "--resume", older))
+    assert (folder / "checkpoints" / "latest").read_text() == "step_2"
+    run_ranks(1, _train, _arguments(folder, "--resume", "auto"))
+    assert _losses(folder) == expected
