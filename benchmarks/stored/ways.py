@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
@@ -136,14 +138,14 @@ class PlainDCP(Way):
 
     def save(self, folder: Path) -> None:
         """Save files of torch's format."""
-        dcp.save(self.model.local_state_dict(), storage_writer=dcp.FileSystemWriter(folder))
+        save_dcp(self.model.local_state_dict(), storage_writer=FileSystemWriter(folder))
 
     def finish(self, folder: Path) -> None:
         """Return: the writer has flushed its files."""
 
     def load(self, folder: Path) -> None:
         """Load into the model's memory."""
-        dcp.load(self.model.local_state_dict(), storage_reader=dcp.FileSystemReader(folder))
+        load_dcp(self.model.local_state_dict(), storage_reader=FileSystemReader(folder))
 
 
 class Transformers(Way):
