@@ -14,6 +14,7 @@ from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.random_state import random_state
 from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.shares import owners
 from nxdpp.checkpoint.distributed.structured import encoded
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
 from nxdpp.parallel_layers import parallel_state
@@ -129,11 +130,5 @@ def _writes(tensor: torch.Tensor) -> bool:
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:
     """The tensors that this replica writes, of those that all replicas have: each writes about as many bytes."""
     own, replicas = ranks.replica()
-    filled = [0] * replicas
-    share = {}
-    for name, blocks in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-        chosen = filled.index(min(filled))
-        filled[chosen] += blocks.nbytes
-        if chosen == own:
-            share[name] = blocks
-    return share
+    chosen = owners(tensors, replicas)
+    return {name: blocks for name, blocks in tensors.items() if chosen[name] == own}

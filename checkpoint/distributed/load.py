@@ -3,7 +3,8 @@
 ::
 
     rank 0       reads the document ─▶ all ranks
-    all ranks    verify names, shapes and groups ─▶ read into memory that is there ─▶ take over the rest
+    all ranks    verify names, shapes and groups ─▶ read into memory that is there ─▶ send to replicas
+    all ranks    take over the rest
 """
 
 import warnings
@@ -28,6 +29,7 @@ from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.random_state import set_random_state
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
 from nxdpp.checkpoint.files.checksummed import ChecksummedReader, DamagedFile, Span, read_region
@@ -56,6 +58,7 @@ class Load:
         self._metadata = document.metadata
         self._saved = tensors_of(document.metadata)
         self._targets: dict[str, TensorBlocks] = {}
+        self._of_replicas: set[str] = set()
         self._made: dict[str, torch.Tensor] = {}
         self._after: list[Callable[[], Any]] = []
 
@@ -84,7 +87,10 @@ class Load:
 
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content."""
-        self.exchange.together(self._read)
+        shared = {name: blocks for name, blocks in self._targets.items() if name in self._of_replicas}
+        reads = SharedReads(shared, self.exchange)
+        self.exchange.together(lambda: self._read(reads))
+        reads.send()
         for act in self._after:
             act()
         return decoded(self.content["user_content"], self._made)
@@ -142,6 +148,7 @@ class Load:
                     raise ValueError(f"{name} is on the meta device: wrap the model, or give it memory by to_empty().")
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
+            self._of_replicas.add(f"model.{saved_ties.get(name, name)}")
             self._add(f"model.{saved_ties.get(name, name)}", blocks_of(real, placement))
         if missing and strict:
             raise ValueError(f"{self._folder} lacks {_listed(missing)} of the model. Nothing was loaded.")
@@ -165,6 +172,8 @@ class Load:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim:
                     self._targets[f"optimizer.{held.name}.{key}"] = held.blocks(value)
+                    if not held.is_shard:
+                        self._of_replicas.add(f"optimizer.{held.name}.{key}")
             self._after.append(partial(held.give, state))
         self._after.append(partial(_give_options, optimizer, options))
 
@@ -238,9 +247,10 @@ class Load:
                 stacklevel=4,
             )
 
-    def _read(self) -> None:
+    def _read(self, reads: SharedReads) -> None:
         planner = BlocksLoadPlanner()
-        planner.set_up_planner(self._targets, self._metadata)
+        own = {name: blocks for name, blocks in self._targets.items() if reads.is_read_here(name)}
+        planner.set_up_planner(own, self._metadata)
         try:
             read_plan(self._folder, self._metadata, planner, planner.create_local_plan())
         except (DamagedFile, OSError) as error:
