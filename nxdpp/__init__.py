@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.pipeline import Pipeline
     from nxdpp.tensor_parallel.comparison import check_tensor_parallel
     from nxdpp.tensor_parallel.parallelize import tensor_parallelize
+    from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
     from nxdpp.trainer.config import neuronx_distributed_config
     from nxdpp.trainer.optimizer import initialize_parallel_optimizer
     from nxdpp.trainer.trainer import initialize_parallel_model
@@ -33,12 +34,16 @@ __all__ = [
     "apply_checkpoint",
     "check_tensor_parallel",
     "deferred_init",
+    "finalize_checkpoint",
+    "has_checkpoint",
     "init_on_device",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
+    "load_checkpoint",
     "load_pretrained",
     "neuronx_distributed_config",
     "parallel_state",
+    "save_checkpoint",
     "save_pretrained",
     "tensor_parallelize",
 ]
@@ -52,11 +57,15 @@ _MODULES = {
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
     "check_tensor_parallel": "nxdpp.tensor_parallel.comparison",
     "deferred_init": "nxdpp.initialization.deferred_init",
+    "finalize_checkpoint": "nxdpp.trainer.checkpoint",
+    "has_checkpoint": "nxdpp.trainer.checkpoint",
     "init_on_device": "nxdpp.initialization.init_on_device",
     "initialize_parallel_model": "nxdpp.trainer.trainer",
     "initialize_parallel_optimizer": "nxdpp.trainer.optimizer",
+    "load_checkpoint": "nxdpp.trainer.checkpoint",
     "load_pretrained": "nxdpp.checkpoint.huggingface.load",
     "neuronx_distributed_config": "nxdpp.trainer.config",
+    "save_checkpoint": "nxdpp.trainer.checkpoint",
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
     "tensor_parallelize": "nxdpp.tensor_parallel.parallelize",
 }

@@ -1,5 +1,6 @@
 """Trainer API of NeuronX Distributed: one configuration, a wrapped model and a wrapped optimizer."""
 
+from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from nxdpp.trainer.config import neuronx_distributed_config
 from nxdpp.trainer.model import NxDModel
 from nxdpp.trainer.optimizer import NxDOptimizer, initialize_parallel_optimizer
@@ -8,7 +9,11 @@ from nxdpp.trainer.trainer import initialize_parallel_model
 __all__ = [
     "NxDModel",
     "NxDOptimizer",
+    "finalize_checkpoint",
+    "has_checkpoint",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
+    "load_checkpoint",
     "neuronx_distributed_config",
+    "save_checkpoint",
 ]

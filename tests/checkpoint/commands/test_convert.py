@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from nxdpp import parallel_state
 from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed import captured
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
@@ -111,6 +112,7 @@ def test_a_configuration_that_cannot_be_written_does_not_stop_a_training(tmp_pat
 
 
 def _train_divided(rank: int, folder: Path) -> None:
+    parallel_state.initialize_model_parallel(2, 2)
     one = [{"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}]
     train_and_save(partial(make, "llama"), one, Layout(2, 2, True), folder)
 

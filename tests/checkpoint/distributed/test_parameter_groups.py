@@ -52,17 +52,19 @@ def test_groups_of_ranks_that_contradict_each_other_are_refused() -> None:
         joined_groups([[one], [SavedGroup({"lr": 1, "eps": 0, "more": 1}, [])]])
 
 
-def test_a_group_gets_the_options_of_its_parameters() -> None:
+def test_a_group_gets_its_saved_options() -> None:
     saved = [SavedGroup({"lr": 1}, ["a"]), SavedGroup({"lr": 2}, ["b", "c"])]
-    turned = SGD(_groups({"params": [B]}, {"params": [A]}), lr=0.1)
-    assert new_options(turned, NAMES, saved) == [{"lr": 2}, {"lr": 1}]
-    empty = SGD(_groups({"params": [A]}, {"params": []}, {"params": []}), lr=0.1)
-    assert new_options(empty, NAMES, saved) == [{"lr": 1}, {"lr": 2}, {}]
+    own = SGD(_groups({"params": [A]}, {"params": [C]}), lr=0.1)
+    assert new_options(own, NAMES, saved) == [{"lr": 1}, {"lr": 2}]
+    without = SGD(_groups({"params": [A]}, {"params": []}), lr=0.1)
+    assert new_options(without, NAMES, saved) == [{"lr": 1}, {"lr": 2}]
 
 
 def test_parameters_of_other_groups_are_refused() -> None:
     saved = [SavedGroup({"lr": 1}, ["a"]), SavedGroup({"lr": 2}, ["b"])]
     with pytest.raises(ValueError, match=r"did not have c of param_groups\[1\]"):
         new_options(SGD(_groups({"params": [A]}, {"params": [B, C]}), lr=0.1), NAMES, saved)
-    with pytest.raises(ValueError, match=r"param_groups\[0\] were in the groups \[0, 1\]"):
+    with pytest.raises(ValueError, match="has 1 parameter groups, and that of the checkpoint 2"):
         new_options(SGD([A, B], lr=0.1), NAMES, saved)
+    with pytest.raises(ValueError, match=r"b is in param_groups\[0\], and was in param_groups\[1\]"):
+        new_options(SGD(_groups({"params": [B]}, {"params": [A]}), lr=0.1), NAMES, saved)
