@@ -41,8 +41,8 @@ class Member:
 class Piece:
     """Elements ``start`` to ``stop`` of a flattened parameter, at ``offset`` of the rank's part of the bucket.
 
-    ``tensor`` has the values that the optimizer changes, of shape ``(stop - start,)``: a view of the parameter, or of a
-    master copy.
+    ``tensor`` has the values that the optimizer changes, a view of the parameter, or of a master copy. Its shape is
+    ``(stop - start,)``. For a parameter without dimensions it is ``()``: the optimizer's state has its shape too.
     """
 
     member: Member
@@ -107,7 +107,7 @@ class ShardedBucket:
                     f"model is moved."
                 )
             if self._master is None:
-                values = _flat(parameter)[piece.start : piece.stop]
+                values = _part(parameter, piece.start, piece.stop)
                 if piece.tensor.data_ptr() != values.data_ptr():
                     piece.tensor.data = values
         if self._master is not None and self.pieces:
@@ -142,7 +142,7 @@ class ShardedBucket:
         for piece in self.pieces:
             if present[piece.member.index]:
                 own = self._reduced[piece.offset : piece.offset + piece.stop - piece.start]
-                piece.tensor.grad = own.to(piece.tensor.dtype)
+                piece.tensor.grad = own.to(piece.tensor.dtype).view_as(piece.tensor)
         self._reduced = None
 
     def drop_gradients(self) -> None:
@@ -178,11 +178,11 @@ class ShardedBucket:
             numel = member.parameter.numel()
             start, stop = max(begin - at, 0), min(begin + self._shard_numel - at, numel)
             if start < stop:
-                values = _flat(member.parameter)[start:stop]
+                values = _part(member.parameter, start, stop)
                 offset = at + start - begin
                 if self._master is not None:
                     own = self._master[offset : offset + stop - start]
-                    values = own.copy_(values)
+                    values = own.view_as(values).copy_(values)
                 yield Piece(member, start, stop, offset, nn.Parameter(values))
             at += numel
 
@@ -210,3 +210,8 @@ def make_buckets(members: Sequence[Member], sharding: Sharding, limit: int = BUC
 def _flat(parameter: nn.Parameter) -> torch.Tensor:
     """The values in row-major order, a view where the parameter is contiguous."""
     return parameter.detach().reshape(-1)
+
+
+def _part(parameter: nn.Parameter, start: int, stop: int) -> torch.Tensor:
+    """Elements ``start`` to ``stop`` of the values; a parameter without dimensions as it is."""
+    return _flat(parameter)[start:stop] if parameter.dim() else parameter.detach()

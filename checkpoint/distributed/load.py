@@ -168,9 +168,10 @@ class Load:
         options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
         states = saved["states"]
         for held in list(held_state(optimizer, names)):
-            state = held.new_state(states.get(held.name, {}))
+            described = states.get(held.name, {})
+            state = held.new_state(described)
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim:
+                if "tensor" in described[key]:
                     self._targets[f"optimizer.{held.name}.{key}"] = held.blocks(value)
                     if not held.is_shard:
                         self._of_replicas.add(f"optimizer.{held.name}.{key}")

@@ -59,8 +59,8 @@ class Held:
         return self.values is not self.parameter
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the state that have dimensions."""
-        return {key: value for key, value in self.state().items() if not is_scalar(value)}
+        """The tensors of the state but those that are numbers of the document."""
+        return {key: value for key, value in self.state().items() if not _is_number(key, value)}
 
     def description(self) -> Description:
         """The keys of the state with their numbers and dtypes.
@@ -114,7 +114,7 @@ class Held:
             self.states.pop(self.values, None)
 
     def _described(self, key: str, value: Any) -> Any:
-        if is_scalar(value):
+        if _is_number(key, value):
             return written_scalar(value)
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"the state {key!r} of {self.name} is a {type(value).__name__}: {_KINDS}")
@@ -158,6 +158,11 @@ def optimizer_class(optimizer: Optimizer) -> str:
     if isinstance(optimizer, Zero1Optimizer):
         optimizer = optimizer.base_optimizer
     return "AdamW" if isinstance(optimizer, AdamW_FP32OptimParams) else type(optimizer).__name__
+
+
+def _is_number(key: str, value: Any) -> bool:
+    """Return whether the document has ``value``; a master copy is read into memory that is there."""
+    return key != MASTER and is_scalar(value)
 
 
 def _check_name(parameter: nn.Parameter, names: Mapping[int, str]) -> None:

@@ -30,7 +30,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES)
 def test_values_come_back_with_their_types(value: Any) -> None:
     found = round_trip(value)
     assert found == value
