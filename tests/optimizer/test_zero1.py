@@ -223,7 +223,7 @@ def saved_state(rank: int) -> None:
     for shard, values, state in optimizer.shards():
         assert shard.name is not None
         whole = dict(named)[shard.name]
-        assert torch.equal(whole.reshape(-1)[shard.start : shard.stop], values)
+        assert torch.equal(whole.reshape(-1)[shard.start : shard.stop], values.reshape(-1))
         assert state["exp_avg"].shape == values.shape
     again = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     resumed = Zero1Optimizer([(f"p{i}", p) for i, p in enumerate(again)], torch.optim.AdamW, lr=0.7)

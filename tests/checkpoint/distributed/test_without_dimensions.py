@@ -27,7 +27,8 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the loss of ``x``."""
-        return (self.layer(x.to(self.scale.dtype)) * self.scale).float().pow(2).mean()
+        scaled: torch.Tensor = self.layer(x.to(self.scale.dtype)) * self.scale
+        return scaled.float().pow(2).mean()
 
 
 def _go(rank: int, path: Path, train: Layout, load: Layout) -> None:
