@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.background import BackgroundSaves
 from nxdpp.checkpoint.distributed.captured import Stateful, captured
+from nxdpp.checkpoint.distributed.claim import release
 from nxdpp.checkpoint.distributed.first_whole import LoadArguments, load_first_whole
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.save import Save
@@ -98,11 +99,12 @@ def save_checkpoint(
 def finalize_checkpoint() -> None:
     """Wait until the save in flight is at its end, and free the host memory of asynchronous saves.
 
-    Collective over all ranks. Raises the error of that save.
+    Another program may save in the directory then. Collective over all ranks. Raises the error of that save.
     """
     with board.call("finalize_checkpoint"):
         Exchange().together(_saves.wait)
         _saves.close()
+        release()
 
 
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -145,7 +147,7 @@ def load_checkpoint(
     with board.call("load_checkpoint"):
         _saves.wait()
         exchange = Exchange()
-        tags = [tag] if tag is not None else exchange.from_first(lambda: directory.tags(Path(path)))
+        tags = [tag] if tag is not None else exchange.from_first(lambda: directory.tags_to_load(Path(path)))
         if not tags:
             raise FileNotFoundError(f"{path} has no checkpoint: has_checkpoint({str(path)!r}) tells it beforehand.")
         folders = [Path(path) / each for each in tags]

@@ -81,6 +81,7 @@ def write_sharded(source: Source, destination: Path) -> None:
         document.unlink(missing_ok=True)
         raise
     directory.put_document(destination, save)
+    directory.flush_directory(destination)
 
 
 def _whole_tensor(layout: Layout) -> TensorStorageMetadata:

@@ -10,24 +10,35 @@ A save writes the files, then the document, then ``latest``, and removes older c
 by a rename. So a process that is killed at any moment leaves whole checkpoints, or files that no document names.
 """
 
+import errno
+import logging
 import os
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nxdpp.checkpoint.distributed.document import DOCUMENT, number_of
+from nxdpp.checkpoint.distributed.document import DOCUMENT, has_our_head, number_of
 
 LATEST = "latest"
 
 _OURS = re.compile(rf"[0-9a-f]{{8}}-rank\d{{5,}}\.safetensors|\.[0-9a-f]{{8}}-{re.escape(DOCUMENT)}")
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.\d+")
+_LONGEST_NAME = 255
+
+_logger = logging.getLogger(__name__)
 
 
 def check_tag(tag: str) -> None:
-    """Raise ``ValueError`` for a tag that is no name of a directory."""
-    if not isinstance(tag, str) or not tag or tag in (".", "..", LATEST) or Path(tag).name != tag:
-        raise ValueError(f"tag={tag!r} must be the name of a directory without a separator, such as 'step_100'.")
+    """Raise ``ValueError`` for a tag that is no plain name of a directory."""
+    is_name = isinstance(tag, str) and Path(tag).name == tag and tag not in ("", ".", "..", LATEST, DOCUMENT)
+    # ``latest`` holds the tag in a line of its own.
+    is_plain = is_name and tag.isprintable() and tag == tag.strip() and len(tag.encode()) <= _LONGEST_NAME
+    if not is_plain or _NEW_LATEST.fullmatch(tag):
+        raise ValueError(
+            f"tag={tag!r:.300} must be the name of a directory without a separator, such as 'step_100': printable, "
+            f"without spaces at its ends, at most {_LONGEST_NAME} bytes."
+        )
 
 
 def new_document(folder: Path, save: str) -> Path:
@@ -36,9 +47,9 @@ def new_document(folder: Path, save: str) -> Path:
 
 
 def put_document(folder: Path, save: str) -> None:
-    """Make the checkpoint in ``folder`` count."""
-    new_document(folder, save).rename(folder / DOCUMENT)
+    """Make the checkpoint in ``folder`` count. ``flush_directory`` then writes that to the disk."""
     flush_directory(folder)
+    _rename(new_document(folder, save), folder / DOCUMENT)
 
 
 def write_latest(path: Path, tag: str) -> None:
@@ -48,15 +59,46 @@ def write_latest(path: Path, tag: str) -> None:
         file.write(tag)
         file.flush()
         os.fsync(file.fileno())
-    new.rename(path / LATEST)
+    _rename(new, path / LATEST)
     flush_directory(path)
 
 
+def _rename(source: Path, target: Path) -> None:
+    """Rename a file. A file system of the network can report an error for a rename that it has done."""
+    file = source.stat()
+    try:
+        source.rename(target)
+    except OSError:
+        with suppress(OSError):
+            if os.path.samestat(file, target.stat()):
+                return
+        raise
+
+
 def tags(path: Path) -> list[str]:
-    """Return the tags of the checkpoints in ``path``, the newest first: that in ``latest``, then by their numbers."""
-    numbers = {folder.name: number_of(folder) for folder in _folders(path)}
+    """Return the tags of the checkpoints in ``path``, the newest first.
+
+    That in ``latest`` is the newest. Documents without a number, which are damaged, come next. The rest has the order
+    of the saves.
+    """
+    numbers = {folder.name: number_of(folder) for folder in folders(path)}
     newest = latest(path)
-    return sorted(numbers, key=lambda tag: (tag == newest, numbers[tag], tag), reverse=True)
+    return sorted(numbers, key=lambda tag: (tag == newest, not numbers[tag], numbers[tag], tag), reverse=True)
+
+
+def tags_to_load(path: Path) -> list[str]:
+    """Return ``tags``, and warn if the first one is not that of the last save."""
+    found = tags(path)
+    later = [tag for tag in found if number_of(path / tag) > number_of(path / found[0])] if found else []
+    if later:
+        _logger.warning(
+            "%s names %s, and %s was saved later: give tag=%r to load that.",
+            path / LATEST,
+            found[0],
+            later[0],
+            later[0],
+        )
+    return found
 
 
 def latest(path: Path) -> str | None:
@@ -77,57 +119,39 @@ def is_file_of_save(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
+def is_new_latest(name: str) -> bool:
+    """Return whether a save gives this name to ``latest`` before its rename."""
+    return _NEW_LATEST.fullmatch(name) is not None
+
+
 def next_number(path: Path) -> int:
     """Return a number above that of each checkpoint in ``path``."""
-    return max((number_of(folder) for folder in _folders(path)), default=0) + 1
-
-
-def prune(path: Path, kept: int | None, current: str, named: Iterable[str]) -> None:
-    """Remove what unfinished saves have left, and all but the ``kept`` newest checkpoints.
-
-    Only files that a save has made are removed, and directories that are empty then. A checkpoint loses its document
-    first.
-
-    Args:
-        path: directory of the checkpoints.
-        kept: number of checkpoints to keep; ``None`` keeps all.
-        current: tag of the checkpoint that was saved last.
-        named: the files that its document names.
-    """
-    _remove_files(path / current, set(named))
-    older = [tag for tag in tags(path) if tag != current]
-    for found in list(path.iterdir()):
-        if _NEW_LATEST.fullmatch(found.name):
-            found.unlink(missing_ok=True)
-        elif found.is_dir() and found.name not in (current, *older):
-            with suppress(PermissionError):
-                _remove_files(found, set())
-    for tag in [] if kept is None else older[max(0, kept - 1) :]:
-        (path / tag / DOCUMENT).unlink(missing_ok=True)
-        flush_directory(path / tag)
-        _remove_files(path / tag, set())
+    return max((number_of(folder) for folder in folders(path)), default=0) + 1
 
 
 def flush_directory(folder: Path) -> None:
-    """Write the names in ``folder`` to the disk."""
+    """Write the names in ``folder`` to the disk, where its file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
-def _folders(path: Path) -> Iterator[Path]:
-    """The directories that have a document."""
+def folders(path: Path) -> Iterator[Path]:
+    """The directories in ``path`` that have a document of nxdpp, whole or not."""
     if path.is_dir():
         # Path.is_file raises for a directory that this process may not search, such as lost+found.
-        yield from (folder for folder in path.iterdir() if os.path.isfile(folder / DOCUMENT))
+        yield from (folder for folder in path.iterdir() if os.path.isfile(folder / DOCUMENT) and _is_ours(folder))
 
 
-def _remove_files(folder: Path, named: Container[str]) -> None:
-    """Remove the files of saves but ``named``, and the directory if it is empty then and had some."""
-    ours = [file for file in folder.iterdir() if _OURS.fullmatch(file.name) and file.name not in named]
-    for file in ours:
-        file.unlink(missing_ok=True)
-    if ours and not any(folder.iterdir()):
-        folder.rmdir()
+def _is_ours(folder: Path) -> bool:
+    """Return whether the document is that of nxdpp: by its head or, where that is damaged, by the files beside it."""
+    if has_our_head(folder):
+        return True
+    with suppress(OSError):
+        return any(_OURS.fullmatch(name) for name in os.listdir(folder))
+    return False

@@ -39,6 +39,7 @@ OF_OPTIMIZER = "optimizer."
 _VERSION = 1
 _DIGITS = 8
 _HEAD_BYTES = 200
+_BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
 
 
@@ -81,11 +82,11 @@ def write_document(
             )
         dtype = str(saved.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "shape": list(saved.size), "blocks": blocks}
+    head = {"format": "nxdpp", "version": _VERSION, "number": number}
     body = {"content": content, "tensors": tensors}
-    checksum = _checksum({"number": number, **body})
-    head = {"format": "nxdpp", "version": _VERSION, "number": number, "checksum": checksum}
+    checksum = _checksum({**head, **body})
     with path.open("w", encoding="utf-8") as file:
-        json.dump({**head, **body}, file, allow_nan=False)
+        json.dump({**head, "checksum": checksum, **body}, file, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
 
@@ -114,20 +115,29 @@ def parsed_document(directory: Path, text: bytes) -> Document:
     path = directory / DOCUMENT
     try:
         parsed = json.loads(text)
-        version = parsed["version"]
         if parsed["format"] != "nxdpp":
             raise ValueError("its format is another one")
+        checksum, version = parsed["checksum"], parsed["version"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedFile(f"{path} is not the document of a checkpoint, or is damaged ({error}).") from error
+    # All versions have this checksum: a damaged version is not taken for another one.
+    if checksum != _checksum({key: value for key, value in parsed.items() if key != "checksum"}):
+        raise DamagedFile(f"{path} is damaged: its checksum is another one.")
     if version != _VERSION:
         raise ValueError(f"{path} has version {version!r:.100}, and this nxdpp reads version {_VERSION}: update nxdpp.")
     try:
-        body = {key: parsed[key] for key in ("number", "content", "tensors")}
-        if _checksum(body) != parsed["checksum"]:
-            raise ValueError("its checksum is another one")
         return Document(parsed["content"], _metadata(parsed["tensors"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {error}).") from error
+
+
+def has_our_head(directory: Path) -> bool:
+    """Return whether the document in ``directory`` begins as one of nxdpp; ``False`` where it cannot be read."""
+    try:
+        with (directory / DOCUMENT).open("rb") as file:
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except OSError:
+        return False
 
 
 def number_of(directory: Path) -> int:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.captured import Stateful
 from nxdpp.checkpoint.distributed.load import MIXED, Load
+from nxdpp.checkpoint.distributed.looks_whole import keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.checksummed import DamagedFile
 
@@ -47,6 +48,8 @@ def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArg
         except Exception as error:
             # The kinds are those of all ranks: no rank goes on alone.
             are_damaged = bool(exchange.failures) and all(kind is DamagedFile for kind in exchange.failures)
+            if are_damaged:
+                keep_damaged(folder)
             if half_read and MIXED not in getattr(error, "__notes__", ()):
                 error.add_note(MIXED)
             if is_last or not are_damaged:

@@ -7,6 +7,8 @@
     all ranks    take over the rest
 """
 
+import errno
+import socket
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +55,7 @@ class Load:
         self._folder = folder
         self.exchange = exchange
         text = zlib.decompress(exchange.from_first(lambda: zlib.compress(read_document(folder), 1)))
+        exchange.together(self._check_shared)
         document = exchange.together(lambda: parsed_document(folder, text))
         self.content = document.content
         self._metadata = document.metadata
@@ -94,6 +97,14 @@ class Load:
         for act in self._after:
             act()
         return decoded(self.content["user_content"], self._made)
+
+    def _check_shared(self) -> None:
+        if not self._folder.is_dir():
+            raise OSError(
+                errno.ENOENT,
+                f"rank {self.exchange.rank} on {socket.gethostname()} does not find {self._folder}, and rank 0 does: "
+                f"it must be on a file system that all hosts share. Nothing was loaded",
+            )
 
     def names_in_use(self) -> set[str]:
         """Names of the tensors that are read into memory in use: of the model, and master copies of an optimizer."""

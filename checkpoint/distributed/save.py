@@ -6,7 +6,10 @@
     all ranks    places and checksums ─▶ rank 0: document, latest, removal of older checkpoints
 """
 
+import errno
+import logging
 import secrets
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,11 +21,16 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Captured, Described
+from nxdpp.checkpoint.distributed.claim import claim
 from nxdpp.checkpoint.distributed.document import write_document
+from nxdpp.checkpoint.distributed.looks_whole import ends_of
 from nxdpp.checkpoint.distributed.parameter_groups import joined_groups
 from nxdpp.checkpoint.distributed.planners import BlocksSavePlanner, key_of
+from nxdpp.checkpoint.distributed.pruning import prune
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
+
+_logger = logging.getLogger(__name__)
 
 
 class Save:
@@ -73,7 +81,7 @@ class Save:
             self._remove(file)
             raise
         places = {item.index: spans[key_of(item.index)] for item in self._plan.items}
-        counts, error = self.exchange.through_first(places, self._finish)
+        counts, error = self.exchange.through_first((socket.gethostname(), places), self._finish)
         if not counts:
             self._remove(file)
         if error is not None:
@@ -82,6 +90,8 @@ class Save:
     def _write_file(self, file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if self.exchange.rank == 0:
+                claim(self._folder.parent)
             return write_checksummed(file, tensors) if tensors else {}
         except OSError as error:
             raise _cannot_write(error, self.exchange.rank, file) from error
@@ -102,40 +112,53 @@ class Save:
         name = secrets.token_hex(4)
         return [(name, plan) for plan in plans]
 
-    def _finish(self, of_ranks: list[dict[MetadataIndex, Span]]) -> Sequence[tuple[bool, Exception | None]]:
+    def _finish(self, of_ranks: list[tuple[str, dict[MetadataIndex, Span]]]) -> Sequence[tuple[bool, Exception | None]]:
         """On rank 0: write the document, then ``latest``, then remove older checkpoints.
 
         Returns for each rank whether the checkpoint counts, and an error.
         """
         counts = False
         failed: Exception | None = None
-        document = directory.new_document(self._folder, self._name)
+        path, document = self._folder.parent, directory.new_document(self._folder, self._name)
         try:
             spans: dict[MetadataIndex, Span] = {}
-            for rank, places in enumerate(of_ranks):
-                self._check_visible(rank, places)
+            for rank, (host, places) in enumerate(of_ranks):
+                self._check_visible(rank, host, places)
                 spans.update(places)
-            path = self._folder.parent
             write_document(document, directory.next_number(path), self._content, self._metadata, spans)
             directory.put_document(self._folder, self._name)
             counts = True
+            directory.flush_directory(self._folder)
             directory.write_latest(path, self._folder.name)
-            directory.prune(path, self._kept, self._folder.name, {span.file for span in spans.values()})
+            for error in prune(path, self._kept, self._folder.name, {span.file for span in spans.values()}):
+                _logger.warning("%s is saved, and an older checkpoint cannot be removed: %s", self._folder, error)
         except OSError as error:
-            failed = _cannot_write(error, 0, document)
+            failed = _cannot_name(error, self._folder) if counts else _cannot_write(error, 0, document)
         except Exception as error:
             failed = error
         if not counts:
             self._remove(document)
         return [(counts, failed)] * len(of_ranks)
 
-    def _check_visible(self, rank: int, places: dict[MetadataIndex, Span]) -> None:
-        for span in list(places.values())[:1]:
-            if not (self._folder / span.file).is_file():
+    def _check_visible(self, rank: int, host: str, places: dict[MetadataIndex, Span]) -> None:
+        for file, end in ends_of(places).items():
+            found = self._folder / file
+            if not found.is_file():
                 raise RuntimeError(
-                    f"rank {rank} has written {self._folder / span.file}, and rank 0 does not find it: the directory "
-                    f"must be on a file system that all hosts share. No checkpoint was made."
+                    f"rank {rank} has written {found} on {host}, and rank 0 on {socket.gethostname()} does not find "
+                    f"it: the directory must be on a file system that all hosts share. No checkpoint was made."
                 )
+            if found.stat().st_size < end:
+                raise OSError(errno.EIO, f"it has {found.stat().st_size} of {end} bytes", str(found))
+
+
+def _cannot_name(error: OSError, folder: Path) -> OSError:
+    """The error of a checkpoint that counts, and that ``latest`` does not name."""
+    return OSError(
+        error.errno,
+        f"rank 0 cannot write {error.filename or folder.parent / directory.LATEST}: {error.strerror or error}. "
+        f"{folder} is saved: load_checkpoint with tag={folder.name!r} loads it, and without a tag an earlier one",
+    )
 
 
 def _cannot_write(error: OSError, rank: int, file: Path) -> OSError:

@@ -75,7 +75,8 @@ def test_a_killed_job_goes_on_exactly(layout: list[str], tmp_path: Path) -> None
     assert _losses(folder) == _losses(expected)
     weights, own = _saved(expected), _saved(folder)
     assert [name for name in weights if not torch.equal(own[name], weights[name])] == []
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step_2", "step_4", "step_6"]
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == [".lock", "latest", "step_2", "step_4", "step_6"]
 
 
 def test_a_resume_from_an_older_checkpoint_gives_the_later_ones_up(tmp_path: Path) -> None:

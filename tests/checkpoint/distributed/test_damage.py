@@ -1,5 +1,6 @@
 """Damaged checkpoints: the file is named, and without a tag the next older whole checkpoint is loaded."""
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from nxdpp.checkpoint.distributed.document import DOCUMENT
 from nxdpp.checkpoint.files.checksummed import DamagedFile
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
+from tests.checkpoint.distributed.test_document import signed
 from tests.support.run_ranks import run_ranks
 
 Damage = Callable[[Path], object]
@@ -113,7 +115,7 @@ def test_an_empty_and_a_missing_directory(tmp_path: Path) -> None:
 
 def test_another_version_is_not_passed_over(saved: list[dict[str, Any]], tmp_path: Path) -> None:
     document = tmp_path / "step_2" / DOCUMENT
-    document.write_text(document.read_text().replace('"version": 1', '"version": 2'))
+    document.write_bytes(signed(json.loads(document.read_bytes()) | {"version": 2}))
     with pytest.raises(ValueError, match="update nxdpp"):
         Training().load(tmp_path)
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from nxdpp import parallel_state
-from nxdpp.checkpoint.distributed import directory, save
+from nxdpp.checkpoint.distributed import directory, pruning, save
+from nxdpp.checkpoint.distributed.claim import LOCK
+from nxdpp.checkpoint.distributed.document import DOCUMENT
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_ranks import run_ranks
 
@@ -24,7 +27,9 @@ def full_after_some_bytes(file: Path, tensors: Any) -> Any:
 
 
 def files_in(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    """All files but the lock."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != LOCK]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def _full_disk(rank: int, path: Path) -> list[str]:
@@ -49,7 +54,7 @@ def _full_disk(rank: int, path: Path) -> list[str]:
             messages.append(str(caught.value))
             gather(None)
             assert files_in(path) == files
-            assert {file.name for file in path.iterdir()} == {"step_1", "latest"}
+            assert {file.name for file in path.iterdir()} == {"step_1", "latest", LOCK}
             gather(None)
     loaded = Training()
     assert loaded.load(path) == {"tag": "step_1"}
@@ -67,14 +72,20 @@ def _full_disk(rank: int, path: Path) -> list[str]:
     return messages
 
 
-def _not_shared(rank: int, path: Path) -> tuple[str, list[str]]:
-    """Save to a directory that is another one on rank 1."""
+def _not_shared(rank: int, path: Path) -> tuple[str, str, list[str]]:
+    """Save to a directory that is another one on rank 1, and load from one that rank 1 lacks."""
     parallel_state.initialize_model_parallel()
     own = path / f"host{rank}"
     training = Training()
     with pytest.raises(RuntimeError) as caught:
         training.save(own, "step_1")
-    return str(caught.value), list(files_in(path))
+    left = list(files_in(path))
+    training.save(path / "shared", "step_1")
+    before = training.state()
+    with pytest.raises(OSError, match="does not find") as missing:
+        training.load(path / ("shared" if rank == 0 else "other"))
+    assert is_same(training.state(), before)
+    return str(caught.value), str(missing.value), left
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -85,10 +96,41 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_directory_that_hosts_do_not_share(tmp_path: Path) -> None:
     results = run_ranks(2, _not_shared, tmp_path)
-    for message, _ in results:
-        assert "rank 1 has written" in message
+    for message, missing, left in results:
+        assert f"rank 1 has written {tmp_path}" in message
+        assert f" on {socket.gethostname()}, and rank 0 on {socket.gethostname()} does not find it" in message
+        assert f"rank 1 on {socket.gethostname()} does not find {tmp_path}" in missing
         assert "must be on a file system that all hosts share" in message
-    assert files_in(tmp_path) == {}
+        assert "must be on a file system that all hosts share" in missing
+        assert left == []
+
+
+def test_an_older_checkpoint_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    training.save(tmp_path, "step_1")
+    monkeypatch.setattr(pruning, "_remove_checkpoint", full)
+    training.save(tmp_path, "step_2", num_kept_ckpts=1)
+    (record,) = caplog.records
+    assert f"{tmp_path / 'step_2'} is saved, and an older checkpoint cannot be removed" in record.getMessage()
+    assert training.load(tmp_path) == {"tag": "step_2"}
+
+
+def test_a_directory_that_cannot_be_flushed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint counts by then: its files stay."""
+    training = Training()
+    flushed = directory.flush_directory
+
+    def failing(folder: Path) -> None:
+        if (folder / DOCUMENT).exists():
+            full()
+        flushed(folder)
+
+    monkeypatch.setattr(directory, "flush_directory", failing)
+    with pytest.raises(OSError, match=f"{tmp_path / 'step_1'} is saved"):
+        training.save(tmp_path, "step_1")
+    assert Training().load(tmp_path, "step_1") == {"tag": "step_1"}
 
 
 def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,12 +66,10 @@ def test_a_document_comes_back(folder: Path) -> None:
 def test_each_changed_byte_is_found(bit: int, folder: Path) -> None:
     file = folder / DOCUMENT
     whole = read_document(folder)
-    version = whole.index(b'"version": 1') + len(b'"version": ')
     for at in range(len(whole)):
         changed = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
-        with pytest.raises(ValueError, match=str(file)) as caught:
+        with pytest.raises(DamagedFile, match=str(file)):
             parsed_document(folder, changed)
-        assert isinstance(caught.value, DamagedFile) or at == version, at
 
 
 def test_each_truncation_is_found(folder: Path) -> None:
@@ -89,8 +87,15 @@ def test_other_files_are_no_documents(text: bytes, folder: Path) -> None:
         parsed_document(folder, text)
 
 
+def signed(document: dict[str, Any]) -> bytes:
+    """The text of ``document`` with the checksum that it should have."""
+    body = {key: value for key, value in document.items() if key != "checksum"}
+    checksum = f"{zlib.crc32(json.dumps(body, separators=(',', ':')).encode()):08x}"
+    return json.dumps(document | {"checksum": checksum}).encode()
+
+
 def test_another_version_is_refused(folder: Path) -> None:
-    text = read_document(folder).replace(b'"version": 1', b'"version": 2')
+    text = signed(json.loads(read_document(folder)) | {"version": 2})
     with pytest.raises(ValueError, match=r"has version 2, and this nxdpp reads version 1: update nxdpp\.") as caught:
         parsed_document(folder, text)
     assert not isinstance(caught.value, DamagedFile)
@@ -100,9 +105,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
     """The document after ``change`` of a block, with the checksum that it should have: made by hand, not damaged."""
     document = json.loads(read_document(folder))
     change(document["tensors"]["model.weight"]["blocks"][0])
-    body = {key: document[key] for key in ("number", "content", "tensors")}
-    document["checksum"] = f"{zlib.crc32(json.dumps(body, separators=(',', ':')).encode()):08x}"
-    return json.dumps(document).encode()
+    return signed(document)
 
 
 def test_a_document_made_by_hand_is_read(folder: Path) -> None:

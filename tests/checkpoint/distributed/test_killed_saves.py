@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.claim import LOCK
 from tests.checkpoint.distributed.killed_saves import kill_trainings
 from tests.checkpoint.distributed.small_training import Training, is_same
 
@@ -80,7 +81,7 @@ def test_a_checkpoint_loads_whenever_the_save_is_killed(tag: str, kept: int | No
     # The next save removes what the killed one left, but for an empty directory, which can be that of others.
     for state in states:
         training.save(state, "step_4", num_kept_ckpts=1)
-        assert {file.name for file in state.iterdir() if not is_empty(file)} == {"latest", "step_4"}
+        assert {file.name for file in state.iterdir() if not is_empty(file)} == {"latest", "step_4", LOCK}
         assert len(list((state / "step_4").iterdir())) == 2
 
 

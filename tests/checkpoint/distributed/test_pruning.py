@@ -1,0 +1,164 @@
+"""Pruning: of our files alone, and never of the newest checkpoints that look whole."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.looks_whole import keep_damaged, looks_whole
+from nxdpp.checkpoint.distributed.pruning import prune
+from tests.checkpoint.distributed.made_checkpoints import FOREIGN, checkpoint
+
+
+def names_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def shard(folder: Path) -> Path:
+    return folder / directory.file_name("0123abcd", 1)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated shard": lambda folder: os.truncate(shard(folder), 7),
+    "missing shard": lambda folder: shard(folder).unlink(),
+    "flipped shard that a load has found": keep_damaged,
+    "damaged body": lambda folder: os.truncate(folder / DOCUMENT, 150),
+    "empty document": lambda folder: os.truncate(folder / DOCUMENT, 0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints_are_not_counted(damage: str, tmp_path: Path) -> None:
+    """With two checkpoints to keep, the last whole one before two damaged ones stays."""
+    for number in range(1, 6):
+        named = checkpoint(tmp_path, f"step_{number}", number)
+    for number in (3, 4):
+        DAMAGES[damage](tmp_path / f"step_{number}")
+        assert not looks_whole(tmp_path / f"step_{number}")
+    prune(tmp_path, 2, "step_5", named)
+    assert {"step_5", "step_2"} <= names_in(tmp_path)
+    assert "step_1" not in names_in(tmp_path)
+    named = checkpoint(tmp_path, "step_6", 6)
+    prune(tmp_path, 2, "step_6", named)
+    assert names_in(tmp_path) == {"step_6", "step_5"}
+
+
+def test_a_checkpoint_that_replaces_a_damaged_one_counts(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "one", 1)
+    keep_damaged(tmp_path / "one")
+    assert not looks_whole(tmp_path / "one")
+    checkpoint(tmp_path, "one", 2)
+    assert looks_whole(tmp_path / "one")
+
+
+def test_the_order_is_that_of_saves_also_when_clocks_go_backwards(tmp_path: Path) -> None:
+    for number in range(1, 4):
+        named = checkpoint(tmp_path, f"step_{number}", number)
+        for file in [tmp_path / f"step_{number}", *(tmp_path / f"step_{number}").iterdir()]:
+            os.utime(file, (10_000 - number, 10_000 - number))
+    assert directory.tags(tmp_path) == ["step_3", "step_2", "step_1"]
+    prune(tmp_path, 2, "step_3", named)
+    assert names_in(tmp_path) == {"step_3", "step_2"}
+
+
+def test_an_error_does_not_stop_the_other_removals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(1, 5):
+        named = checkpoint(tmp_path, f"step_{number}", number)
+    unlink = Path.unlink
+
+    def refusing(self: Path, missing_ok: bool = False) -> None:
+        if self.parent.name == "step_2":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    (error,) = prune(tmp_path, 1, "step_4", named)
+    assert "Read-only file system" in str(error)
+    assert names_in(tmp_path) == {"step_4", "step_2"}
+    assert looks_whole(tmp_path / "step_2")
+
+
+def test_links_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints"
+    checkpoint(tmp_path, "elsewhere", 1)
+    named = checkpoint(path, "two", 2)
+    (path / "one").symlink_to(tmp_path / "elsewhere")
+    (path / "zero").symlink_to(tmp_path / "unfinished")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / directory.file_name("0123abcd", 0)).touch()
+    assert prune(path, 1, "two", named) == []
+    assert names_in(path) == {"one", "two", "zero"}
+    assert looks_whole(path / "one")
+    assert len(names_in(tmp_path / "unfinished")) == 1
+
+
+def test_a_checkpoint_json_of_another_program_stays(tmp_path: Path) -> None:
+    named = checkpoint(tmp_path, "two", 2)
+    for folder in ("logs", "a"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / DOCUMENT).write_text('{"step": 3}')
+    prune(tmp_path, 1, "two", named)
+    assert names_in(tmp_path / "logs") == names_in(tmp_path / "a") == {DOCUMENT}
+
+
+def test_pruning_removes_older_checkpoints_and_what_unfinished_saves_have_left(tmp_path: Path) -> None:
+    for number in range(1, 5):
+        checkpoint(tmp_path, f"step_{number}", number)
+    named = checkpoint(tmp_path, "step_4", 5, "89abcdef")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / directory.file_name("aaaaaaaa", 12)).touch()
+    directory.new_document(tmp_path / "unfinished", "aaaaaaaa").touch()
+    (tmp_path / ".latest.123").touch()
+    directory.write_latest(tmp_path, "step_4")
+    prune(tmp_path, 2, "step_4", named)
+    assert names_in(tmp_path) == {"latest", "step_3", "step_4"}
+    assert names_in(tmp_path / "step_4") == named | {DOCUMENT}
+    prune(tmp_path, None, "step_4", named)
+    assert names_in(tmp_path) == {"latest", "step_3", "step_4"}
+    prune(tmp_path, 1, "step_4", named)
+    assert names_in(tmp_path) == {"latest", "step_4"}
+
+
+def test_pruning_leaves_files_and_directories_of_others(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "one", 1)
+    named = checkpoint(tmp_path, "two", 2)
+    for folder in ("one", "two", "logs", "."):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for name in FOREIGN:
+            (tmp_path / folder / name).touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "logs" / "deeper").mkdir()
+    deep = tmp_path / "logs" / "deeper" / directory.file_name("0123abcd", 0)
+    deep.touch()
+    prune(tmp_path, 1, "two", named)
+    assert names_in(tmp_path) == {"one", "two", "logs", "empty", *FOREIGN}
+    assert names_in(tmp_path / "one") == set(FOREIGN)
+    assert names_in(tmp_path / "logs") == {"deeper", *FOREIGN}
+    assert deep.exists()
+
+
+def test_a_directory_that_cannot_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of a disk has such a one: lost+found."""
+    named = checkpoint(tmp_path, "one", 1)
+    closed = tmp_path / "lost+found"
+    closed.mkdir()
+    stat, listed = Path.stat, Path.iterdir
+
+    def refusing_stat(self: Path, *, follow_symlinks: bool = True) -> object:
+        if self.parent == closed:
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, follow_symlinks=follow_symlinks)
+
+    def refusing_list(self: Path) -> object:
+        if self == closed:
+            raise PermissionError(13, "Permission denied", str(self))
+        return listed(self)
+
+    monkeypatch.setattr(Path, "stat", refusing_stat)
+    monkeypatch.setattr(Path, "iterdir", refusing_list)
+    assert directory.tags(tmp_path) == ["one"]
+    assert prune(tmp_path, 1, "one", named) == []
