@@ -56,7 +56,7 @@ def _broadcast(values: torch.Tensor, source: int) -> None:
     group = parallel_state.get_data_parallel_group()
     # A backend of devices alone, such as NCCL, takes no memory of the host.
     takes_host = dist.get_backend(group) == dist.Backend.GLOO
-    device = values.device if takes_host or values.is_cuda else torch.device("cuda", torch.cuda.current_device())
+    device = values.device if takes_host or values.is_cuda else parallel_state.local_device()
     for piece in _pieces(values):
         sent = piece.contiguous().to(device)
         dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
