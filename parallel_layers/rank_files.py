@@ -3,6 +3,7 @@
 A value that such a load would refuse is refused before a file is written.
 """
 
+import errno
 import io
 import os
 import pickle
@@ -78,7 +79,10 @@ def read_file(path: Path, in_file: bool = False) -> Any:
             f"{path} has values that only code can restore, and a load runs none: {_first_line(error)} Save the file "
             f"again with plain values in their place."
         ) from error
-    except (RuntimeError, EOFError, KeyError) as error:
+    except (RuntimeError, EOFError, KeyError, OSError) as error:
+        # torch seeks to places before the start of a truncated file.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise ValueError(f"{path} is damaged, or not of torch.save: {_first_line(error)}") from error
 
 

@@ -7,17 +7,18 @@ import torch
 from torch import nn
 
 from nxdpp.checkpoint.commands.meta_model import meta_model
+from nxdpp.checkpoint.commands.plain_model import plain_model
 from nxdpp.checkpoint.commands.source import Source, check_free
 from nxdpp.checkpoint.distributed.configuration import texts_in
 from nxdpp.checkpoint.files.checksummed import write_streamed
-from nxdpp.checkpoint.files.layout import layout_of
+from nxdpp.checkpoint.files.layout import Layout, layout_of
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
 from nxdpp.checkpoint.huggingface.load import FileTensors
 from nxdpp.checkpoint.huggingface.load_target import Target
 from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
-from nxdpp.checkpoint.huggingface.quantised import quantiser_of
+from nxdpp.checkpoint.huggingface.quantised import can_dequantise, check_no_parts, quantiser_of
 from nxdpp.checkpoint.huggingface.read_directory import (
     ADAPTER_CONFIG,
     CONFIG_FILE,
@@ -25,21 +26,36 @@ from nxdpp.checkpoint.huggingface.read_directory import (
     SINGLE_FILE,
     stored_tensors,
 )
-from nxdpp.checkpoint.huggingface.save_plan import Shard, plan_shards
+from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
+from nxdpp.checkpoint.huggingface.save_plan import SHARD_BYTES, Shard, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
 
 _REMEDY = "Give the configuration of the files' model: --config DIR."
 
 
-def huggingface_source(path: Path, config: Path | None) -> Source:
+def huggingface_source(path: Path, config: Path | None, plain: bool = False) -> Source:
     """Return the model of the Hugging Face directory ``path``, with the conversions of ``from_pretrained``.
 
-    Values keep their dtypes. Raises ``ValueError`` where the tensors are not those of the configuration, and for
-    quantised ones.
+    Values keep their dtypes. ``plain`` tensors keep their names too. Raises ``ValueError`` where the tensors are not
+    those of the configuration, for quantised ones, and for an adapter.
     """
+    if adapter_weights(path) is not None:
+        raise ValueError(
+            f"{path} holds an adapter, and a conversion is for the weights of a whole model: load it with "
+            f"nxdpp.load_pretrained into a PeftModel, and save that with nxdpp.save_checkpoint."
+        )
+    if plain:
+        quantiser_of(path, False, nn.Module())
+        return _plain_source(path)
     model = meta_model(texts_in(path), config, path)
+    if can_dequantise(path):
+        raise ValueError(
+            f"{path} has quantized weights, and a conversion keeps all values. Load them with "
+            f"nxdpp.load_pretrained(model, {str(path)!r}, dequantize=True), and save that model."
+        )
     quantiser_of(path, False, model.module)
     stored = stored_tensors(path)
+    check_no_parts(stored, path)
     expected = tensors_of(model.module)
     plan = loading_plan(model.module, expected, stored)
     found = fit(model.module, expected, model.tied_names, stored, plan)
@@ -58,8 +74,19 @@ def huggingface_source(path: Path, config: Path | None) -> Source:
     return Source(model, layouts, lambda name: made.tensor(found.provided[provided[name]], provided[name]))
 
 
-def write_huggingface(source: Source, destination: Path) -> None:
-    """Write the tensors and configuration that ``save_pretrained`` of the plain model would write, in files of 1 GB.
+def _plain_source(path: Path) -> Source:
+    stored = stored_tensors(path)
+    check_no_parts(stored, path)
+    layouts = {name: Layout(each.shape, each.dtype) for name, each in stored.items()}
+    model = plain_model(layouts, {}, path)
+    ordered = {name: layouts[name] for name in model.tensors.tensors}
+    return Source(model, ordered, lambda name: stored[name].read(stored[name].dtype))
+
+
+def write_huggingface(source: Source, destination: Path, largest: int = SHARD_BYTES) -> None:
+    """Write the tensors and configuration that ``save_pretrained`` of the plain model would write.
+
+    Files have at most ``largest`` bytes of values, or the tensors of one conversion.
 
     Raises ``ValueError`` where ``destination`` has a model, and ``OSError`` if it cannot be written.
     """
@@ -67,7 +94,7 @@ def write_huggingface(source: Source, destination: Path) -> None:
     model = source.model
     first = {name: model.tensors.ties.get(name, name) for name in tensors_of(model.module)}
     held = {name: source.layouts[own] for name, own in first.items()}
-    shards = plan_shards(model.module, model.tied_names, [held])
+    shards = plan_shards(model.module, model.tied_names, [held], largest)
     saved = SavedDirectory(destination, shards)
     try:
         start_save(destination, is_adapter=False)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from nxdpp.checkpoint.distributed.configuration import texts_in
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
@@ -17,15 +17,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A transformers model on the meta device.
+    """A model on the meta device.
 
     Attributes:
-        module: the model.
-        texts: files of its configuration by name.
+        module: a transformers model, or another module with the names of the tensors.
+        texts: files of its configuration by name; empty for another module.
         tensors: its tensors, with ties.
     """
 
-    module: PreTrainedModel
+    module: nn.Module
     texts: dict[str, str]
     tensors: ModelTensors
 
@@ -76,7 +76,10 @@ def meta_model(texts: Mapping[str, str] | None, config: Path | None, origin: Pat
         is_file = config.is_file()
         return _built(config, {"config.json": config.read_text(encoding="utf-8")} if is_file else texts_in(config))
     if not texts or "config.json" not in texts:
-        raise ValueError(f"{origin} has no configuration of a transformers model: give one, --config DIR.")
+        raise ValueError(
+            f"{origin} has no configuration of a transformers model: give one, --config DIR. For a module that is "
+            f"not of transformers, give --plain: its tensors keep their names."
+        )
     with tempfile.TemporaryDirectory() as folder_name:
         for name, text in texts.items():
             (Path(folder_name) / name).write_text(text, encoding="utf-8")

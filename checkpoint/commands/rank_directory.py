@@ -8,12 +8,12 @@
 Files do not tell how a tensor is divided. That follows from the whole shapes of the configuration's model.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nxdpp.checkpoint.commands.meta_model import meta_model
 from nxdpp.checkpoint.commands.rank_parts import Part, check_not_ambiguous, parts_of
+from nxdpp.checkpoint.commands.rank_paths import FILE, KEY, rank_files
 from nxdpp.checkpoint.commands.rank_whole import Whole
 from nxdpp.checkpoint.commands.source import Source, check_free
 from nxdpp.checkpoint.distributed.configuration import texts_in
@@ -21,41 +21,14 @@ from nxdpp.checkpoint.files.layout import Layout
 from nxdpp.checkpoint.files.rank_file import RankFile, make_file
 from nxdpp.parallel_layers.rank_files import rank_name
 
-_KEY = "model"
-_FILE = "checkpoint.pt"
-_OF_TRAINER = re.compile(r"dp_rank_0+_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
-_OF_SAVE = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
-
-Paths = Mapping[tuple[int, int], Path]
-"""The file of each tensor and pipeline rank."""
 Files = Sequence[RankFile]
 """The files of the tensor ranks of one pipeline rank."""
 
 
-def rank_files(path: Path) -> Paths:
-    """Return the files of ranks in ``path``; empty if there are none.
-
-    Raises ``ValueError`` for missing ranks, and for the format of torch_xla.
-    """
-    found: dict[tuple[int, int], Path] = {}
-    for folder in (path, path / "model"):
-        for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
-            if entry.name.endswith(".tensors"):
-                raise ValueError(f"{entry} is of torch_xla (save_xser=True): save the checkpoint without it.")
-            if match := _OF_TRAINER.fullmatch(entry.name):
-                found.setdefault((int(match[1]), int(match[2])), entry)
-            elif (match := _OF_SAVE.fullmatch(entry.name)) and (entry / _FILE).is_file():
-                found.setdefault((int(match[1]), int(match[2])), entry / _FILE)
-    if found:
-        tensor, pipeline = (max(place[at] for place in found) + 1 for at in (0, 1))
-        missing = [rank_name(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in found]
-        if missing:
-            raise ValueError(f"{path} lacks the files of {', '.join(missing[:5])}: copy those of all ranks.")
-    return found
-
-
-def rank_source(path: Path, config: Path | None) -> Source:
+def rank_source(path: Path, config: Path | None, blocks: bool = False) -> Source:
     """Return the model in the files of ranks in ``path``.
+
+    ``blocks`` divides fused weights as ``tensor_parallelize`` does; without it they are refused.
 
     Raises ``ValueError`` where the tensors are not those of the configuration, where several wholes could be meant, and
     for copies of a tensor that differ.
@@ -63,14 +36,15 @@ def rank_source(path: Path, config: Path | None) -> Source:
     files = rank_files(path)
     model = meta_model(texts_in(path), config, path)
     tensor, pipeline = (max(place[at] for place in files) + 1 for at in (0, 1))
-    check_not_ambiguous(parts_of(model, tensor, 1, path)[0], tensor)
-    opened = {place: RankFile(file, _KEY) for place, file in files.items()}
+    parts = parts_of(model, tensor, 1, path)[0]
+    check_not_ambiguous(parts, tensor, blocks)
+    opened = {place: RankFile(file, KEY) for place, file in files.items()}
     held: dict[str, list[Files]] = {}
     for stage in range(pipeline):
         for name in opened[0, stage].layouts:
             held.setdefault(name, []).append([opened[each, stage] for each in range(tensor)])
     wholes = {
-        name: Whole(name, copies[0], tuple(model.tensors.tensors[first].shape))
+        name: Whole(name, copies[0], tuple(model.tensors.tensors[first].shape), parts[name].blocks)
         for name, copies in held.items()
         if (first := model.tensors.ties.get(name, name)) in model.tensors.tensors
     }
@@ -87,8 +61,10 @@ def rank_source(path: Path, config: Path | None) -> Source:
     return Source(model, layouts, lambda name: wholes[sources[name]].read())
 
 
-def write_ranks(source: Source, destination: Path, tensor: int, pipeline: int) -> None:
+def write_ranks(source: Source, destination: Path, tensor: int, pipeline: int, blocks: bool = False) -> None:
     """Write a file for each of ``tensor`` x ``pipeline`` ranks, which ``parallel_layers.load`` reads.
+
+    ``blocks`` divides fused weights as ``tensor_parallelize`` does; without it they are refused.
 
     Raises ``ValueError`` where ``destination`` has files of ranks or is no directory, for a model that cannot be
     divided, and for parts that other programs divide in other ways.
@@ -98,30 +74,29 @@ def write_ranks(source: Source, destination: Path, tensor: int, pipeline: int) -
         raise ValueError(f"{destination} has files of ranks already: give another directory.")
     parts = parts_of(source.model, tensor, pipeline, destination)
     for of_stage in parts:
-        check_not_ambiguous(of_stage, tensor)
+        check_not_ambiguous(of_stage, tensor, blocks)
     made: list[Path] = []
     try:
         for stage, of_stage in enumerate(parts):
             folders = [destination / rank_name(rank, stage) for rank in range(tensor)]
-            made += [folder / f".{_FILE}" for folder in folders]
+            made += [folder / f".{FILE}" for folder in folders]
             _write_stage(source, of_stage, made[-tensor:])
     except BaseException:
         for file in made:
             file.unlink(missing_ok=True)
         raise
     for file in made:
-        file.rename(file.with_name(_FILE))
+        file.rename(file.with_name(FILE))
 
 
 def _write_stage(source: Source, parts: Mapping[str, Part], paths: Sequence[Path]) -> None:
     """Write the files of the tensor ranks of one pipeline rank; each tensor is read once."""
     first = source.model.tensors.ties
     layouts = {name: Layout(part.shape, source.layouts[first.get(name, name)].dtype) for name, part in parts.items()}
-    files = [make_file(path, layouts, _KEY) for path in paths]
+    files = [make_file(path, layouts, KEY) for path in paths]
     for name, part in parts.items():
         values = source.read(first.get(name, name))
         for rank, file in enumerate(files):
-            size = 0 if part.dim < 0 else part.shape[part.dim]
-            file.write(name, values if part.dim < 0 else values.narrow(part.dim, rank * size, size))
+            file.write(name, values if part.dim < 0 else part.of(values, rank))
     for file in files:
         file.close()

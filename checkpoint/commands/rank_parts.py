@@ -9,6 +9,7 @@ import torch
 from nxdpp.checkpoint.commands.meta_model import MetaModel, meta_model
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.padding import Range, ranges
 from nxdpp.parallel_layers.tensor_attributes import is_tensor_parallel
 from nxdpp.pipeline.model import NxDPPModel
 from nxdpp.tensor_parallel.parallelize import tensor_parallelize
@@ -29,6 +30,20 @@ class Part:
     dim: int = -1
     blocks: int = 1
     count: int = 1
+
+    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part ``rank`` of a divided ``whole``: a view of it, or with several blocks a copy."""
+        chunks = [whole.narrow(self.dim, each.start, each.length) for each in self._ranges(rank)]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, self.dim)
+
+    def put(self, whole: torch.Tensor, rank: int, part: torch.Tensor) -> None:
+        """Write the part ``rank`` to its place in a divided ``whole``."""
+        for each in self._ranges(rank):
+            whole.narrow(self.dim, each.start, each.length).copy_(part.narrow(self.dim, each.own, each.length))
+
+    def _ranges(self, rank: int) -> list[Range]:
+        size = self.shape[self.dim]
+        return ranges(size * self.count, size, self.blocks, rank)
 
 
 def parts_of(model: MetaModel, tensor: int, pipeline: int, origin: Path) -> list[dict[str, Part]]:
@@ -57,15 +72,16 @@ def parts_of(model: MetaModel, tensor: int, pipeline: int, origin: Path) -> list
     return found
 
 
-def check_not_ambiguous(parts: Mapping[str, Part], tensor: int) -> None:
-    """Raise ``ValueError`` for parts whose order in the whole files do not tell."""
+def check_not_ambiguous(parts: Mapping[str, Part], tensor: int, blocks: bool) -> None:
+    """Raise ``ValueError`` for parts whose order in the whole is unknown; with ``blocks`` that of blocks is known."""
     for name, part in parts.items():
         if part.dim < 0:
             continue
-        if part.blocks > 1:
+        if part.blocks > 1 and not blocks:
             raise ValueError(
                 f"{name} is divided in {part.blocks} blocks, and files of ranks do not tell them: other programs "
-                f"divide it in other ways. Convert with one tensor rank, or to another format."
+                f"divide it in other ways. If the ranks divide it as tensor_parallelize does, give --blocks. Else "
+                f"convert with one tensor rank, or to another format."
             )
         if part.count != tensor:
             raise ValueError(

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from nxdpp.checkpoint.commands.meta_model import meta_model, with_dtypes
 from nxdpp.checkpoint.commands.opened import opened
+from nxdpp.checkpoint.commands.plain_model import plain_model
 from nxdpp.checkpoint.commands.source import Source, check_free
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.document import DOCUMENT, OF_MODEL, tensors_of, write_document
@@ -25,8 +26,8 @@ from nxdpp.checkpoint.files.checksummed import write_streamed
 from nxdpp.checkpoint.files.layout import Layout
 
 
-def sharded_source(path: Path, config: Path | None) -> Source:
-    """Return the model of the checkpoint ``path``.
+def sharded_source(path: Path, config: Path | None, plain: bool = False) -> Source:
+    """Return the model of the checkpoint ``path``, as ``plain`` tensors by their own names or of its configuration.
 
     Raises ``ValueError`` for one without a model, and where its tensors are not those of the configuration.
     """
@@ -39,7 +40,11 @@ def sharded_source(path: Path, config: Path | None) -> Source:
         for name, tensor in tensors_of(metadata).items()
         if name.startswith(OF_MODEL)
     }
-    model = meta_model(content.get("configuration"), config, folder)
+    if plain:
+        whole_ones = {name: Layout(tuple(tensor.size), tensor.properties.dtype) for name, tensor in saved.items()}
+        model = plain_model(whole_ones, content["ties"], folder)
+    else:
+        model = meta_model(content.get("configuration"), config, folder)
     sources = model.sources({name: tensor.size for name, tensor in saved.items()}, content["ties"], folder)
     layouts = {
         name: Layout(tuple(saved[source].size), saved[source].properties.dtype) for name, source in sources.items()

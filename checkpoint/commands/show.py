@@ -6,33 +6,86 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from nxdpp.checkpoint.commands.formats import format_of
+from nxdpp.checkpoint.commands.listing import Listing, sized
+from nxdpp.checkpoint.commands.opened import opened, unfinished
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.document import DOCUMENT, OF_MODEL, OF_OPTIMIZER, Document, number_of, tensors_of
+from nxdpp.checkpoint.files.layout import Layout
 
-from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, number_of, tensors_of
-
-_UNITS = ("B", "KiB", "MiB", "GiB")
+_STEPS = ("step", "global_step", "total_steps")
 
 
-def show(folder: Path, document: Document) -> None:
-    """Print layout, content and tensors of the checkpoint in ``folder``."""
-    out = Console(highlight=False)
-    content, tensors = document.content, tensors_of(document.metadata)
-    spans = document.metadata.storage_data
+def show(path: Path, as_json: bool) -> None:
+    """Print what ``path`` has: layout, content and tensors of a checkpoint, or files of another format.
+
+    Raises ``ValueError`` for a path without a checkpoint, and ``DamagedFile`` for a damaged or unfinished one.
+    """
+    kind = format_of(path)
+    if kind == "nxdpp":
+        found = _listing(path, *opened(path))
+    else:
+        # transformers takes seconds to import.
+        from nxdpp.checkpoint.commands.other_formats import show_huggingface, show_ranks
+
+        found = (show_huggingface if kind == "huggingface" else show_ranks)(path)
+    if as_json:
+        print(found.as_json())
+    else:
+        found.print()
+
+
+def _listing(path: Path, folder: Path, document: Document) -> Listing:
+    content, spans = document.content, document.metadata.storage_data
+    tensors = {
+        name: Layout(tuple(each.size), each.properties.dtype) for name, each in tensors_of(document.metadata).items()
+    }
     files = {span.file for span in spans.values()}
-    size = sum(map(_bytes_of, tensors.values()))
-    held = f"{len(tensors):,} tensors, {len(spans):,} blocks, {len(files):,} files, {_bytes(size)}"
-    out.print(f"{folder}: checkpoint {number_of(folder)}, {held}", soft_wrap=True, markup=False)
-    for name, text in _lines(content):
-        out.print(f"{name:<13} {text}", soft_wrap=True, markup=False)
-    out.print(_table(tensors))
-    others = [tensor for name, tensor in tensors.items() if not name.startswith((OF_MODEL, OF_OPTIMIZER))]
-    if others:
-        out.print(
-            f"And {len(others):,} tensors of generators, schedulers and user content, "
-            f"{_bytes(sum(map(_bytes_of, others)))}."
-        )
+    size = sized(sum(each.bytes for each in tensors.values()))
+    held = f"{len(tensors):,} tensors, {len(spans):,} blocks, {len(files):,} files, {size}"
+    state: Counter[str] = Counter()
+    for name, each in tensors.items():
+        if name.startswith(OF_OPTIMIZER):
+            state[name.removeprefix(OF_OPTIMIZER).rpartition(".")[0]] += each.bytes
+    of_model = {
+        name.removeprefix(OF_MODEL): each for name, each in tensors.items() if name.startswith(OF_MODEL)
+    }
+    others = [each.bytes for name, each in tensors.items() if not name.startswith((OF_MODEL, OF_OPTIMIZER))]
+    rest = f"And {len(others):,} tensors of generators, schedulers and user content, {sized(sum(others))}."
+    checkpoints = _checkpoints(path) if folder != path else []
+    values = {
+        "number": number_of(folder),
+        "step": _step(content["user_content"]),
+        "checkpoints": [name for name, _ in checkpoints] or [folder.name],
+        **{key: value for key, value in content.items() if key != "random"},
+        "all_tensors": len(tensors),
+        "all_bytes": sum(each.bytes for each in tensors.values()),
+    }
+    return Listing(
+        "nxdpp",
+        str(folder),
+        f"checkpoint {number_of(folder)}, {held}",
+        [*_listed(checkpoints), *_lines(content)],
+        of_model,
+        {name: each.bytes + state[name] for name, each in of_model.items()},
+        "with state",
+        rest if others else "",
+        values,
+    )
+
+
+def _checkpoints(path: Path) -> list[tuple[str, str]]:
+    """The checkpoints of a training, the newest first, and its unfinished ones: tags and texts."""
+    found = []
+    for place, tag in enumerate(directory.tags(path)):
+        size = sum(file.stat().st_size for file in (path / tag).iterdir() if file.is_file())
+        newest = ", the newest, shown below" if place == 0 else ""
+        found.append((tag, f"checkpoint {number_of(path / tag)}, {sized(size)} on the disk{newest}"))
+    return [*found, *((folder.name, f"unfinished: {DOCUMENT} is missing") for folder in unfinished(path))]
+
+
+def _listed(checkpoints: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return checkpoints if len(checkpoints) > 1 else []
 
 
 def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -43,10 +96,14 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
         world = " x ".join(f"{layout[name]} {name}" for name in ("tensor", "pipeline", "data"))
         saved = f"{world}, {layout['ranks']} ranks"
     lines = [("saved by", saved)]
+    step = _step(content["user_content"])
+    if step is not None:
+        lines.insert(0, ("step", f"{step:,}"))
     configuration = content.get("configuration") or {}
     if "config.json" in configuration:
-        classes = json.loads(configuration["config.json"]).get("architectures")
-        lines.append(("model", ", ".join(classes or ["of transformers"])))
+        settings = json.loads(configuration["config.json"])
+        classes = settings.get("architectures") if isinstance(settings, dict) else None
+        lines.append(("model", ", ".join(map(str, classes or ["of transformers"]))))
     for name, first in (content["ties"] or {}).items():
         lines.append(("tied", f"{name} is {first}"))
     optimizer = content["optimizer"]
@@ -61,34 +118,13 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _table(tensors: Mapping[str, TensorStorageMetadata]) -> Table:
-    """A row for each tensor of the model, with the bytes of its optimizer state."""
-    table = Table("tensor of the model", "dtype", "shape", box=None, padding=(0, 2, 0, 0))
-    table.columns[0].overflow = "fold"
-    table.add_column("with state", justify="right")
-    sizes: Counter[str] = Counter()
-    for name, tensor in tensors.items():
-        if name.startswith(OF_OPTIMIZER):
-            sizes[name.removeprefix(OF_OPTIMIZER).rpartition(".")[0]] += _bytes_of(tensor)
-    for full, tensor in tensors.items():
-        if not full.startswith(OF_MODEL):
-            continue
-        name = full.removeprefix(OF_MODEL)
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        table.add_row(name, dtype, str(list(tensor.size)), _bytes(_bytes_of(tensor) + sizes[name]))
-    return table
-
-
-def _bytes_of(tensor: TensorStorageMetadata) -> int:
-    return tensor.size.numel() * tensor.properties.dtype.itemsize
-
-
-def _bytes(count: float) -> str:
-    for unit in _UNITS:
-        if count < 1024 or unit == _UNITS[-1]:
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+def _step(user_content: Any) -> int | None:
+    """The step that the user's content names."""
+    if isinstance(user_content, dict):
+        for name in _STEPS:
+            if type(user_content.get(name)) is int:
+                return int(user_content[name])
+    return None
 
 
 def _json(value: Any) -> str:

@@ -2,16 +2,37 @@
 
 from pathlib import Path
 
+from nxdpp.checkpoint.commands.formats import format_of
 from nxdpp.checkpoint.commands.opened import opened
-from nxdpp.checkpoint.distributed.document import tensors_of
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.document import DOCUMENT, tensors_of
 from nxdpp.checkpoint.files.checksummed import ChecksummedReader, DamagedFile
+from nxdpp.checkpoint.files.printable import printable
 
 
-def verify(path: Path) -> int:
+def verify(path: Path, every: bool = False) -> int:
     """Print each damaged tensor of the checkpoint with its file, and the result; return 1 for a damaged one.
 
-    Raises ``ValueError`` for a path without a checkpoint.
+    Files of other formats have no checksums: their headers and lengths are compared. ``every`` is for all checkpoints
+    of a training, not the newest alone.
+
+    Raises ``ValueError`` for a path without a checkpoint, and for ``every`` with another path than a training's.
     """
+    kind = format_of(path)
+    tags = directory.tags(path)
+    if every and (kind != "nxdpp" or not tags or (path / DOCUMENT).is_file()):
+        raise ValueError(f"{path} is not the directory of a training's checkpoints: leave --all out.")
+    if every:
+        return max(_verify(path / tag) for tag in tags)
+    if kind == "nxdpp":
+        return _verify(path)
+    # transformers takes seconds to import.
+    from nxdpp.checkpoint.commands.other_formats import show_huggingface, show_ranks, verify_files
+
+    return verify_files(path, show_huggingface if kind == "huggingface" else show_ranks)
+
+
+def _verify(path: Path) -> int:
     try:
         folder, document = opened(path)
     except DamagedFile as error:
@@ -26,7 +47,7 @@ def verify(path: Path) -> int:
                 reader.verify(spans[index])
             except (DamagedFile, OSError) as error:
                 damaged[index.fqn] = None
-                print(f"{index.fqn}: {error}")
+                print(f"{printable(index.fqn, 300)}: {error}")
     tensors = tensors_of(document.metadata)
     files = len({span.file for span in spans.values()})
     size = sum(span.length for span in spans.values())

@@ -73,6 +73,17 @@ def quantiser_of(directory: Path, dequantize: bool, model: nn.Module) -> Any | N
     return quantiser
 
 
+def method_of(settings: dict[str, Any]) -> str | None:
+    """The method of quantisation that the ``settings`` of a ``config.json`` name; ``None`` for plain weights."""
+    quantisation = _quantisation_of(settings)
+    return None if quantisation is None else _method(quantisation)
+
+
+def can_dequantise(directory: Path) -> bool:
+    """Return whether ``directory`` has quantised weights that ``load_pretrained`` dequantises."""
+    return method_of(settings_of(directory)) in _DEQUANTISED
+
+
 def _quantisation_of(settings: dict[str, Any]) -> dict[str, Any] | None:
     """The quantisation that the ``settings`` of a ``config.json`` name, also for the text part of a larger model."""
     parts = [part for part in (settings, settings.get("text_config")) if isinstance(part, dict)]

@@ -33,12 +33,16 @@ class Shard:
 
 
 def plan_shards(
-    module: nn.Module, tied_names: Sequence[Sequence[str]], held: Sequence[Mapping[str, Layout] | None]
+    module: nn.Module,
+    tied_names: Sequence[Sequence[str]],
+    held: Sequence[Mapping[str, Layout] | None],
+    largest: int | None = None,
 ) -> list[Shard]:
     """Plan the files in the order of ranks; the first holder of a conversion's sources writes its results.
 
     ``held`` has for each rank its tensors under all their names, or None if the rank writes nothing. Conversions run
-    on the meta device here.
+    on the meta device here. A file has at most ``largest`` bytes of values, 1 GB by default, or the tensors of one
+    conversion.
 
     Raises ``NotImplementedError`` if no rank holds all sources of a conversion.
     """
@@ -46,12 +50,13 @@ def plan_shards(
     for tensors in held:
         layouts = {**(tensors or {}), **layouts}
     mates = {name: names for names in tied_names for name in names}
+    limit = SHARD_BYTES if largest is None else largest
     shards: dict[int, list[Shard]] = {}
     for conversion in saving_conversions(module, _names_to_save(module, list(layouts), tied_names)):
         rank = _first_holder(conversion, mates, held)
         made = layouts_of(conversion.convert(lambda name: _on_meta(layouts[name]), module))
         of_rank = shards.setdefault(rank, [Shard(rank)])
-        if of_rank[-1].layouts and of_rank[-1].bytes + _bytes(made) > SHARD_BYTES:
+        if of_rank[-1].layouts and of_rank[-1].bytes + _bytes(made) > limit:
             of_rank.append(Shard(rank))
         of_rank[-1].add(conversion, made)
     return [shard for _, of_rank in sorted(shards.items()) for shard in of_rank]

@@ -1,18 +1,22 @@
 """``python -m nxdpp checkpoint show`` and ``verify``: what a checkpoint has, and whether it is whole."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.optim import AdamW
 
 from nxdpp.__main__ import main
-from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.document import DOCUMENT, parsed_document, read_document, write_document
 from nxdpp.trainer.checkpoint import save_checkpoint
 from tests.support.tensor_models import VOCABULARY, llama
+
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -109,21 +113,127 @@ def test_a_path_without_a_checkpoint_is_an_error(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(action, tmp_path) == 2
-    assert f"{tmp_path} has no checkpoint of nxdpp" in capsys.readouterr().err
+    assert f"{tmp_path} has no checkpoint: neither" in capsys.readouterr().err
     assert _run(action, tmp_path / "missing") == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_a_training_has_a_line_for_each_checkpoint(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "training"
+    shutil.copytree(saved, path)
+    write_sharded_copy(path)
+    (path / "step_3").mkdir()
+    (path / "step_3" / "0123abcd-rank00000.safetensors").touch()
+    assert _run("show", path) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{path / 'step_2'}: checkpoint 2, ")
+    assert "\nstep_2        checkpoint 2, " in text
+    assert "on the disk, the newest, shown below\n" in text
+    assert "\nstep_1        checkpoint 1, " in text
+    assert "\nstep_3        unfinished: checkpoint.json is missing\n" in text
+    assert "\nstep          1\n" in text
+
+    file, start = _place_of(path / "step_1", "model.model.norm.weight")
+    content = bytearray(file.read_bytes())
+    content[start] ^= 1
+    file.write_bytes(content)
+    assert _run("verify", path) == 0
+    assert _run("verify", path, "--all") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[1:]] == [
+        f"{path / 'step_2'} is whole",
+        "model.model.norm.weight",
+        f"{path / 'step_1'} is damaged",
+    ]
+    assert _run("verify", path / "step_1", "--all") == 2
+    assert "leave --all out" in capsys.readouterr().err
+    shutil.rmtree(path / "step_1")
+    shutil.rmtree(path / "step_2")
+    assert _run("verify", path) == 1
+    assert f"{path / 'step_3'} is unfinished" in capsys.readouterr().out
+
+
+def write_sharded_copy(path: Path) -> None:
+    """Save a second checkpoint of the training, with its number."""
+    save_checkpoint(path, "step_2", llama(tie_word_embeddings=True), user_content={"step": 1})
+
+
+def test_json_has_names_and_bytes(saved: Path, capsys: Captured) -> None:
+    assert _run("show", saved, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["number"], found["step"], found["checkpoints"]) == ("nxdpp", 1, 1, ["step_1"])
+    assert found["tensors"]["model.norm.weight"] == {"dtype": "float32", "shape": [32], "bytes": 128}
+    assert found["layout"] == {"ranks": 1, "tensor": 1, "data": 1, "pipeline": 1}
+    assert found["ties"] == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_long_and_hostile_names_lose_nothing(tmp_path: Path, capsys: Captured) -> None:
+    long = ".".join(f"module_{number}" for number in range(20))
+    model = torch.nn.ModuleDict()
+    owner = model
+    for part in long.split("."):
+        owner[part] = torch.nn.ModuleDict()
+        owner = owner[part]  # type: ignore[assignment]  # the annotation of ModuleDict
+    owner.register_parameter("[red]x[/red]", torch.nn.Parameter(torch.zeros(1234567, 1, 1)))
+    owner.register_parameter("\x1b[31mred", torch.nn.Parameter(torch.zeros(2)))
+    save_checkpoint(tmp_path, "one", model)
+    assert _run("show", tmp_path) == 0
+    text = capsys.readouterr().out
+    table = text[text.index("tensor ") :].splitlines()
+    assert all(len(line) <= 80 for line in table)
+    assert "[1234567, 1, 1]" in text
+    assert "4.71 MiB" in text
+    assert "\x1b" not in text
+    names = "".join(line.split("  ")[0] for line in table)
+    assert f"{long}.[red]x[/red]" in names
+
+
+@pytest.mark.parametrize("change", [{"layout": 3}, {"optimizer": [1]}, {"ties": "x"}])
+def test_content_that_no_save_writes_is_damage(change: Any, copied: Path, capsys: Captured) -> None:
+    document = parsed_document(copied, read_document(copied))
+    metadata = document.metadata
+    write_document(copied / DOCUMENT, 1, document.content | change, metadata, metadata.storage_data)
+    (name,) = change
+    assert _run("show", copied) == 2
+    assert f"{DOCUMENT} is damaged: its {name} is" in capsys.readouterr().err
+
+
+def test_other_formats_are_shown_and_verified(tmp_path: Path, capsys: Captured) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "model")
+    ranks = ("--to", "nxd", "--tensor-parallel-size", 2)
+    assert _run("convert", tmp_path / "model", tmp_path / "ranks", *ranks) == 0
+    capsys.readouterr()
+    for folder, title in (("model", "Hugging Face directory, 21 tensors"), ("ranks", "2 tensor x 1 pipeline, 2 files")):
+        assert _run("show", tmp_path / folder) == 0
+        text = capsys.readouterr().out
+        assert title in text
+        assert "model.norm.weight" in text
+        assert _run("show", tmp_path / folder, "--json") == 0
+        assert len(json.loads(capsys.readouterr().out)["tensors"]) == 21
+        assert _run("verify", tmp_path / folder) == 0
+        assert "Such files have no checksums" in capsys.readouterr().out
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    assert _run("verify", tmp_path / "model") == 1
+    assert f"{file} is truncated or corrupt" in capsys.readouterr().out
+    file = tmp_path / "ranks" / "tp_rank_01_pp_rank_00" / "checkpoint.pt"
+    file.write_bytes(file.read_bytes()[:-400])
+    assert _run("verify", tmp_path / "ranks") == 1
+    assert f"{file} is damaged" in capsys.readouterr().out
 
 
 LIGHT = """
 import sys
 from nxdpp.__main__ import main
 try:
-    main(["checkpoint", "convert", "a", "b", "--to", "pickle"])
+    main(["checkpoint", "convert", "a", "b", *sys.argv[1:]])
 except SystemExit as ended:
     assert ended.code == 2
 assert "torch" not in sys.modules
 """
 
 
-def test_a_refused_flag_imports_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=120, capture_output=True)
+@pytest.mark.parametrize("flags", [["--to", "pickle"], ["--to", "huggingface", "--max-shard-size", "5"]])
+def test_a_refused_flag_imports_no_torch(flags: list[str]) -> None:
+    subprocess.run([sys.executable, "-c", LIGHT, *flags], check=True, timeout=120, capture_output=True)

@@ -5,9 +5,13 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -99,6 +103,85 @@ def test_a_checkpoint_without_configuration_needs_one(
     found, expected = tensors_in(tmp_path / "made"), tensors_in(tmp_path / "expected")
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class _Tied(nn.Module):
+    """A module that is not of transformers: a tied weight and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_module_of_ones_own_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = _Tied()
+    save_checkpoint(tmp_path / "out", "one", model)
+    made = (tmp_path / "out", tmp_path / "made", "--to", "huggingface")
+    assert _convert(*made) == 2
+    assert "is not of transformers, give --plain" in capsys.readouterr().err
+    assert _convert(*made, "--plain") == 0
+    found = tensors_in(tmp_path / "made")
+    expected = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert [file.name for file in (tmp_path / "made").iterdir()] == ["model.safetensors"]
+
+    untied = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert _convert(tmp_path / "made", tmp_path / "out" / "two", "--to", "nxdpp", "--plain") == 0
+    save_file({name: value.clone() for name, value in untied.state_dict().items()}, tmp_path / "model.safetensors")
+    assert _convert(tmp_path, tmp_path / "again" / "one", "--to", "nxdpp", "--plain") == 0
+    other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    load_checkpoint(tmp_path / "again", "one", other)
+    assert all(map(torch.equal, untied.state_dict().values(), other.state_dict().values()))
+
+
+def test_an_adapter_is_refused_with_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    save_checkpoint(tmp_path / "out", "one", model)
+    model.save_pretrained(tmp_path / "adapter")
+    for plain in ([], ["--plain"]):
+        assert _convert(tmp_path / "out", tmp_path / "made", "--to", "huggingface", *plain) == 2
+    assert "load it with nxdpp.load_checkpoint into the PeftModel" in capsys.readouterr().err
+    assert _convert(tmp_path / "adapter", tmp_path / "made", "--to", "nxdpp") == 2
+    assert "holds an adapter" in capsys.readouterr().err
+    assert main(["checkpoint", "show", str(tmp_path / "adapter")]) == 0
+    assert "model         adapter\n" in capsys.readouterr().out
+
+
+def test_files_have_at_most_the_size_asked_for(tmp_path: Path) -> None:
+    model = _tied()
+    save_checkpoint(tmp_path / "out", "one", model)
+    made = (tmp_path / "out", tmp_path / "made", "--to", "huggingface", "--max-shard-size", "20KB")
+    assert _convert(*made) == 0
+    files = list((tmp_path / "made").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(sum(value.nbytes for value in load_file(file).values()) <= 20_000 for file in files)
+    kind: Any = LlamaForCausalLM
+    theirs, information = kind.from_pretrained(tmp_path / "made", output_loading_info=True)
+    assert not any(information.values())
+    assert all(map(torch.equal, model.state_dict().values(), theirs.state_dict().values()))
+    # Several files are a source too.
+    assert _convert(tmp_path / "made", tmp_path / "back" / "one", "--to", "nxdpp") == 0
+    again = _tied()
+    load_checkpoint(tmp_path / "back", "one", again)
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+    assert _convert(tmp_path / "made", tmp_path / "b", "--to", "nxdpp", "--max-shard-size", "1GB") == 2
+
+
+def test_quantised_weights_are_refused_with_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    plain = json.loads(file.read_text())
+    for method, text in (("fp8", "dequantize=True), and save that model"), ("gptq", "(gptq), which cannot be loaded")):
+        file.write_text(json.dumps({**plain, "quantization_config": {"quant_method": method}}))
+        assert _convert(tmp_path / "model", tmp_path / "made", "--to", "nxdpp") == 2
+        assert text in capsys.readouterr().err
+        assert not (tmp_path / "made").exists()
+    assert main(["checkpoint", "show", str(tmp_path / "model")]) == 0
+    assert "quantised     gptq\n" in capsys.readouterr().out
 
 
 def test_a_configuration_that_cannot_be_written_does_not_stop_a_training(tmp_path: Path) -> None:

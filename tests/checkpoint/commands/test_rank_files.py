@@ -51,6 +51,40 @@ def _saved_and_loaded(rank: int, saved: Path, written: Path) -> bool:
     return all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
 
 
+def _fused(rank: int, written: Path, saved: Path) -> bool:
+    """Load the fused weights of a conversion into the divided model of this rank, and save them."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model: nn.Module = make("gpt2")
+    tensor_parallelize(model)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load(written, model)
+    save({"model": model.state_dict()}, saved)
+    parallel_state.destroy_model_parallel()
+    found = model.state_dict()
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_fused_weights_are_divided_in_blocks_when_asked(tmp_path: Path) -> None:
+    model = make("gpt2")
+    model.save_pretrained(tmp_path / "plain")
+    two = ("--to", "nxd", "--tensor-parallel-size", 2)
+    assert _convert(tmp_path / "plain", tmp_path / "one", *two) == 2
+    # The remedy of the message.
+    assert _convert(tmp_path / "plain", tmp_path / "written", *two, "--blocks") == 0
+    whole = model.state_dict()["transformer.h.0.attn.c_attn.weight"]
+    query, key, value = whole.chunk(3, 1)
+    part = read_file(_rank_file(tmp_path / "written", 1))["model"]["transformer.h.0.attn.c_attn.weight"]
+    assert torch.equal(part, torch.cat([each.chunk(2, 1)[1] for each in (query, key, value)], 1))
+    assert run_ranks(2, _fused, tmp_path / "written", tmp_path / "saved") == [True, True]
+    back = (tmp_path / "saved", tmp_path / "back", "--to", "huggingface", "--config", tmp_path / "plain")
+    assert _convert(*back) == 2
+    assert _convert(*back, "--blocks") == 0
+    assert _are_equal(tmp_path / "back", tensors_in(tmp_path / "plain"))
+
+
 def test_files_of_real_ranks_are_converted_and_converted_files_are_loaded(tmp_path: Path) -> None:
     expected = _expected(tmp_path / "plain")
     assert _convert(tmp_path / "plain", tmp_path / "written", "--to", "nxd", "--tensor-parallel-size", 2) == 0
@@ -108,6 +142,11 @@ def test_what_files_do_not_tell_is_refused(tmp_path: Path, capsys: pytest.Captur
 
     gpt2().save_pretrained(tmp_path / "gpt2")
     assert "divided in 3 blocks" in refused(tmp_path / "gpt2", tmp_path / "made", "--to", "nxd", *two)
+    assert "--blocks is for files of ranks" in refused(
+        tmp_path / "gpt2", tmp_path / "made", "--to", "nxdpp", "--blocks"
+    )
+    (tmp_path / "xla" / "tp_rank_00_pp_rank_00.tensors").mkdir(parents=True)
+    assert "save it with use_xser=False" in refused(tmp_path / "xla", tmp_path / "made", "--to", "nxdpp", *config)
     assert "differs from model.norm.weight" in changed("model.norm.weight", torch.zeros(32))
     assert "not of one shape" in changed("model.norm.weight", torch.zeros(31))
     assert "1 are unexpected" not in refused(tmp_path / "ranks", tmp_path / "made", "--to", "nxdpp")
