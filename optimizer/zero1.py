@@ -141,9 +141,18 @@ class Zero1Optimizer(Optimizer):
         return loss
 
     def shards(self) -> Iterator[tuple[Shard, nn.Parameter, dict[str, Any]]]:
-        """Give each part of a parameter that this rank keeps, its values, and its state; not collective."""
+        """Give each part of a parameter that this rank keeps, its values, and its state; not collective.
+
+        Parameters that require a gradient since the last step have parts too.
+        """
+        self._add_members()
         for piece in self._ordered():
             yield shard_of(piece), piece.tensor, self.base_optimizer.state.get(piece.tensor, {})
+
+    def sharded_parameters(self) -> list[nn.Parameter]:
+        """The parameters of which the replicas keep parts, those of other replicas too; not collective."""
+        self._add_members()
+        return [member.parameter for bucket in self._buckets for member in bucket.members]
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state; not collective.

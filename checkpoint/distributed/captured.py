@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.configuration import configuration_of
-from nxdpp.checkpoint.distributed.model_state import model_tensors
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import Description, held_state, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, groups_of
 from nxdpp.checkpoint.distributed.random_state import random_state
@@ -19,6 +19,7 @@ from nxdpp.checkpoint.distributed.structured import encoded
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.tensor_attributes import param_is_not_tensor_parallel_duplicate
+from nxdpp.pipeline.agreement.same_values import sample
 
 
 class Stateful(Protocol):
@@ -42,6 +43,8 @@ class Described:
         optimizer: class of the optimizer; ``None`` without one.
         groups: its parameter groups, with this rank's names.
         states: description of the state of each parameter that this rank keeps.
+        samples: hashes of a sample of each parameter, which are equal on all replicas; empty without replicas.
+        place: of the rank among those of its replica.
         random: states of this rank's generators.
         others: scheduler, scaler and user content as JSON.
     """
@@ -52,6 +55,8 @@ class Described:
     optimizer: str | None = None
     groups: list[SavedGroup] = field(default_factory=list)
     states: dict[str, Description] = field(default_factory=dict)
+    samples: dict[str, bytes] = field(default_factory=dict)
+    place: tuple[int, int] = (0, 0)
     random: Any = None
     others: dict[str, Any] = field(default_factory=dict)
 
@@ -71,15 +76,22 @@ def captured(
     user_content: Any,
 ) -> Captured:
     """Return what this rank saves; not collective. Raises ``ValueError`` for what a checkpoint cannot hold."""
-    result = Described(layout())
+    result = Described(layout(), place=_place())
     own: dict[str, TensorBlocks] = {}
     replicated: dict[str, TensorBlocks] = {}
+    of_first: dict[str, TensorBlocks] = {}
     tensors = None if model is None else model_tensors(model)
     if tensors is not None:
         result.ties = tensors.ties
+        if any(tensor.is_meta for tensor in tensors.tensors.values()):
+            raise ValueError("the model has tensors on the meta device, without values: call move_model_to_device().")
+        result.samples = _samples(tensors)
         for name, tensor in tensors.tensors.items():
-            if _writes(tensor):
-                replicated[f"model.{name}"] = blocks_of(tensor, placement_of(tensor))
+            if not _writes(tensor):
+                continue
+            # Statistics of batch norms are those of a replica's own batches: all of them come from one replica.
+            into = replicated if isinstance(tensor, nn.Parameter) else of_first
+            into[f"model.{name}"] = blocks_of(tensor, placement_of(tensor))
     if optimizer is not None:
         if tensors is None:
             raise ValueError("an optimizer is saved with the model whose parameters it has: give model= too.")
@@ -94,6 +106,8 @@ def captured(
             for key, value in held.tensors().items():
                 into[f"optimizer.{held.name}.{key}"] = held.blocks(value)
     own.update(_own_share(replicated))
+    if ranks.replica()[0] == 0:
+        own.update(of_first)
     result.random, states = random_state(f"random.{ranks.rank()}")
     own.update({name: whole(tensor) for name, tensor in states.items()})
     if ranks.rank() == 0:
@@ -125,6 +139,20 @@ def _writes(tensor: torch.Tensor) -> bool:
     if not ranks.is_several():
         return True
     return not getattr(tensor, "shared", False) and param_is_not_tensor_parallel_duplicate(tensor)
+
+
+def _place() -> tuple[int, int]:
+    """This rank's place among those of its replica."""
+    if not ranks.is_several():
+        return 0, 0
+    return parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def _samples(tensors: ModelTensors) -> dict[str, bytes]:
+    """Hashes of a sample of each parameter, where there are several replicas."""
+    if ranks.replica()[1] == 1:
+        return {}
+    return {name: sample(tensor) for name, tensor in tensors.tensors.items() if isinstance(tensor, nn.Parameter)}
 
 
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.captured import Stateful, layout
 from nxdpp.checkpoint.distributed.document import parsed_document, read_document, tensors_of
-from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
-from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state, optimizer_class
+from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined, model_tensors
+from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state, not_sharded, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.random_state import set_random_state
@@ -35,7 +35,9 @@ from nxdpp.checkpoint.distributed.shared_reads import SharedReads
 from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
 from nxdpp.checkpoint.files.checksummed import ChecksummedReader, DamagedFile, Span, read_region
+from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds
 
 _SHOWN = 10
 MIXED = "The model has values of two origins now: load another checkpoint, or end the program."
@@ -94,8 +96,7 @@ class Load:
         reads = SharedReads(shared, self.exchange)
         self.exchange.together(lambda: self._read(reads))
         reads.send()
-        for act in self._after:
-            act()
+        self.exchange.together(self._take_over)
         return decoded(self.content["user_content"], self._made)
 
     def _check_shared(self) -> None:
@@ -125,7 +126,7 @@ class Load:
         if optimizer is not None:
             if tensors is None:
                 raise ValueError("an optimizer is loaded with the model whose parameters it has: give model= too.")
-            self._add_optimizer(optimizer, tensors)
+            self._add_optimizer(optimizer, tensors, strict)
         for name, one in (("scheduler", scheduler), ("grad_scaler", grad_scaler)):
             if one is None:
                 continue
@@ -148,6 +149,8 @@ class Load:
                 missing.append(name)
                 continue
             placement = placement_of(tensor)
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                raise ValueError(f"{name} is an expanded tensor, whose elements share memory: make it by .clone().")
             if tuple(source.size) != placement.shape or source.properties.dtype != tensor.dtype:
                 raise ValueError(
                     f"{name} is of shape {list(source.size)} and {source.properties.dtype} in {self._folder}, and of "
@@ -155,7 +158,7 @@ class Load:
                 )
             real = tensor
             if tensor.is_meta:
-                if not hasattr(model, "replace_local_tensors"):
+                if not is_pipelined(model):
                     raise ValueError(f"{name} is on the meta device: wrap the model, or give it memory by to_empty().")
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
@@ -163,9 +166,18 @@ class Load:
             self._add(f"model.{saved_ties.get(name, name)}", blocks_of(real, placement))
         if missing and strict:
             raise ValueError(f"{self._folder} lacks {_listed(missing)} of the model. Nothing was loaded.")
-        self._after.append(lambda: _take_over(model, replaced))
+        if is_pipelined(model):
+            pipelined = cast(PipelinedModel, model)
+            check_no_optimizer_holds(_parameters(tensors, replaced), "Make the optimizer after load_checkpoint.")
+            # Tensors that a checkpoint does not have get initial weights, such as buffers that are not persistent.
+            loaded = {id(old) for old, _ in replaced}
+            local = pipelined.local_module
+            rest = [tensor for tensor in (*local.parameters(), *local.buffers()) if tensor.is_meta]
+            rest = [tensor for tensor in rest if id(tensor) not in loaded]
+            replaced += zip(rest, pipelined.initial_weights_of(rest), strict=True)
+            self._after.append(lambda: pipelined.replace_local_tensors(replaced))
 
-    def _add_optimizer(self, optimizer: Optimizer, tensors: ModelTensors) -> None:
+    def _add_optimizer(self, optimizer: Optimizer, tensors: ModelTensors, strict: bool) -> None:
         saved = self.content["optimizer"]
         if saved is None:
             raise ValueError(f"{self._folder} has no optimizer: leave out optimizer=.")
@@ -178,15 +190,22 @@ class Load:
         names = tensors.names()
         options = new_options(optimizer, names, [SavedGroup(**group) for group in saved["groups"]])
         states = saved["states"]
+        place = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
         for held in list(held_state(optimizer, names)):
             described = states.get(held.name, {})
-            state = held.new_state(described)
+            state = held.new_state(described, options[place[held.name]])
             for key, value in state.items():
                 if "tensor" in described[key]:
                     self._targets[f"optimizer.{held.name}.{key}"] = held.blocks(value)
                     if not held.is_shard:
                         self._of_replicas.add(f"optimizer.{held.name}.{key}")
-            self._after.append(partial(held.give, state))
+            self._after.append(partial(held.give, state, described))
+        frozen = [name for name in not_sharded(optimizer, names) if states.get(name)]
+        if frozen and strict:
+            raise ValueError(
+                f"{self._folder} has the optimizer's state of {_listed(frozen)}, which do not require a gradient: call "
+                f"requires_grad_(True) before the load. Nothing was loaded; strict=False leaves their state out."
+            )
         self._after.append(partial(_give_options, optimizer, options))
 
     def _add_random(self) -> None:
@@ -213,6 +232,10 @@ class Load:
         if first is not blocks:
             # Two tensors of this model were one: the second gets the values of the first.
             self._after.append(partial(_copy_blocks, first, blocks))
+
+    def _take_over(self) -> None:
+        for act in self._after:
+            act()
 
     def _give_state(self, one: Stateful, name: str) -> None:
         one.load_state_dict(decoded(self.content[name], self._made))
@@ -255,7 +278,7 @@ class Load:
         if every and self.exchange.rank == 0:
             warnings.warn(
                 f"{self._folder} has float32 master copies of {_listed(every)}, and the optimizer keeps none: they are "
-                f"left out. The training goes on from rounded parameters.",
+                f"left out. The training goes on from rounded parameters and rounded state.",
                 stacklevel=4,
             )
 
@@ -283,16 +306,25 @@ def read_plan(folder: Path, metadata: Metadata, planner: BlocksLoadPlanner, plan
             read_region(reader, spans[index], shape, item.storage_offsets, planner.resolve_tensor(item), dtype)
 
 
-def _take_over(model: nn.Module, replaced: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Tell a pipelined model of its new values, and put tensors in the place of those on the meta device."""
-    replace = getattr(model, "replace_local_tensors", None)
-    if replace is not None:
-        replace(replaced)
+def _parameters(
+    tensors: ModelTensors, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, nn.Parameter]:
+    """The parameters that are replaced, by name."""
+    old = {id(tensor) for tensor, _ in replaced}
+    return {
+        name: tensor
+        for name, tensor in tensors.tensors.items()
+        if id(tensor) in old and isinstance(tensor, nn.Parameter)
+    }
 
 
 def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:
     for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
+        for key, value in own.items():
+            old = group.get(key)
+            # A rate in a tensor is where the optimizer reads it.
+            is_tensor = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
+            group[key] = value.to(old.device) if is_tensor else value
 
 
 def _copy_blocks(source: TensorBlocks, destination: TensorBlocks) -> None:

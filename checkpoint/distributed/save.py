@@ -181,6 +181,7 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
                     f"ranks have different optimizer state of {name}: {states[name]} and, on rank {rank}, {state}. "
                     f"Step the optimizer on every rank alike."
                 )
+    _check_replicas(of_ranks)
     optimizer = None
     if first.optimizer is not None:
         groups = joined_groups([described.groups for described in of_ranks])
@@ -193,3 +194,18 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
         "random": [described.random for described in of_ranks],
         **first.others,
     }
+
+
+def _check_replicas(of_ranks: list[Described]) -> None:
+    """Raise ``ValueError`` for replicas with other parameters: the files would have a mixture of them."""
+    first: dict[tuple[int, int], int] = {}
+    for rank, described in enumerate(of_ranks):
+        other = first.setdefault(described.place, rank)
+        theirs = of_ranks[other].samples
+        names = [name for name in {**theirs, **described.samples} if theirs.get(name) != described.samples.get(name)]
+        if names:
+            raise ValueError(
+                f"{names[0]} and {len(names) - 1} more parameters have other values on rank {rank} than on rank "
+                f"{other}, which has the same part of the model in another data-parallel replica: the replicas have "
+                f"gone apart. Load the same checkpoint on all ranks."
+            )
