@@ -323,8 +323,9 @@ def _give_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> No
         for key, value in own.items():
             old = group.get(key)
             # A rate in a tensor is where the optimizer reads it.
-            is_tensor = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
-            group[key] = value.to(old.device) if is_tensor else value
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
+                value = value.to(old.device)
+            group[key] = value
 
 
 def _copy_blocks(source: TensorBlocks, destination: TensorBlocks) -> None:

@@ -200,7 +200,7 @@ def held_state(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[Held]
 def check_is_held(optimizer: Optimizer) -> None:
     """Raise ``ValueError`` for state that belongs to no parameter: a checkpoint would lose it."""
     base = optimizer.base_optimizer if isinstance(optimizer, Zero1Optimizer) else optimizer
-    others = [key for key in base.state if not isinstance(key, torch.Tensor)]
+    others: list[Any] = [key for key in base.state if not isinstance(key, torch.Tensor)]
     if type(base).state_dict is not Optimizer.state_dict:
         others += [key for key in base.state_dict() if key not in ("state", "param_groups")]
     if others:

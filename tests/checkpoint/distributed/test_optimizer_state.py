@@ -26,8 +26,8 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 6, not matrices_alone, dtype=dtype)
         self.last = nn.Linear(6, 4, not matrices_alone, dtype=dtype)
-        self.register_parameter("scale", None if matrices_alone else nn.Parameter(torch.rand((), dtype=dtype)))
-        self.register_parameter("empty", None if matrices_alone else nn.Parameter(torch.rand(0, 3, dtype=dtype)))
+        self.scale = None if matrices_alone else nn.Parameter(torch.rand((), dtype=dtype))
+        self.empty = None if matrices_alone else nn.Parameter(torch.rand(0, 3, dtype=dtype))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``(rows, 4)``."""
@@ -43,7 +43,7 @@ def _train(model: Net, optimizer: Optimizer, steps: range) -> list[float]:
 
         def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(inputs).float().square().mean()
+            loss: torch.Tensor = model(inputs).float().square().mean()
             loss.backward()
             return loss
 
@@ -182,7 +182,7 @@ def test_lists_are_content_of_the_user(tmp_path: Path) -> None:
     assert _train(models[0], optimizers[0], range(2, 4)) == _train(models[1], optimizers[1], range(2, 4))
 
 
-HALF = {"dtype": torch.bfloat16}
+HALF: dict[str, Any] = {"dtype": torch.bfloat16}
 MASTERS: dict[str, Make] = {
     "masters": partial(AdamW_FP32OptimParams, lr=0.1),
     "zero1": partial(Zero1Optimizer, optimizer_class=AdamW, grad_clipping=False, lr=0.1),
