@@ -9,7 +9,6 @@ The names and their meaning are those of NeuronX Distributed's developer guide f
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,19 +20,18 @@ from nxdpp.checkpoint.distributed.captured import Stateful, captured
 from nxdpp.checkpoint.distributed.claim import release
 from nxdpp.checkpoint.distributed.first_whole import LoadArguments, load_first_whole
 from nxdpp.checkpoint.distributed.ranks import Exchange
+from nxdpp.checkpoint.distributed.same_call import Call, given, same_call
 from nxdpp.checkpoint.distributed.save import Save
+from nxdpp.parallel_layers import failure_watch
 from nxdpp.parallel_layers.faults.board import board
-from nxdpp.trainer.model import NxDModel
-from nxdpp.trainer.optimizer import NxDOptimizer
-
-_BUSY = ("wait", "skip")
+from nxdpp.trainer import checkpoint_arguments as arguments
 
 _saves = BackgroundSaves()
 
 
 def save_checkpoint(
     path: str | os.PathLike[str],
-    tag: str = "",
+    tag: str | int = "",
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     scheduler: Stateful | None = None,
@@ -43,6 +41,7 @@ def save_checkpoint(
     num_kept_ckpts: int | None = None,
     async_save: bool = False,
     zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
     *,
     grad_scaler: Stateful | None = None,
     when_busy: str = "wait",
@@ -55,40 +54,58 @@ def save_checkpoint(
 
     Args:
         path: directory of the training's checkpoints, made if it is missing.
-        tag: name of this one, such as ``"step_100"``.
-        model: an ``NxDPPModel``, an ``NxDModel``, or a module of one process.
+        tag: name of this one, such as ``"step_100"``. The default is refused: each checkpoint has a name.
+        model: an ``NxDPPModel``, an ``NxDModel``, or a module that each rank has whole.
         optimizer: of torch, a ``Zero1Optimizer`` or an ``NxDOptimizer``, over parameters of ``model``.
         scheduler, grad_scaler: objects with ``state_dict``; those of rank 0 are saved.
         user_content: of rank 0: numbers, strings, tensors, lists, tuples and dicts of them.
-        num_workers, use_xser: no meaning here: each rank writes its own part with one thread, in safetensors files.
+        num_workers: at least 1, and otherwise without effect. Each rank writes its own part without a copy of it in
+            host memory, so all may write at once.
+        use_xser: without effect: files are safetensors. They are written tensor by tensor.
         num_kept_ckpts: number of checkpoints to keep, at least 1; ``None`` keeps all.
         async_save: return when the values are copied to host memory. A thread writes them. Its error is raised by a
             training step: the same one on every rank, or by the next call of these functions before that. A program
             that ends without one prints the error, and has status 1.
-        zero1_optimizer: no meaning here: the optimizer tells it.
+        zero1_optimizer: without effect: it is about an optimizer that is given as a dict, which is refused.
+        use_zero1_dcp: without effect: torch.distributed.checkpoint plans all saves.
         when_busy: ``"wait"`` for a save in flight, or ``"skip"`` this one.
 
     Returns:
         ``False`` if the save was skipped.
 
     Raises:
-        ValueError: for content that a checkpoint cannot hold, and for states of ranks that contradict each other.
+        ValueError: for content that a checkpoint cannot hold, and for states of ranks that contradict each other. For
+            arguments that differ between ranks. Nothing is written then.
+        TypeError: for a state dict in the place of a model or an optimizer, and for other objects.
         OSError: for files that cannot be written. Earlier checkpoints are there, and the training can go on.
-        RuntimeError: in the debug mode, and for a directory that hosts do not share.
+        RuntimeError: in the debug mode, for a directory that hosts do not share, and after a step that has failed.
     """
-    directory.check_tag(tag)
-    if num_kept_ckpts is not None and num_kept_ckpts < 1:
-        raise ValueError(f"num_kept_ckpts={num_kept_ckpts} must be at least 1, or None to keep all checkpoints.")
-    if when_busy not in _BUSY:
-        raise ValueError(f"when_busy={when_busy!r} must be one of {', '.join(map(repr, _BUSY))}.")
+
+    def call() -> Call:
+        arguments.check_parts(model, optimizer, scheduler, grad_scaler)
+        arguments.check_counts(num_workers, num_kept_ckpts)
+        arguments.check_when_busy(when_busy)
+        compared = {
+            "path": repr(str(arguments.path_of(path))),
+            "tag": repr(arguments.tag_of(tag)),
+            **_parts(model, optimizer, scheduler, grad_scaler),
+            "num_kept_ckpts": str(num_kept_ckpts),
+            "async_save": str(bool(async_save)),
+            "when_busy": repr(when_busy),
+        }
+        of_first = [] if user_content is None else ["user_content"]
+        return Call("save_checkpoint", compared, of_first, _saves.is_in_flight)
+
+    failure_watch.refuse_after_failure()
     with board.call("save_checkpoint"):
         exchange = Exchange()
-        if when_busy == "skip" and any(exchange.all_of(_saves.is_in_flight)):
+        are_in_flight = same_call(exchange, call)
+        if when_busy == "skip" and any(are_in_flight):
             return False
         _saves.wait()
-        own = _model(model), _optimizer(optimizer)
+        own = arguments.model_of(model), arguments.optimizer_of(optimizer)
         state = exchange.together(lambda: captured(*own, scheduler, grad_scaler, user_content))
-        save = Save(Path(path) / tag, num_kept_ckpts, exchange)
+        save = Save(arguments.path_of(path) / arguments.tag_of(tag), num_kept_ckpts, exchange)
         if async_save:
             _saves.start(save, state)
         else:
@@ -101,25 +118,29 @@ def finalize_checkpoint() -> None:
 
     Another program may save in the directory then. Collective over all ranks. Raises the error of that save.
     """
+    failure_watch.refuse_after_failure()
     with board.call("finalize_checkpoint"):
-        Exchange().together(_saves.wait)
+        exchange = Exchange()
+        same_call(exchange, lambda: Call("finalize_checkpoint"))
+        exchange.together(_saves.wait)
         _saves.close()
         release()
 
 
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` has a checkpoint that was saved to its end; not collective."""
-    return bool(directory.tags(Path(path)))
+    return bool(directory.tags(arguments.path_of(path)))
 
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    tag: str | None = None,
+    tag: str | int | None = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     scheduler: Stateful | None = None,
     num_workers: int = 8,
     strict: bool = True,
+    use_zero1_dcp: bool = False,
     *,
     grad_scaler: Stateful | None = None,
 ) -> Any:
@@ -132,7 +153,7 @@ def load_checkpoint(
         path: directory of the training's checkpoints.
         tag: ``None`` loads the newest. One that is damaged is named in a warning, and the next older one is loaded.
         model, optimizer, scheduler, grad_scaler: as in the save; what is left out is not loaded.
-        num_workers: no meaning here.
+        num_workers, use_zero1_dcp: as in the save.
         strict: ``False`` allows names that only the model, or only the checkpoint has.
 
     Returns:
@@ -140,24 +161,40 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: without a checkpoint, or without that of ``tag``.
-        ValueError: for names, shapes, dtypes or groups that do not fit, before anything is changed. For a damaged file
-            of ``tag``, with its name; without ``tag`` if no checkpoint is whole.
+        ValueError: for names, shapes, dtypes or groups that do not fit, and for arguments that differ between ranks,
+            before anything is changed. For a damaged file of ``tag``, with its name; without ``tag`` if no checkpoint
+            is whole.
+        TypeError: as in the save.
         OSError: for a file that cannot be read.
+        RuntimeError: in the debug mode, and after a step that has failed.
     """
+
+    def call() -> Call:
+        arguments.check_parts(model, optimizer, scheduler, grad_scaler)
+        arguments.check_counts(num_workers)
+        compared = {
+            "path": repr(str(arguments.path_of(path))),
+            "tag": repr(None if tag is None else arguments.tag_of(tag)),
+            **_parts(model, optimizer, scheduler, grad_scaler),
+            "strict": str(bool(strict)),
+        }
+        return Call("load_checkpoint", compared)
+
+    failure_watch.refuse_after_failure()
     with board.call("load_checkpoint"):
-        _saves.wait()
         exchange = Exchange()
-        tags = [tag] if tag is not None else exchange.from_first(lambda: directory.tags_to_load(Path(path)))
+        same_call(exchange, call)
+        _saves.wait()
+        folder = arguments.path_of(path)
+        tags = exchange.from_first(lambda: directory.tags_to_load(folder)) if tag is None else [arguments.tag_of(tag)]
         if not tags:
             raise FileNotFoundError(f"{path} has no checkpoint: has_checkpoint({str(path)!r}) tells it beforehand.")
-        folders = [Path(path) / each for each in tags]
-        own = _model(model), _optimizer(optimizer)
+        folders = [folder / each for each in tags]
+        own = arguments.model_of(model), arguments.optimizer_of(optimizer)
         return load_first_whole(folders, exchange, LoadArguments(*own, scheduler, grad_scaler, strict))
 
 
-def _model(model: nn.Module | None) -> nn.Module | None:
-    return model.module if isinstance(model, NxDModel) else model
-
-
-def _optimizer(optimizer: Optimizer | None) -> Optimizer | None:
-    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+def _parts(model: object, optimizer: object, scheduler: object, grad_scaler: object) -> dict[str, str]:
+    """The classes of what a checkpoint is of."""
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": grad_scaler}
+    return {name: given(part) for name, part in parts.items()}

@@ -94,17 +94,40 @@ class Exchange:
 
         A rank that fails raises its own error, others an ``OSError``, ``ValueError`` or ``RuntimeError`` that names it.
         """
-        own: Exception | None = None
-        try:
-            result = act()
-        except Exception as error:
-            own = error
-        kind = next((kind for kind in (DamagedFile, OSError, ValueError) if isinstance(own, kind)), RuntimeError)
-        report = None if own is None else (kind, f"{type(own).__name__}: {own}")
-        failures = [(at, report) for at, report in enumerate(self.all_of(report)) if report is not None]
+        result, own = _tried(act)
+        self._raise_first(own, self.all_of(_report(own)))
+        return cast(T, result)
+
+    def all_together(self, act: Callable[[], T]) -> list[T]:
+        """Return the results of ``act`` on all ranks, or raise as ``together`` does, in one exchange."""
+        result, own = _tried(act)
+        found = self.all_of((_report(own), result))
+        self._raise_first(own, [report for report, _ in found])
+        return [cast(T, each) for _, each in found]
+
+    def _raise_first(self, own: Exception | None, reports: Sequence["_Report | None"]) -> None:
+        """Keep the kinds of the errors of all ranks, and raise that of this rank or the first one."""
+        failures = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         self.failures = [kind for _, (kind, _) in failures]
         if own is not None:
             raise own
         for failed, (failure, message) in failures:
             raise failure(f"on rank {failed}, {message}")
-        return result
+
+
+_Report = tuple[type[Exception], str]
+
+
+def _tried(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:
+        return None, error
+
+
+def _report(own: Exception | None) -> _Report | None:
+    """The kind and text of an error that other ranks raise."""
+    if own is None:
+        return None
+    kind = next((kind for kind in (DamagedFile, OSError, ValueError) if isinstance(own, kind)), RuntimeError)
+    return kind, f"{type(own).__name__}: {own}"
