@@ -85,8 +85,10 @@ def write_document(
     head = {"format": "nxdpp", "version": _VERSION, "number": number}
     body = {"content": content, "tensors": tensors}
     checksum = _checksum({**head, **body})
+    # json.dump has no fast encoder for a file.
+    text = json.dumps({**head, "checksum": checksum, **body}, allow_nan=False)
     with path.open("w", encoding="utf-8") as file:
-        json.dump({**head, "checksum": checksum, **body}, file, allow_nan=False)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

@@ -9,16 +9,25 @@ import json
 import os
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
 from nxdpp.checkpoint.files.layout import Layout, layout_of, layouts_of
 
 PIECE_BYTES = 8 << 20
+_BEHIND_BYTES = 32 << 20
+"""Bytes of the page cache whose transfer to the disk begins together."""
+_SMALL_BYTES = 1 << 20
+"""A checksum of fewer bytes takes less time than another thread needs to begin."""
+_THREADS = 2
+"""Pieces that are read, and whose checksums are taken, at the same time."""
 
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
@@ -65,22 +74,51 @@ def write_streamed(
     text += b" " * (-len(text) % 8)
     spans = {}
     expected = iter(layouts.items())
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         at = 8 + len(text)
+        begun = 0
         for name, tensor in tensors:
             assert next(expected) == (name, layout_of(tensor)), f"{name} is not as planned"
             checksums = []
             for piece in _pieces(tensor.detach()):
-                checksums.append(zlib.crc32(piece))
-                file.write(piece)
-            spans[name] = Span(path.name, at, tensor.nbytes, tuple(checksums))
-            at += tensor.nbytes
+                checksums.append(_write_piece(file, piece, pool))
+                at += len(piece)
+                if at - begun >= _BEHIND_BYTES:
+                    file.flush()
+                    _begin_flush(file.fileno(), begun, at - begun)
+                    begun = at
+            spans[name] = Span(path.name, at - tensor.nbytes, tensor.nbytes, tuple(checksums))
         assert next(expected, None) is None, "a planned tensor is missing"
         file.flush()
         os.fsync(file.fileno())
     return spans
+
+
+def _write_piece(file: BinaryIO, piece: memoryview, pool: Executor) -> int:
+    """Write ``piece`` while another thread takes its checksum, which is returned."""
+    if len(piece) < _SMALL_BYTES:
+        file.write(piece)
+        return zlib.crc32(piece)
+    checksum = pool.submit(zlib.crc32, piece)
+    try:
+        file.write(piece)
+    finally:
+        # The caller may change the memory after an error.
+        found = checksum.result()
+    return found
+
+
+def _begin_flush(descriptor: int, start: int, length: int) -> None:
+    """Begin to write bytes of the page cache to the disk, and do not wait for them.
+
+    A disk would have nothing to do until ``fsync`` otherwise. Linux starts the transfer at this advice.
+    """
+    if hasattr(os, "posix_fadvise"):
+        # Advice alone: a file system that does not take it still has fsync.
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def _pieces(tensor: torch.Tensor) -> Iterable[memoryview]:
@@ -102,7 +140,8 @@ class DamagedFile(ValueError):
 class ChecksummedReader:
     """Reads bytes of spans in the files of ``directory``, and compares the checksum of each piece that it reads.
 
-    One file is open at a time, and one piece is kept. Raises ``DamagedFile`` and ``OSError``.
+    One file is open at a time, and one piece is kept. Threads read whole pieces right into the destination: it has
+    its values after ``wait``, or at the end of the block. Raises ``DamagedFile`` and ``OSError``.
     """
 
     directory: Path
@@ -112,14 +151,25 @@ class ChecksummedReader:
         self._descriptor = -1
         self._kept: tuple[Span, int] | None = None
         self._piece = bytearray()
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._reads: deque[Future[None]] = deque()
 
     def __enter__(self) -> "ChecksummedReader":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._name is not None:
-            os.close(self._descriptor)
-            self._name = None
+    def __exit__(self, kind: object, *exception: object) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            # Waits for the reads that have begun: the memory may be used again after an error.
+            self._pool.shutdown(cancel_futures=True)
+            self._close()
+
+    def wait(self) -> None:
+        """Wait until all destinations have their values, and raise the first error."""
+        while self._reads:
+            self._reads.popleft().result()
 
     def read(self, span: Span, start: int, destination: memoryview) -> None:
         """Fill ``destination`` with the bytes of ``span`` from ``start`` on."""
@@ -130,7 +180,7 @@ class ChecksummedReader:
             count = min(last, stop) - start - done
             into = destination[done : done + count]
             if count == last - first:
-                self._fill(span, number, into)
+                self._read_whole(span, number, into)
             else:
                 self._keep(span, number, last - first)
                 into[:] = memoryview(self._piece)[skipped : skipped + count]
@@ -141,19 +191,29 @@ class ChecksummedReader:
         for number in range(len(span.checksums)):
             self._keep(span, number, min((number + 1) * PIECE_BYTES, span.length) - number * PIECE_BYTES)
 
+    def _read_whole(self, span: Span, number: int, into: memoryview) -> None:
+        """Read a whole piece; a large one in a thread."""
+        self._open(span.file)
+        if len(into) < _SMALL_BYTES:
+            self._fill(span, number, into)
+            return
+        self._reads.append(self._pool.submit(self._fill, span, number, into))
+        # An error ends the reads soon.
+        while len(self._reads) > 2 * _THREADS:
+            self._reads.popleft().result()
+
     def _keep(self, span: Span, number: int, length: int) -> None:
         if self._kept == (span, number):
             return
         self._kept = None
         if len(self._piece) != length:
             self._piece = bytearray(length)
+        self._open(span.file)
         self._fill(span, number, memoryview(self._piece))
         self._kept = span, number
 
     def _fill(self, span: Span, number: int, into: memoryview) -> None:
-        """Read a whole piece."""
-        if span.file != self._name:
-            self._open(span.file)
+        """Read a whole piece of the open file."""
         place, done = span.start + number * PIECE_BYTES, 0
         while done < len(into):
             try:
@@ -175,8 +235,16 @@ class ChecksummedReader:
                 f"than when they were written."
             )
 
+    def _close(self) -> None:
+        if self._name is not None:
+            os.close(self._descriptor)
+            self._name = None
+
     def _open(self, name: str) -> None:
-        self.__exit__()
+        if name == self._name:
+            return
+        self.wait()
+        self._close()
         try:
             self._descriptor = os.open(self.directory / name, os.O_RDONLY)
         except FileNotFoundError as error:
@@ -201,7 +269,7 @@ def read_region(
         reader, span: the place of the tensor.
         shape, dtype: of the saved tensor.
         offsets: of the rectangle in it.
-        destination: on any device, of any dtype and strides.
+        destination: on any device, of any dtype and strides. It has its values after ``reader.wait()``.
     """
     _read(reader, span, 0, tuple(shape), tuple(offsets), destination.detach(), dtype)
 
@@ -235,6 +303,7 @@ def _read(
         rows = min(together, count - begin)
         values = torch.empty((rows, *shape[1:]), dtype=dtype)
         reader.read(span, base + (first + begin) * row, values.view(-1).view(torch.uint8).numpy().data)
+        reader.wait()
         for dim in range(1, len(shape)):
             values = values.narrow(dim, offsets[dim], destination.shape[dim])
         destination[begin : begin + rows].copy_(values)

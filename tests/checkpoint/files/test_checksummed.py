@@ -25,9 +25,11 @@ from nxdpp.checkpoint.files.layout import layouts_of
 DTYPES = list(checksummed._NAMES)
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[0, 64, 65], ids=["threads", "threads for whole pieces", "no threads"])
+def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksummed, "PIECE_BYTES", 64)
+    monkeypatch.setattr(checksummed, "_SMALL_BYTES", request.param)
+    monkeypatch.setattr(checksummed, "_BEHIND_BYTES", 100)
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -115,6 +117,7 @@ def test_each_rectangle_is_read(shape: tuple[int, ...], kind: str, tmp_path: Pat
             if kind == "other dtype":
                 destination = destination.double()
             read_region(reader, span, shape, [first for first, _ in ranges], destination, torch.float32)
+            reader.wait()
             assert torch.equal(destination.float(), expected), ranges
 
 
@@ -153,6 +156,24 @@ def test_each_truncation_is_found(written: Written) -> None:
                     read(file.parent, span, tensors[name])
             else:
                 assert is_same(read(file.parent, span, tensors[name]), tensors[name])
+
+
+def test_the_disk_begins_before_the_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[int, int]] = []
+    advise = os.posix_fadvise
+
+    def noted(descriptor: int, start: int, length: int, advice: int) -> None:
+        assert os.fstat(descriptor).st_size >= start + length, "the bytes are in the page cache"
+        begun.append((start, start + length))
+        advise(descriptor, start, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", noted)
+    tensors = {"large": values(torch.float32, 3, 40), "other": values(torch.float32, 30)}
+    spans = write_checksummed(tmp_path / "one", tensors)
+    assert begun[0][0] == 0
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(begun))
+    assert begun[-1][1] > spans["other"].start
+    assert is_same(load_file(tmp_path / "one")["large"], tensors["large"])
 
 
 def test_a_small_rectangle_is_compared_with_its_pieces_alone(written: Written) -> None:
