@@ -111,7 +111,9 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
         keys = ", ".join(sorted({key for state in optimizer["states"].values() for key in state}))
         lines.append(("optimizer", f"{optimizer['class']} with {keys or 'no state'}"))
         for number, group in enumerate(optimizer["groups"]):
-            lines.append((f"  group {number}", f"{len(group['names'])} parameters, {_json(group['options'])}"))
+            # Options that are off are in --json.
+            options = {key: each for key, each in group["options"].items() if each is not None and each is not False}
+            lines.append((f"  group {number}", f"{len(group['names'])} parameters, {_json(options)}"))
     for name in ("scheduler", "grad_scaler", "user_content"):
         if content[name] is not None:
             lines.append((name, _json(content[name])))

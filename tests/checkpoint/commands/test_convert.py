@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nxdpp import parallel_state
+from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
 from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed import captured
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
@@ -209,6 +209,32 @@ def test_a_checkpoint_of_several_ranks_is_converted_whole(tmp_path: Path) -> Non
     _, saved = distributed_tensors(next((tmp_path / "out").glob("pp2*")))
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(values, saved[f"model.{name}"]) for name, values in found.items())
+
+
+def _load_in(rank: int, path: Path, layouts: list[Layout], on_meta: bool) -> None:
+    """Load the checkpoint ``one`` in each layout without an optimizer, and save what was loaded."""
+    for layout in layouts:
+        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+        with torch.device("meta" if on_meta else "cpu"):
+            module: Any = tensor_parallelize(_tied()) if layout.tensor > 1 else _tied()
+        model = NxDPPModel(module, num_microbatches=2)
+        load_checkpoint(path, "one", model)
+        model.move_model_to_device()
+        save_checkpoint(path, str(layout), model)
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_training_starts_from_a_converted_checkpoint_in_any_layout(on_meta: bool, tmp_path: Path) -> None:
+    _tied().save_pretrained(tmp_path / "model")
+    assert _convert(tmp_path / "model", tmp_path / "out" / "one", "--to", "nxdpp") == 0
+    layouts = [Layout(2, 1), Layout(1, 2)]
+    run_ranks(2, _load_in, tmp_path / "out", layouts, on_meta)
+    expected = tensors_in(tmp_path / "model")
+    for layout in layouts:
+        _, found = distributed_tensors(tmp_path / "out" / str(layout))
+        assert found.keys() == {f"model.{name}" for name in expected}
+        assert all(torch.equal(found[f"model.{name}"], value) for name, value in expected.items())
 
 
 def test_what_does_not_fit_is_refused_before_a_file_is_written(
