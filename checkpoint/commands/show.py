@@ -47,9 +47,7 @@ def _listing(path: Path, folder: Path, document: Document) -> Listing:
     for name, each in tensors.items():
         if name.startswith(OF_OPTIMIZER):
             state[name.removeprefix(OF_OPTIMIZER).rpartition(".")[0]] += each.bytes
-    of_model = {
-        name.removeprefix(OF_MODEL): each for name, each in tensors.items() if name.startswith(OF_MODEL)
-    }
+    of_model = {name.removeprefix(OF_MODEL): each for name, each in tensors.items() if name.startswith(OF_MODEL)}
     others = [each.bytes for name, each in tensors.items() if not name.startswith((OF_MODEL, OF_OPTIMIZER))]
     rest = f"And {len(others):,} tensors of generators, schedulers and user content, {sized(sum(others))}."
     checkpoints = _checkpoints(path) if folder != path else []

@@ -15,7 +15,7 @@ from nxdpp.checkpoint.huggingface.load_report import LoadReport, print_once
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
 from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
-from nxdpp.checkpoint.huggingface.quantised import check_no_parts, forget_quantisation
+from nxdpp.checkpoint.huggingface.quantised import check_no_parts, check_none_replaces, forget_quantisation
 from nxdpp.initialization.allocation import with_type_of
 
 
@@ -76,6 +76,8 @@ def load_pretrained(
     if target.quantiser is None:
         check_no_parts(plan.unexpected.values(), directory)
     found = fit(target.module, target.expected, target.tied_names, stored, plan)
+    if target.quantiser is None:
+        check_none_replaces(found.missing, plan.unexpected, stored, directory)
     accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
     check_fits(found, accepted, model.original_module, directory, target.remedy)
     report = found.report(target.copies)

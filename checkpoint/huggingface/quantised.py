@@ -5,7 +5,7 @@
     q_proj.weight (N, K) float8, q_proj.weight_scale_inv (N / 128, K / 128) float32  ─▶  q_proj.weight (N, K) float
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from nxdpp.checkpoint.files.printable import printable
+from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.read_directory import CONFIG_FILE, settings_of
 
 _DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
@@ -99,6 +100,26 @@ def check_no_parts(names: Iterable[str], directory: Path) -> None:
                 f"{printable(name)} in {directory} is a part of a quantized weight, and config.json names no "
                 f"quantization_config. Nothing was loaded. Copy or download config.json again, or give a checkpoint "
                 f"that is not quantized."
+            )
+
+
+def check_none_replaces(
+    missing: Collection[str], unexpected: Mapping[str, str], stored: Mapping[str, StoredTensor], directory: Path
+) -> None:
+    """Raise ``ValueError`` for small integers of the files that are in the place of a ``missing`` weight.
+
+    Methods of quantisation have names of their own for them. ``unexpected`` has the name in ``stored`` of each tensor.
+    """
+    owners = {name.removesuffix("weight"): name for name in missing if name.endswith(".weight")}
+    for name, source in unexpected.items():
+        dtype = stored[source].dtype
+        is_small = dtype.itemsize == 1 or (dtype.itemsize < 8 and not dtype.is_floating_point)
+        weight = next((weight for owner, weight in owners.items() if name.startswith(owner)), None)
+        if weight is not None and is_small and dtype != torch.bool:
+            raise ValueError(
+                f"{directory} has {printable(source)} of {dtype} and no {weight}, which is quantized then, and "
+                f"config.json names no quantization_config. Nothing was loaded. Copy or download config.json again, or "
+                f"give a checkpoint that is not quantized."
             )
 
 

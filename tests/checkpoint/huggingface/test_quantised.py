@@ -214,6 +214,35 @@ def test_quantised_names_without_their_configuration(tmp_path: Path) -> None:
             load_pretrained(wrapped, tmp_path, strict=False, dequantize=dequantize)
 
 
+@pytest.mark.parametrize(
+    ("part", "dtype"), [("W_q", torch.uint8), ("weight._data", torch.int8), ("weights", torch.float8_e4m3fn)]
+)
+def test_small_numbers_in_the_place_of_a_weight(part: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Names of HQQ, Quanto and another method: the weight would get initial weights."""
+    make("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    owner = "model.layers.1.mlp.up_proj."
+    tensors[owner + part] = tensors.pop(f"{owner}weight").to(dtype)
+    tensors[owner + "scale"] = torch.ones(48)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    wrapped = wrap_as(0, 1, on_meta("llama"))
+    with pytest.raises(ValueError, match=f"has {owner}{part} of {dtype} and no {owner}weight, which is quantized"):
+        load_pretrained(wrapped, tmp_path, strict=False)
+    assert all(parameter.is_meta for parameter in wrapped.local_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_small_numbers_under_the_name_of_a_weight_are_not_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    accepting: dict[str, Any] = {"strict": False, "ignore_mismatched_sizes": True, "convert_dtype": True}
+    with pytest.raises(ValueError, match=rf"1 of another dtype(.|\n)*{name} \({dtype} in the checkpoint"):
+        load_pretrained(wrap_as(0, 1, on_meta("llama")), tmp_path, dequantize=True, **accepting)
+
+
 def test_another_module_is_not_dequantised(tmp_path: Path) -> None:
     save_fp8("llama", tmp_path)
     parallel_state.initialize_debug()

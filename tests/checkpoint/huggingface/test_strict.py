@@ -12,6 +12,7 @@ from torch import nn
 
 from nxdpp import LoadReport, NxDPPModel, deferred_init, load_pretrained, parallel_state, tensor_parallelize
 from nxdpp.checkpoint.huggingface.load_report import OtherShape
+from tests.checkpoint.huggingface.changed_heads import OTHERS, speech
 from tests.checkpoint.huggingface.checkpointed_models import differing
 from tests.support.run_ranks import run_ranks
 from tests.support.wrapped_models import bert, initialised, llama
@@ -37,7 +38,9 @@ CASES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "another head": ("LlamaForCausalLM", "LlamaForSequenceClassification", llama),
     "merged experts without their head": ("MixtralModel", "MixtralForCausalLM", mixtral),
     "a tied head left out": ("GPT2LMHeadModel", "GPT2ForSequenceClassification", gpt2),
+    **{f"{first} into {second}": (first, second, config) for first, second, config in OTHERS},
 }
+SWEPT = {f"{first} into {second}" for first, second, _ in OTHERS}
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +97,15 @@ def write(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("case", CASES)
+def same_kind(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether initial weights are as those of transformers: equal constants and zeros, about the same width."""
+    if theirs.numel() < 2 or float(theirs.std()) == 0:
+        return torch.equal(ours, theirs)
+    wide = theirs.numel() < 64 or 0.6 < float(ours.std() / theirs.std()) < 1.6
+    return wide and torch.equal(ours == 0, theirs == 0)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.sweep] * (case in SWEPT)) for case in CASES])
 def test_values_are_those_of_from_pretrained_and_of_a_fresh_model(case: str, tmp_path: Path) -> None:
     make, theirs, information = saved(case, tmp_path)
     expected, buffers = theirs.state_dict(), dict(theirs.named_buffers())
@@ -113,12 +124,35 @@ def test_values_are_those_of_from_pretrained_and_of_a_fresh_model(case: str, tmp
         local = model.local_state_dict()
         wanted = {name: initial[name] if name in report.initialised else expected[name] for name in local}
         assert differing(local, wanted) == []
+        assert [name for name in local if not same_kind(local[name], expected[name])] == []
         assert differing(dict(model.local_named_buffers()), buffers) == []
     (report,) = reports
     assert report
     assert set(report.missing) == information["missing_keys"]
     assert set(report.unexpected) == information["unexpected_keys"]
     assert report.mismatched == ()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_names_of_weight_norm(old: bool, tmp_path: Path) -> None:
+    """``weight_g`` and ``weight_v`` of older files are the originals of a parametrised weight."""
+    write(transformers.Wav2Vec2Model(speech()), tmp_path)
+    names = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for new, former in names.items():
+            for name in [name for name in tensors if name.endswith(new)]:
+                tensors[name.replace(new, former)] = tensors.pop(name)
+
+    if old:
+        change(tmp_path, rename)
+    kind: Any = transformers.Wav2Vec2ForCTC
+    theirs = kind.from_pretrained(tmp_path).state_dict()
+    for rank in range(2):
+        model = wrap_as(rank, 2, lambda: on_meta(lambda: kind(speech())))
+        assert load_pretrained(model, tmp_path, strict=False).missing == ("lm_head.weight", "lm_head.bias")
+        loaded = {name: tensor for name, tensor in model.local_state_dict().items() if "lm_head" not in name}
+        assert differing(loaded, {name: theirs[name] for name in loaded}) == []
 
 
 def test_the_first_rank_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
