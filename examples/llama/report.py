@@ -3,9 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ METRICS = "metrics.jsonl"
 UNFINISHED_METRICS = "metrics.unfinished.jsonl"
 # Lines of an earlier run while its checkpoint is replaced.
 EARLIER_METRICS = "metrics.earlier.jsonl"
+# Loss and tokens per second of each step, float64 of shape (steps, 2); here of none.
+NO_METRICS = torch.zeros(0, 2, dtype=torch.float64)
 # Each of them shows that a run has saved.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -45,37 +48,6 @@ def settle_metrics(folder: Path) -> None:
         earlier.unlink(missing_ok=True)
     elif earlier.exists():
         earlier.replace(folder / METRICS)
-
-
-def keep_metrics(folder: Path, sources: Sequence[Path], step: int) -> bool:
-    """Begin the metrics of this run with the lines up to ``step``, by a rename; rank 0 calls it.
-
-    They come from the first of ``sources`` that has them all. Returns whether one has.
-    """
-    kept: list[str] = []
-    for source in sources:
-        lines = _lines(source, step) if source.exists() else []
-        if len(lines) > len(kept):
-            kept = lines
-    new = folder / f".{UNFINISHED_METRICS}"
-    with new.open("w") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / UNFINISHED_METRICS)
-    return len(kept) == step
-
-
-def _lines(source: Path, step: int) -> list[str]:
-    """Whole lines of the steps up to ``step``, one for each."""
-    found: dict[int, str] = {}
-    for line in source.read_text().splitlines():
-        try:
-            found.setdefault(json.loads(line)["step"], f"{line}\n")
-        except ValueError:
-            # A killed run had begun this line.
-            continue
-    return [found[number] for number in sorted(found) if number <= step]
 
 
 def _saved_at(folder: Path) -> int:
@@ -108,11 +80,11 @@ class TrainingReport:
     """Context manager that shows and records each step on rank 0.
 
     A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``. It becomes
-    ``metrics.jsonl`` in ``saving``. The one of an earlier run stays until then. After ``done`` steps of a resumed run
-    the file goes on.
+    ``metrics.jsonl`` in ``saving``. The one of an earlier run stays until then. ``earlier`` has the metrics of the
+    steps before those of a resumed run. The file begins with them, even if that of the earlier run is lost.
     """
 
-    def __init__(self, console: Console, folder: Path, steps: int, done: int = 0) -> None:
+    def __init__(self, console: Console, folder: Path, steps: int, earlier: torch.Tensor = NO_METRICS) -> None:
         self._console = console
         self._steps = steps
         self._shown = dist.get_rank() == 0
@@ -125,10 +97,12 @@ class TrainingReport:
             console=console,
             disable=not (self._shown and console.is_terminal),
         )
-        self._task = self._bar.add_task("", total=steps, completed=done)
+        self._done = len(earlier)
+        self._task = self._bar.add_task("", total=steps, completed=self._done)
         self._folder = folder
-        mode = "a" if done else "w"
-        self._metrics = (folder / UNFINISHED_METRICS).open(mode, buffering=1) if self._shown else None
+        self._history = torch.zeros(steps, 2, dtype=torch.float64)
+        self._history[: self._done] = earlier
+        self._metrics = self._begun() if self._shown else None
         self._last_end = time.perf_counter()
 
     def __enter__(self) -> "TrainingReport":
@@ -158,13 +132,14 @@ class TrainingReport:
                 earlier.replace(metrics)
             raise
         if self._shown:
+            if not (self._folder / UNFINISHED_METRICS).exists():
+                self._write(self._folder / UNFINISHED_METRICS)
             (self._folder / UNFINISHED_METRICS).replace(metrics)
             earlier.unlink(missing_ok=True)
 
-    def flush(self) -> None:
-        """Write the lines to the disk."""
-        if self._metrics:
-            os.fsync(self._metrics.fileno())
+    def metrics(self, step: int) -> torch.Tensor:
+        """Loss and tokens per second of each step up to ``step``, float64 of shape ``(step, 2)``."""
+        return self._history[:step]
 
     def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
         """Report step ``step``, which had ``tokens`` tokens on all ranks; collective over all ranks.
@@ -175,15 +150,37 @@ class TrainingReport:
         end = time.perf_counter()
         tokens_per_second = tokens / (end - self._last_end)
         self._last_end = end
+        self._history[step - 1] = torch.tensor([loss, tokens_per_second], dtype=torch.float64)
+        self._done = step
         if self._metrics is None:
             return
-        record = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
-        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.write(_line(step, loss, tokens_per_second))
         busy = " ".join(f"{share:.0%}" for share in shares)
         line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {busy}"
         self._bar.update(self._task, completed=step, description=line)
         if not self._console.is_terminal and step % max(1, self._steps // PLAIN_LINES) == 0:
             self._console.print(f"step {step}/{self._steps}  {line}", highlight=False, soft_wrap=True)
+
+    def _begun(self) -> TextIO:
+        """The file of this run, open for its next line."""
+        file = self._folder / UNFINISHED_METRICS
+        self._write(file)
+        return file.open("a", buffering=1)
+
+    def _write(self, file: Path) -> None:
+        """Replace ``file`` by the lines of all steps so far, by a rename."""
+        new = file.with_name(f".{file.name}")
+        with new.open("w") as lines:
+            lines.writelines(
+                _line(step, *values) for step, values in enumerate(self._history[: self._done].tolist(), 1)
+            )
+            lines.flush()
+            os.fsync(lines.fileno())
+        new.replace(file)
+
+
+def _line(step: int, loss: float, tokens_per_second: float) -> str:
+    return json.dumps({"step": step, "loss": loss, "tokens_per_second": tokens_per_second}) + "\n"
 
 
 def _span(layers: list[str]) -> str:

@@ -3,83 +3,177 @@
 ::
 
     OUTPUT/checkpoints/latest
-    OUTPUT/checkpoints/step_40/    weights, optimizer, schedule, random states, and the position in the data
+    OUTPUT/checkpoints/step_40/    weights, optimizer, schedule, random states, position in the data, and metrics
 """
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import METRICS, UNFINISHED_METRICS, keep_metrics
 from rich.console import Console
-from settings import CHECKPOINTS, Settings
+from settings import END, Settings
 
 from nxdpp import NxDPPModel
-from nxdpp.checkpoint.distributed.directory import write_latest
+from nxdpp.checkpoint.distributed import directory
+from nxdpp.checkpoint.distributed.document import parsed_document, read_document
+from nxdpp.checkpoint.files.checksummed import DamagedFile
 from nxdpp.parallel_layers.all_ranks import from_first_rank
-from nxdpp.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-
-KEPT = 3
+from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 
 # Keys of a checkpoint's content.
-STEP, DATA = "step", "data"
+STEP, SETTINGS, MODEL, METRICS = "step", "settings", "model", "metrics"
+
+# Fields of a config that change no step.
+NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+
+Found = tuple[Path, str | None]
 
 
-def checkpoint_to_resume(settings: Settings) -> tuple[Path, str | None] | None:
+def check_resume(settings: Settings) -> None:
+    """Compare the settings with those of the checkpoint to go on from; not collective.
+
+    Raises ``ValueError`` if the training would not go on exactly.
+    """
+    if settings.resume is None:
+        return
+    folder = settings.checkpoint_dir
+    if isinstance(settings.resume, Path):
+        content = _content(settings.resume)
+    else:
+        tags = directory.tags(folder)
+        contents = (found for tag in tags if (found := _content_if_whole(folder / tag)) is not None)
+        content = next(contents, None)
+    if content is None:
+        # Nothing was saved, or the load tells of the damage.
+        return
+    step: int = content[STEP]
+    if step > settings.steps:
+        raise ValueError(f"the checkpoint is of step {step}, beyond --steps {settings.steps}: give more steps")
+    own, saved = _settings(settings), content[SETTINGS]
+    others = [f"{flag} {saved[flag]}, not {own[flag]}" for flag in own if own[flag] != saved[flag] and flag != "--data"]
+    if own["--data"] != saved["--data"]:
+        others.append("other text in --data")
+    model, before = _model(settings), content[MODEL]
+    names = [name for name in model if name in before and model[name] != before[name]]
+    others += [f"a model with {name} {before[name]}, not {model[name]}" for name in names]
+    if others:
+        raise ValueError(
+            f"the checkpoint of step {step} was made with {', '.join(others)}, and the training would not go on "
+            f"exactly: give the same, or another --output without --resume"
+        )
+
+
+def checkpoint_to_resume(settings: Settings) -> Found | None:
     """Return the path and tag to load; ``None`` to start anew. Collective over all ranks.
 
     The tag is ``None`` for the newest whole checkpoint.
     """
-    folder = settings.output / CHECKPOINTS
     if isinstance(settings.resume, Path):
         return settings.resume.parent, settings.resume.name
-    if settings.resume is None or not from_first_rank(lambda: has_checkpoint(folder)):
+    if settings.resume is None or not from_first_rank(lambda: has_checkpoint(settings.checkpoint_dir)):
         return None
-    return folder, None
+    return settings.checkpoint_dir, None
 
 
 def resume(
-    settings: Settings, model: NxDPPModel, optimizer: torch.optim.Optimizer, schedule: Any, console: Console
-) -> int:
-    """Load the checkpoint that the settings ask for, and return its step; 0 without one.
-
-    Collective over all ranks. The lines of later steps are removed from the metrics. Raises ``ValueError`` if the
-    settings are not those with which the checkpoint was made.
-    """
-    found = checkpoint_to_resume(settings)
-    if found is None:
-        return 0
+    settings: Settings,
+    found: Found,
+    model: NxDPPModel,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LambdaLR,
+    console: Console,
+) -> torch.Tensor:
+    """Load the checkpoint ``found``, and return the metrics of its steps; collective over all ranks."""
     path, tag = found
     content = load_checkpoint(path, tag, model, optimizer, schedule)
-    step: int = content[STEP]
-    _check(settings, step, content[DATA])
-    if tag is not None and path == (settings.output / CHECKPOINTS).resolve():
+    if tag is not None and path == settings.checkpoint_dir.resolve():
         # Later checkpoints are of a training that is given up: a restart goes on from this one.
-        from_first_rank(lambda: write_latest(path, tag))
-    sources = [path.parent / name for name in (UNFINISHED_METRICS, METRICS)]
-    whole = from_first_rank(lambda: keep_metrics(settings.output, sources, step))
-    console.print(f"goes on after step {step}, from {path}", highlight=False, soft_wrap=True)
-    if not whole:
-        said = f"{path.parent} lacks metrics of steps up to {step}: metrics.jsonl begins later"
-        console.print(said, highlight=False, soft_wrap=True)
-    return step
+        from_first_rank(lambda: directory.write_latest(path, tag))
+    # The saved rate of the next step is another one if --steps was.
+    for group, peak, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = peak * factor(schedule.last_epoch)
+    console.print(f"goes on after step {content[STEP]}, from {path}", highlight=False, soft_wrap=True)
+    metrics: torch.Tensor = content[METRICS]
+    return metrics
 
 
 def is_due(settings: Settings, step: int) -> bool:
-    """Return whether the training is saved after ``step``."""
-    return settings.checkpoint_every is not None and step % settings.checkpoint_every == 0
+    """Return whether the training is saved after ``step``: at each interval, and at the end."""
+    every = settings.checkpoint_every
+    return every is not None and (step % every == 0 or step == settings.steps)
 
 
-def save(settings: Settings, step: int, model: NxDPPModel, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-    """Save the training after ``step``; collective over all ranks."""
-    content = {STEP: step, DATA: _data(settings)}
-    folder = settings.output / CHECKPOINTS
-    save_checkpoint(folder, f"step_{step}", model, optimizer, schedule, content, num_kept_ckpts=KEPT)
+def save(
+    settings: Settings,
+    step: int,
+    model: NxDPPModel,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LambdaLR,
+    metrics: torch.Tensor,
+    console: Console,
+) -> None:
+    """Save the training after ``step``, with the ``metrics`` of its steps; collective over all ranks.
+
+    Raises ``OSError`` if a file of this save cannot be written, or of the save before in the background, and the
+    settings ask for the end of the training.
+    """
+    content = {STEP: step, SETTINGS: _settings(settings), MODEL: _model(settings), METRICS: metrics}
+    try:
+        done = save_checkpoint(
+            settings.checkpoint_dir,
+            f"step_{step}",
+            model,
+            optimizer,
+            schedule,
+            content,
+            num_kept_ckpts=settings.checkpoint_keep,
+            async_save=settings.checkpoint_async is not None,
+            when_busy=settings.checkpoint_async or "wait",
+        )
+    except OSError as error:
+        go_on_or_end(settings, error, console)
+    else:
+        if not done:
+            console.print(f"no checkpoint of step {step}: the save before is in flight", highlight=False)
 
 
-def _data(settings: Settings) -> dict[str, Any]:
-    """Settings that the next batches depend on, and the rate that the optimizer has saved."""
+def finish(settings: Settings, console: Console) -> None:
+    """Wait for the save in the background; collective over all ranks."""
+    try:
+        finalize_checkpoint()
+    except OSError as error:
+        go_on_or_end(settings, error, console)
+
+
+def go_on_or_end(settings: Settings, error: OSError, console: Console) -> None:
+    """Print the ``error`` of a save, the same kind on all ranks; raise it if the settings ask for the end."""
+    if settings.checkpoint_errors == END:
+        raise error
+    console.print(f"no checkpoint: {error}", highlight=False, soft_wrap=True)
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """What the training has said of the checkpoint in ``folder``, without its metrics.
+
+    Raises ``ValueError`` for a damaged document, and for a checkpoint of another program.
+    """
+    content = parsed_document(folder, read_document(folder)).content["user_content"]
+    if not isinstance(content, dict) or not {STEP, SETTINGS, MODEL, METRICS} <= content.keys():
+        raise ValueError(f"{folder} is a checkpoint of another program: give one of train.py, or another --output")
+    return content
+
+
+def _content_if_whole(folder: Path) -> dict[str, Any] | None:
+    try:
+        return _content(folder)
+    except DamagedFile:
+        return None
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    """Settings that the next batches depend on, and the rate that the schedule begins with."""
     return {
         "--data": zlib.crc32(settings.corpus.train.numpy().tobytes()),
         "--seed": settings.seed,
@@ -89,14 +183,7 @@ def _data(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _check(settings: Settings, step: int, data: dict[str, Any]) -> None:
-    if step > settings.steps:
-        raise ValueError(f"the checkpoint is of step {step}, beyond --steps {settings.steps}: give more steps")
-    own = _data(settings)
-    others = [flag for flag in own if own[flag] != data[flag]]
-    if others:
-        was = ", ".join(f"{flag} {data[flag]}" for flag in others if flag != "--data")
-        raise ValueError(
-            f"the checkpoint of step {step} was made with other {', '.join(others)}{f' ({was})' if was else ''}, and "
-            f"the training would not go on exactly: give the same, or another --output without --resume"
-        )
+def _model(settings: Settings) -> dict[str, Any]:
+    """Fields of the model's config, as JSON."""
+    fields = json.loads(settings.config.to_json_string(use_diff=False))
+    return {name: value for name, value in fields.items() if name not in NOT_OF_THE_MODEL}

@@ -27,6 +27,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Folder of the training's checkpoints in the output folder.
 CHECKPOINTS = "checkpoints"
 AUTO = "auto"
+KEPT = 3
+# What a save does while the one before is in flight.
+BUSY = ("wait", "skip")
+# After a save that failed.
+END, GO_ON = "end", "go-on"
 
 # Time for rank 0 to print an error before the other ranks exit; torchrun ends them as soon as rank 0 has.
 SECONDS_FOR_RANK_ZERO = 20.0
@@ -49,6 +54,11 @@ class Settings:
     dtype: torch.dtype
     output: Path
     checkpoint_every: int | None
+    checkpoint_dir: Path
+    checkpoint_keep: int
+    # "wait" or "skip" while a save is in flight; None for saves in the step.
+    checkpoint_async: str | None
+    checkpoint_errors: str
     # "auto" or the directory of one checkpoint.
     resume: str | Path | None
     pipeline_parallel_size: int
@@ -72,6 +82,8 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     _check_sequence(flags)
     corpus = read_corpus(flags.data or standard_library_files())
     _check_length(corpus, flags.seq_length)
+    flags.checkpoint_dir = flags.checkpoint_dir or flags.output / CHECKPOINTS
+    _check_saves(flags)
     _check_resume(flags)
     if _rank() == 0:
         _check_output(flags.output)
@@ -79,6 +91,8 @@ def read_settings(arguments: Sequence[str]) -> Settings:
         **vars(flags),
         "config": config,
         "corpus": corpus,
+        "checkpoint_keep": flags.checkpoint_keep or KEPT,
+        "checkpoint_errors": flags.checkpoint_errors or END,
         "dtype": DTYPES[flags.dtype],
         "pipeline_parallel_size": pipeline_parallel_size,
         # A resumed training may have one replica only.
@@ -186,7 +200,32 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint-every",
         type=_at_least(1),
         metavar="N",
-        help="save the training after every N steps, in OUTPUT/checkpoints/step_N; the newest 3 are kept [never]",
+        help="save the training after every N steps and after the last one, to go on from [never]",
+    )
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of these checkpoints, step_N each [OUTPUT/checkpoints]",
+    )
+    parser.add_argument(
+        "--checkpoint-keep",
+        type=_at_least(1),
+        metavar="N",
+        help=f"number of the newest checkpoints that are kept [{KEPT}]",
+    )
+    parser.add_argument(
+        "--checkpoint-async",
+        nargs="?",
+        const=BUSY[0],
+        choices=BUSY,
+        help="hold a step for the copy to host memory alone, and write in the background. A checkpoint that is due "
+        "while the one before is written waits for it, or is skipped [no; wait without a value]",
+    )
+    parser.add_argument(
+        "--checkpoint-errors",
+        choices=(END, GO_ON),
+        help=f"after a checkpoint that cannot be written, as on a full disk: end, or go on training [{END}]",
     )
     parser.add_argument(
         "--resume",
@@ -194,8 +233,8 @@ def _parser() -> argparse.ArgumentParser:
         const=AUTO,
         type=_auto_or_path,
         metavar="auto|PATH",
-        help="go on from the newest checkpoint in --output, and from the start without one (auto, also without a "
-        "value), or from the directory PATH of one checkpoint [no]",
+        help="go on from the newest checkpoint in --checkpoint-dir, and from the start without one (auto, also "
+        "without a value), or from the directory PATH of one checkpoint [no]",
     )
     parser.add_argument(
         "--pipeline-parallel-size",
@@ -328,17 +367,24 @@ def _check_length(corpus: Corpus, seq_length: int) -> None:
             )
 
 
+def _check_saves(flags: argparse.Namespace) -> None:
+    for name in ("checkpoint_keep", "checkpoint_async", "checkpoint_errors"):
+        if getattr(flags, name) is not None and flags.checkpoint_every is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is for the saves of --checkpoint-every: give that too, or leave {flag} out")
+
+
 def _check_resume(flags: argparse.Namespace) -> None:
     if isinstance(flags.resume, Path):
         if not (flags.resume / DOCUMENT).is_file():
             raise ValueError(
-                f"--resume {flags.resume} is no directory of a whole checkpoint, such as {flags.output}/{CHECKPOINTS}/"
+                f"--resume {flags.resume} is no directory of a whole checkpoint, such as {flags.checkpoint_dir}/"
                 f"step_100: give one, or auto for the newest"
             )
         flags.resume = flags.resume.resolve()
-    elif flags.resume is None and has_checkpoint(flags.output / CHECKPOINTS):
+    elif flags.resume is None and has_checkpoint(flags.checkpoint_dir):
         raise ValueError(
-            f"{flags.output / CHECKPOINTS} has checkpoints of an earlier run: go on with --resume auto, "
+            f"{flags.checkpoint_dir} has checkpoints of an earlier run: go on with --resume auto, "
             f"or give another --output"
         )
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from corpus import RandomWindows, decode, held_out_batches
-from report import TrainingReport, holds_a_run, print_stage_table, settle_metrics
-from resuming import is_due, resume, save
+from report import NO_METRICS, TrainingReport, holds_a_run, print_stage_table, settle_metrics
+from resuming import check_resume, checkpoint_to_resume, finish, go_on_or_end, is_due, resume, save
 from rich.console import Console
 from rich.text import Text
 from settings import Settings, read_settings, refuse
@@ -61,7 +61,8 @@ def train(settings: Settings) -> None:
         loss_normalization="tokens",
         use_zero1_optimizer=settings.zero1,
     )
-    if settings.pretrained is not None:
+    found = checkpoint_to_resume(settings)
+    if settings.pretrained is not None and found is None:
         # nxdpp: each rank reads its own layers, into float32 from any width.
         load_pretrained(model, settings.pretrained, convert_dtype=True)
     model.move_model_to_device()
@@ -72,20 +73,18 @@ def train(settings: Settings) -> None:
     if dist.get_rank() == 0:
         settle_metrics(settings.output)
     # nxdpp: go on from a checkpoint of any layout of ranks.
-    done = resume(settings, model, optimizer, schedule, console)
+    earlier = resume(settings, found, model, optimizer, schedule, console) if found else NO_METRICS
+    done = len(earlier)
     if not done and holds_a_run(settings.output):
         said = f"{settings.output} holds an earlier run, which stays until this one saves, and is then replaced"
         console.print(said, highlight=False, soft_wrap=True)
     print_stage_table(console, model)
     when = f"after step {done}" if done else "before training"
     console.print(f"held-out loss {when}: {held_out_loss(model, settings):.3f}", highlight=False)
-    with TrainingReport(console, settings.output, settings.steps, done) as report:
+    with TrainingReport(console, settings.output, settings.steps, earlier) as report:
         for step, batch in enumerate(training_batches(settings, done), done + 1):
             ids = batch.to(parallel_state.local_device())
-            with autocast(settings):
-                # nxdpp: forward and backward of all microbatches; gradients are in .grad as usual.
-                loss = model.run_train(input_ids=ids, labels=ids)
-            assert isinstance(loss, torch.Tensor)
+            loss = loss_with_gradients(model, ids, settings, console)
             if not loss.isfinite():
                 raise RuntimeError(f"the loss of step {step} is {loss.item()}: {advice(step)}")
             if not settings.zero1:
@@ -96,9 +95,9 @@ def train(settings: Settings) -> None:
             schedule.step()
             report.step_done(step, loss.item(), settings.batch_size * settings.seq_length, model.last_busy_share)
             if is_due(settings, step):
-                report.flush()
                 # nxdpp: each rank writes its own part of weights and optimizer.
-                save(settings, step, model, optimizer, schedule)
+                save(settings, step, model, optimizer, schedule, report.metrics(step), console)
+        finish(settings, console)
     console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
 
     # nxdpp: save a Hugging Face checkpoint; each rank writes its own layers.
@@ -126,6 +125,22 @@ def make_optimizer(model: NxDPPModel, settings: Settings) -> torch.optim.Optimiz
     if settings.zero1:
         return Zero1Optimizer(weights, torch.optim.AdamW, max_norm=settings.max_grad_norm, **options)
     return torch.optim.AdamW(weights, **options)
+
+
+def loss_with_gradients(model: NxDPPModel, ids: torch.Tensor, settings: Settings, console: Console) -> torch.Tensor:
+    """Loss of a batch ``(B, T)``, whose gradients are added up."""
+    with autocast(settings):
+        try:
+            # nxdpp: forward and backward of all microbatches; gradients are in .grad as usual.
+            loss = model.run_train(input_ids=ids, labels=ids)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            # nxdpp: a save in the background has failed; the step raises it on all ranks before it begins.
+            go_on_or_end(settings, error, console)
+            loss = model.run_train(input_ids=ids, labels=ids)
+    assert isinstance(loss, torch.Tensor)
+    return loss
 
 
 def training_batches(settings: Settings, done: int) -> DataLoader[torch.Tensor]:
@@ -214,6 +229,7 @@ def main(arguments: Sequence[str]) -> None:
     transformers.logging.disable_progress_bar()
     try:
         settings = read_settings(arguments)
+        check_resume(settings)
     except ValueError as error:
         refuse(error)
     train(settings)

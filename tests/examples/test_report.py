@@ -1,11 +1,13 @@
 """Metrics of a run beside its checkpoint: those of an earlier run are replaced together with it, whatever is killed."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -79,20 +81,24 @@ def test_a_save_that_fails_leaves_the_earlier_metrics(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == "first"
 
 
-def test_metrics_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
-    from report import UNFINISHED_METRICS, keep_metrics
+@pytest.mark.parametrize("left", ["", '{"step": 1, "loss": 9.0}\n{"step": 1, "lo', None])
+def test_metrics_of_a_resumed_run_have_each_step_once(left: str | None, tmp_path: Path) -> None:
+    """Those of the checkpoint count, whatever the earlier run has left: lines, a part of a line, or no file."""
+    from report import UNFINISHED_METRICS, TrainingReport
 
-    lines = [f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(1, 6)]
-    source = tmp_path / UNFINISHED_METRICS
-    source.write_text("".join(lines) + lines[2] + '{"step": 6, "lo')
-    missing = tmp_path / "metrics.jsonl"
-
-    assert keep_metrics(tmp_path, [source, missing], 4)
-    assert source.read_text() == "".join(lines[:4])
-    # A run that ended: its metrics have their last name.
-    source.rename(missing)
-    assert keep_metrics(tmp_path, [source, missing], 3)
-    assert source.read_text() == "".join(lines[:3])
-    assert not keep_metrics(tmp_path, [source, missing], 5)
-    assert source.read_text() == "".join(lines[:4])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", UNFINISHED_METRICS]
+    if left is not None:
+        (tmp_path / UNFINISHED_METRICS).write_text(left)
+    earlier = torch.tensor([[1 / 3, 1e6], [0.5, 7.0]], dtype=torch.float64)
+    with TrainingReport(Console(quiet=True), tmp_path, 3, earlier) as report:
+        report.step_done(3, 0.1, 10, 0.5)
+        last = report.metrics(3)[2].tolist()
+        # A file that is lost while the run goes on.
+        (tmp_path / UNFINISHED_METRICS).unlink()
+        with report.saving():
+            pass
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    values = [[record["loss"], record["tokens_per_second"]] for record in records]
+    assert values == [*earlier.tolist(), last]
+    assert last[0] == 0.1
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -182,6 +182,25 @@ def test_checkpoints_of_the_training(tmp_path: Path) -> None:
     assert read_settings(["--resume", "auto"]).resume == "auto"
     assert "no directory of a whole checkpoint" in _refusal("--resume", str(tmp_path / "step_5"))
     assert "at least 1" in _refusal("--checkpoint-every", "0")
+    assert (settings.checkpoint_keep, settings.checkpoint_async, settings.checkpoint_errors) == (3, None, "end")
+    assert settings.checkpoint_dir == Path("runs/llama/checkpoints")
+    saves = [
+        "--checkpoint-dir",
+        "elsewhere",
+        "--checkpoint-keep",
+        "2",
+        "--checkpoint-errors",
+        "go-on",
+        "--checkpoint-async",
+    ]
+    settings = read_settings(["--checkpoint-every", "5", *saves])
+    assert (settings.checkpoint_keep, settings.checkpoint_async, settings.checkpoint_errors) == (2, "wait", "go-on")
+    assert settings.checkpoint_dir == Path("elsewhere")
+    assert read_settings(["--checkpoint-every", "5", *saves, "skip"]).checkpoint_async == "skip"
+    assert "--checkpoint-keep is for the saves of --checkpoint-every" in _refusal("--checkpoint-keep", "2")
+    assert "argument --checkpoint-async: invalid choice" in _refusal(
+        *["--checkpoint-every", "5", "--checkpoint-async", "x"]
+    )
 
     checkpoint = tmp_path / "runs" / "llama" / "checkpoints" / "step_5"
     save_checkpoint(checkpoint.parent, checkpoint.name)
