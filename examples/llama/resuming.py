@@ -8,6 +8,7 @@
 
 import json
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,7 @@ def check_resume(settings: Settings) -> None:
     """
     if settings.resume is None:
         return
-    folder = settings.checkpoint_dir
-    if isinstance(settings.resume, Path):
-        content = _content(settings.resume)
-    else:
-        tags = directory.tags(folder)
-        contents = (found for tag in tags if (found := _content_if_whole(folder / tag)) is not None)
-        content = next(contents, None)
+    content = _content_to_resume(settings, settings.resume)
     if content is None:
         # Nothing was saved, or the load tells of the damage.
         return
@@ -165,11 +160,14 @@ def _content(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _content_if_whole(folder: Path) -> dict[str, Any] | None:
-    try:
-        return _content(folder)
-    except DamagedFile:
-        return None
+def _content_to_resume(settings: Settings, resume: str | Path) -> dict[str, Any] | None:
+    """Content of the checkpoint to load: for ``auto`` that of the newest one whose document is whole."""
+    if isinstance(resume, Path):
+        return _content(resume)
+    for tag in directory.tags(settings.checkpoint_dir):
+        with suppress(DamagedFile):
+            return _content(settings.checkpoint_dir / tag)
+    return None
 
 
 def _settings(settings: Settings) -> dict[str, Any]:

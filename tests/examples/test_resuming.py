@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nxdpp import parallel_state
+from nxdpp.checkpoint.files.checksummed import write_checksummed
 from tests.examples.tiny import TINY_LLAMA
 from tests.support.run_ranks import run_ranks
 
@@ -69,7 +71,6 @@ def _train_with_full_disk(rank: int, last_files: list[int], *jobs: list[str]) ->
     """Train ``jobs``; on rank 1 the files after the first ones, a number for each job, cannot be written."""
     from nxdpp.checkpoint.distributed import save
 
-    write = save.write_checksummed
     for last, arguments in zip(last_files, jobs, strict=True):
         written = 0
 
@@ -78,7 +79,7 @@ def _train_with_full_disk(rank: int, last_files: list[int], *jobs: list[str]) ->
             written += 1
             if written == last + 1:
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
-            return write(path, tensors)
+            return write_checksummed(path, tensors)
 
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
@@ -245,10 +246,10 @@ def test_each_batch_is_that_of_the_training_without_a_stop(steps: int, monkeypat
         settings: Any = SimpleNamespace(
             corpus=Corpus(text, text, (), ()), steps=of_steps, batch_size=12, seq_length=8, seed=3
         )
-        monkeypatch.setattr(train.parallel_state, "get_data_parallel_size", lambda: replicas)
+        monkeypatch.setattr(parallel_state, "get_data_parallel_size", lambda: replicas)
         found = []
         for replica in range(replicas):
-            monkeypatch.setattr(train.parallel_state, "get_data_parallel_rank", lambda replica=replica: replica)
+            monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda replica=replica: replica)
             found.append(list(train.training_batches(settings, done)))
         return [sorted(torch.cat(parts).tolist()) for parts in zip(*found, strict=True)]
 
