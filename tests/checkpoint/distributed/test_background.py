@@ -12,6 +12,7 @@ from torch import nn
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import save
+from nxdpp.checkpoint.distributed.background import BackgroundSaves
 from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
 from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
@@ -79,6 +80,14 @@ def _busy(saved: Save, path: Path, patch: pytest.MonkeyPatch) -> None:
     assert not (path / "skipped").exists()
 
 
+def _busy_on_one_rank(saved: Save, path: Path, patch: pytest.MonkeyPatch, rank: int) -> None:
+    with patch.context() as own:
+        own.setattr(BackgroundSaves, "is_in_flight", property(lambda _: rank == 1))
+        assert not saved("skipped", when_busy="skip")
+    assert not (path / "skipped").exists()
+    assert saved("not busy", when_busy="skip")
+
+
 def _error_at_a_step(training: Training, saved: Save, path: Path, patch: pytest.MonkeyPatch, rank: int) -> int:
     writer = _Writer(fails=rank == 1)
     patch.setattr(save, "write_checksummed", writer)
@@ -126,6 +135,7 @@ def _cases(rank: int, layout: Layout, path: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         _values_of_the_call(training, saved, path, patch)
         _busy(saved, path, patch)
+        _busy_on_one_rank(saved, path, patch, rank)
         step = _error_at_a_step(training, saved, path, patch, rank)
         _error_at_the_end(saved, patch, rank)
     return step

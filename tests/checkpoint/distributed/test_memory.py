@@ -1,0 +1,90 @@
+"""Memory: a save and a load need pieces beside a rank's own part, an asynchronous save a copy of what it writes."""
+
+import ctypes
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nxdpp import parallel_state
+from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from tests.checkpoint.distributed.layouts import Layout, Training
+from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+ALLOWED_BYTES = 100_000_000
+
+
+class _Taken(NamedTuple):
+    """Bytes above those before: peaks of calls, and what stays after ``finalize_checkpoint``."""
+
+    written: int
+    held: int
+    save: int
+    first_copy: int
+    second_copy: int
+    left: int
+    load: int
+
+
+def _llama() -> LlamaForCausalLM:
+    """A Llama of 38 million parameters: 460 MB with the state of its optimizer."""
+    config = LlamaConfig(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, vocab_size=6144
+    )
+    return LlamaForCausalLM(config)
+
+
+def _resident_bytes() -> int:
+    """Resident bytes without memory that was freed, which hides what a call takes; the peak begins there."""
+    ctypes.CDLL(None).malloc_trim(0)
+    reset_peak()
+    return resident_bytes()
+
+
+def _peaks(rank: int, layout: Layout, path: Path) -> _Taken:
+    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+    training = Training(_llama, layout)
+    ids = torch.arange(4).view(2, 2)
+    training.step({"input_ids": ids, "labels": ids})
+
+    def save(tag: str, **options: bool) -> None:
+        save_checkpoint(path, tag, training.model, training.optimizer, **options)
+
+    peaks = []
+    before = _resident_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        # The disk takes no memory.
+        patch.setattr(os, "fsync", lambda _: None)
+        save("plain")
+        peaks.append(peak_bytes() - before)
+        for tag in ("copied", "again"):
+            _resident_bytes()
+            save(tag, async_save=True)
+            if tag == "again":
+                finalize_checkpoint()
+            peaks.append(peak_bytes() - before)
+        left = _resident_bytes() - before
+    state = [value for one in training.optimizer.state.values() for value in one.values() if value.ndim]
+    held = sum(tensor.nbytes for tensor in [*training.model.local_state_dict().values(), *state])
+    before = _resident_bytes()
+    load_checkpoint(path, "again", training.model, training.optimizer)
+    peaks.append(peak_bytes() - before)
+    written = sum(file.stat().st_size for file in (path / "again").glob(f"*rank{rank:05d}*"))
+    return _Taken(written, held, *peaks[:3], left, peaks[3])
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(zero1=True)], ids=["pipeline of 2", "2 replicas with ZeRO-1"])
+def test_a_save_and_a_load_take_pieces_and_an_asynchronous_save_one_copy(layout: Layout, tmp_path: Path) -> None:
+    for taken in run_ranks(2, _peaks, layout, tmp_path, timeout=150):
+        assert taken.save < ALLOWED_BYTES < taken.written
+        assert 0.9 * taken.written < taken.first_copy < taken.written + ALLOWED_BYTES
+        # Not two copies: the second save has the memory of the first.
+        assert 0.9 * taken.written < taken.second_copy < taken.written + ALLOWED_BYTES
+        assert taken.left < ALLOWED_BYTES
+        assert taken.load < ALLOWED_BYTES < taken.held
