@@ -4,64 +4,94 @@
     python benchmarks/checkpoint.py --write docs/checkpoints.md    # also writes the tables into the page
     python benchmarks/checkpoint.py --quick                        # a small model, to try the command
 
-The weights of a Llama on a pipeline of 2 ranks, by each way in turn. Loads read files that are in memory.
+A Llama of 44 million parameters in float32, with the state of AdamW and without, on pipelines of 1, 2 and 4 ranks, by
+each way in turn. The files need 2 GB of the disk. Loads read files that the page cache does not have, then those that
+it has.
 """
 
 import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.page import write_blocks
 from benchmarks.report import markdown_table, session_line
-from benchmarks.stored.ways import RANKS, Measured, Size, measure_rank
+from benchmarks.stored.ways import Ours, Rank, Size, measure_rank
 from tests.support.run_ranks import run_ranks
 
-SIZE, QUICK_SIZE = Size(1024, 12), Size(64, 2, 256)
+SIZE, QUICK_SIZE = Size(768, 4), Size(64, 4, 256)
+RANKS, QUICK_RANKS = (1, 2, 4), (2,)
+SAVES, LOADS, STEPS = "checkpoint saves", "checkpoint loads", "steps beside a save"
+_CONTENTS = {True: "weights, AdamW", False: "weights"}
 _MEGABYTE = 1e6
-_TIMEOUT = 1500.0
+_TIMEOUT = 900.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print tables in Markdown, and write them into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model and one round, to try the command")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds of all ways (7)")
+    parser.add_argument("--quick", action="store_true", help="a small model, 2 ranks and one round, to try the command")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of all ways (5)")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="on the file system to measure")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables between their marks in this page")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} must be at least 1")
-    size, rounds = (QUICK_SIZE, 1) if options.quick else (SIZE, options.rounds)
+    size, counts, rounds = (QUICK_SIZE, QUICK_RANKS, 1) if options.quick else (SIZE, RANKS, options.rounds)
     session = session_line()
-    with tempfile.TemporaryDirectory(prefix="nxdpp-checkpoint-", dir=options.folder) as folder:
-        ranks = run_ranks(RANKS, measure_rank, size, rounds, Path(folder), timeout=_TIMEOUT)
+    rows: dict[str, list[list[str]]] = {SAVES: [], LOADS: [], STEPS: []}
+    for content in _CONTENTS:
+        for count in counts:
+            with tempfile.TemporaryDirectory(prefix="nxdpp-checkpoint-", dir=options.folder) as folder:
+                ranks = run_ranks(count, measure_rank, size, content, rounds, Path(folder), timeout=_TIMEOUT)
+            for name, found in rows_of(_CONTENTS[content], ranks).items():
+                rows[name] += found
+    columns = {
+        SAVES: ["saved", "ranks", "way", "held (s)", "on the disk (s)", "to nxdpp", "GB/s", "peak (MB)"],
+        LOADS: ["loaded", "ranks", "way", "cold (s)", "to nxdpp", "warm (s)", "to nxdpp", "GB/s, warm", "peak (MB)"],
+        STEPS: ["saved", "ranks", "step alone (s)", "beside a save (s)", "ratio"],
+    }
     blocks = {}
-    for what in ("save", "load"):
-        blocks[f"checkpoint {what}s"] = f"{session}\n\n{table(what, ranks)}"
-        print(f"{blocks[f'checkpoint {what}s']}\n", flush=True)
+    for name, titles in columns.items():
+        blocks[name] = f"{session}\n\n{markdown_table(titles, rows[name], left=['saved', 'loaded', 'way'])}"
+        print(f"{blocks[name]}\n", flush=True)
     if options.write is not None:
         write_blocks(options.write, blocks)
 
 
-def table(what: str, ranks: Sequence[tuple[int, dict[str, dict[str, Measured]]]]) -> str:
-    """The table of ``"save"`` or ``"load"``: the slower rank's time, and the larger peak."""
-    total = sum(owned for owned, _ in ranks)
-    rows = []
-    for title in ranks[0][1]:
-        measured = [ways[title][what] for _, ways in ranks]
-        whole = max(one.whole for one in measured)
-        held = [f"{max(one.held for one in measured):.3f}"] if what == "save" else []
-        peak = max(one.peak for one in measured) / _MEGABYTE
-        rows.append([title, *held, f"{whole:.3f}", f"{total / whole / 1e9:.2f}", f"{peak:.0f}"])
-    times = ["held (s)", "on the disk (s)"] if what == "save" else ["loaded (s)"]
-    largest = max(owned for owned, _ in ranks) / _MEGABYTE
-    columns = ["way", *times, "GB/s", "peak above the weights (MB)"]
-    table = markdown_table(columns, rows, left=["way"])
-    return f"{table}\n\n{total / _MEGABYTE:.0f} MB in all, {largest:.0f} MB on the larger rank."
+def rows_of(content: str, ranks: Sequence[Rank]) -> dict[str, list[list[str]]]:
+    """The rows of each table for one number of ranks: the slowest rank's time, and the largest peak."""
+    total = sum(rank.owned for rank in ranks)
+    saved, count = f"{content}, {total / _MEGABYTE:.0f} MB", str(len(ranks))
+
+    def largest(title: str, key: str) -> float:
+        return max(float(getattr(rank.ways[title], key)) for rank in ranks)
+
+    rows: dict[str, list[list[str]]] = {SAVES: [], LOADS: [], STEPS: []}
+    ours = Ours.title
+    for title in ranks[0].ways:
+        held, whole, peak = (largest(title, key) for key in ("held", "whole", "save_peak"))
+        ratio = whole / largest(ours, "whole")
+        figures = [f"{held:.3f}", f"{whole:.3f}", f"{ratio:.2f}", _rate(total, whole), f"{peak / _MEGABYTE:.0f}"]
+        rows[SAVES].append([saved, count, title, *figures])
+        cold, warm, peak = (largest(title, key) for key in ("cold", "warm", "load_peak"))
+        if isnan(cold):
+            continue
+        figures = [f"{cold:.3f}", f"{cold / largest(ours, 'cold'):.2f}"]
+        figures += [f"{warm:.3f}", f"{warm / largest(ours, 'warm'):.2f}", _rate(total, warm), f"{peak / _MEGABYTE:.0f}"]
+        rows[LOADS].append([saved, count, title, *figures])
+    alone, beside = max(rank.alone for rank in ranks), max(rank.beside for rank in ranks)
+    if not isnan(alone):
+        rows[STEPS].append([saved, count, f"{alone:.3f}", f"{beside:.3f}", f"{beside / alone:.2f}"])
+    return rows
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count / seconds / 1e9:.2f}"
 
 
 if __name__ == "__main__":

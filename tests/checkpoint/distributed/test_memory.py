@@ -53,8 +53,8 @@ def _peaks(rank: int, layout: Layout, path: Path) -> _Taken:
     ids = torch.arange(4).view(2, 2)
     training.step({"input_ids": ids, "labels": ids})
 
-    def save(tag: str, **options: bool) -> None:
-        save_checkpoint(path, tag, training.model, training.optimizer, **options)
+    def save(tag: str, is_async: bool = False) -> None:
+        save_checkpoint(path, tag, training.model, training.optimizer, async_save=is_async)
 
     peaks = []
     before = _resident_bytes()
@@ -65,7 +65,7 @@ def _peaks(rank: int, layout: Layout, path: Path) -> _Taken:
         peaks.append(peak_bytes() - before)
         for tag in ("copied", "again"):
             _resident_bytes()
-            save(tag, async_save=True)
+            save(tag, is_async=True)
             if tag == "again":
                 finalize_checkpoint()
             peaks.append(peak_bytes() - before)
@@ -76,7 +76,8 @@ def _peaks(rank: int, layout: Layout, path: Path) -> _Taken:
     load_checkpoint(path, "again", training.model, training.optimizer)
     peaks.append(peak_bytes() - before)
     written = sum(file.stat().st_size for file in (path / "again").glob(f"*rank{rank:05d}*"))
-    return _Taken(written, held, *peaks[:3], left, peaks[3])
+    plain, first, second, load = peaks
+    return _Taken(written, held, plain, first, second, left, load)
 
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(zero1=True)], ids=["pipeline of 2", "2 replicas with ZeRO-1"])
