@@ -83,7 +83,10 @@ def meta_model(texts: Mapping[str, str] | None, config: Path | None, origin: Pat
     with tempfile.TemporaryDirectory() as folder_name:
         for name, text in texts.items():
             (Path(folder_name) / name).write_text(text, encoding="utf-8")
-        return _built(Path(folder_name), dict(texts))
+        try:
+            return _built(Path(folder_name), dict(texts))
+        except ValueError as error:
+            raise ValueError(str(error).replace(folder_name, str(origin))) from error
 
 
 def with_dtypes(model: MetaModel, layouts: Mapping[str, Layout]) -> None:

@@ -30,7 +30,7 @@ def opened(path: Path) -> tuple[Path, Document]:
     if not (path / DOCUMENT).is_file():
         found = directory.tags(path)
         if not found:
-            raise _missing(path)
+            raise missing(path)
         folder = path / found[0]
     document = parsed_document(folder, read_document(folder))
     _check(folder, document.content)
@@ -53,7 +53,8 @@ def _is_unfinished(folder: Path) -> bool:
     return DOCUMENT not in names and any(map(directory.is_file_of_save, names))
 
 
-def _missing(path: Path) -> ValueError:
+def missing(path: Path) -> ValueError:
+    """The error for a ``path`` without a checkpoint; ``DamagedFile`` for an unfinished one."""
     if not path.is_dir():
         return ValueError(f"{path} is not a directory: give a checkpoint, or the directory of a training's ones.")
     for folder in unfinished(path):

@@ -23,8 +23,9 @@ def show_huggingface(path: Path) -> Listing:
     files = len({each.path for each in stored.values()})
     size = sum(each.bytes for each in layouts.values())
     settings = settings_of(path)
-    classes = settings.get("architectures") or [settings.get("model_type") or "unknown, without config.json"]
-    lines = [("model", "adapter" if adapter else ", ".join(map(str, classes)))]
+    classes = settings.get("architectures") or settings.get("model_type") or "unknown, without config.json"
+    named = ", ".join(map(str, classes)) if isinstance(classes, list) else str(classes)
+    lines = [("model", "adapter" if adapter else named)]
     quantised = method_of(settings)
     if quantised is not None:
         lines.append(("quantised", quantised))

@@ -101,7 +101,7 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "config.json" in configuration:
         settings = json.loads(configuration["config.json"])
         classes = settings.get("architectures") if isinstance(settings, dict) else None
-        lines.append(("model", ", ".join(map(str, classes or ["of transformers"]))))
+        lines.append(("model", ", ".join(map(str, classes)) if isinstance(classes, list) else "of transformers"))
     for name, first in (content["ties"] or {}).items():
         lines.append(("tied", f"{name} is {first}"))
     optimizer = content["optimizer"]

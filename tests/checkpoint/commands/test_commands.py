@@ -198,6 +198,24 @@ def test_content_that_no_save_writes_is_damage(change: Any, copied: Path, capsys
     assert f"{DOCUMENT} is damaged: its {name} is" in capsys.readouterr().err
 
 
+def test_no_checkpoint_and_a_wrong_configuration(tmp_path: Path, capsys: Captured) -> None:
+    assert _run("convert", tmp_path, tmp_path / "made", "--to", "nxdpp") == 2
+    assert f"{tmp_path} has no checkpoint: neither" in capsys.readouterr().err
+    (tmp_path / "pytorch_model.bin").touch()
+    assert _run("show", tmp_path) == 2
+    assert "is pickled, which is not read" in capsys.readouterr().err
+    model = tmp_path / "model"
+    llama().save_pretrained(model)
+    for fields, text in (({"model_type": "nothing"}, "model_type is 'nothing'"), ({"model_type": None}, "is None")):
+        (model / "config.json").write_text(json.dumps({"architectures": 5, **fields}))
+        assert _run("show", model) == 0
+        assert "model         5\n" in capsys.readouterr().out
+        assert _run("convert", model, tmp_path / "made", "--to", "nxdpp") == 2
+        printed = capsys.readouterr().err
+        assert f"{model}/config.json: " in printed
+        assert text in printed
+
+
 def test_other_formats_are_shown_and_verified(tmp_path: Path, capsys: Captured) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "model")
