@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from nxdpp.checkpoint.files.checksummed import DamagedFile
 from nxdpp.parallel_layers.rank_files import rank_name
 
 KEY = "model"
@@ -18,7 +19,7 @@ Paths = Mapping[tuple[int, int], Path]
 def rank_files(path: Path) -> Paths:
     """Return the files of ranks in ``path``; empty if there are none.
 
-    Raises ``ValueError`` for missing ranks, and for the format of torch_xla.
+    Raises ``DamagedFile`` for missing ranks, and ``ValueError`` for the format of torch_xla.
     """
     found: dict[tuple[int, int], Path] = {}
     for folder in (path, path / "model"):
@@ -36,5 +37,5 @@ def rank_files(path: Path) -> Paths:
         tensor, pipeline = (max(place[at] for place in found) + 1 for at in (0, 1))
         missing = [rank_name(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in found]
         if missing:
-            raise ValueError(f"{path} lacks the files of {', '.join(missing[:5])}: copy those of all ranks.")
+            raise DamagedFile(f"{path} lacks the files of {', '.join(missing[:5])}: copy those of all ranks.")
     return found

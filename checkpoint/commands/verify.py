@@ -18,7 +18,11 @@ def verify(path: Path, every: bool = False) -> int:
 
     Raises ``ValueError`` for a path without a checkpoint, and for ``every`` with another path than a training's.
     """
-    kind = format_of(path)
+    try:
+        kind = format_of(path)
+    except DamagedFile as error:
+        print(error)
+        return 1
     tags = directory.tags(path)
     if every and (kind != "nxdpp" or not tags or (path / DOCUMENT).is_file()):
         raise ValueError(f"{path} is not the directory of a training's checkpoints: leave --all out.")

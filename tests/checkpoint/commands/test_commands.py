@@ -239,6 +239,9 @@ def test_other_formats_are_shown_and_verified(tmp_path: Path, capsys: Captured) 
     file.write_bytes(file.read_bytes()[:-400])
     assert _run("verify", tmp_path / "ranks") == 1
     assert f"{file} is damaged" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "ranks" / "tp_rank_00_pp_rank_00")
+    assert _run("verify", tmp_path / "ranks") == 1
+    assert "lacks the files of tp_rank_00_pp_rank_00" in capsys.readouterr().out
 
 
 LIGHT = """
