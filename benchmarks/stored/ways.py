@@ -231,9 +231,12 @@ class Transformers(Way):
                 _flush(file)
 
     def load(self, folder: Path) -> None:
-        """Load the whole model, and keep it in the place of the one before."""
+        """Load the whole model, and copy it: its values are pages of the file until then."""
         if self._whole is not None:
-            self._whole = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            with torch.no_grad():
+                for own, value in zip(self._whole.parameters(), loaded.parameters(), strict=True):
+                    own.copy_(value)
 
 
 _OF_TRAININGS: tuple[type[Way], ...] = (Ours, OursAsync, TorchSave, PlainDCP, AsyncDCP)
