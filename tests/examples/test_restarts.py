@@ -1,13 +1,15 @@
-"""torchrun restarts the main job, which goes on by itself: with the same ranks, and with fewer."""
+"""torchrun restarts the main job, which goes on by itself: with the same ranks, and with fewer.
+
+Its agent is called as torchrun calls it.
+"""
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +23,23 @@ from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
 
-PROGRAM = Path(__file__).with_name("job_with_fault.py")
 STEPS = 6
 FLAGS = f"--steps {STEPS} --batch-size 8 --seq-length 16 --num-microbatches 2 --checkpoint-every 2 --resume auto"
 RESTARTS = 3
 
-Fault = tuple[int, str, int]
-"""A rank that is killed, ``step`` or ``save``, and the number of the step after which, or whose save it is."""
+Fault = tuple[int | None, str, int]
+"""A rank that is killed, or each; ``step``, ``save`` or ``agent``; and the number of a step.
+
+A rank is killed after that step, alone or with its agent, or within its save.
+"""
 
 
-def _arguments(folder: Path, *flags: str) -> list[str]:
+def _arguments(folder: Path, *flags: str, dropout: float = 0.1) -> list[str]:
     config, text = folder.with_suffix(".json"), folder.with_suffix(".txt")
-    config.write_text(json.dumps({**TINY_LLAMA, "attention_dropout": 0.1}))
+    config.write_text(json.dumps({**TINY_LLAMA, "attention_dropout": dropout}))
     text.write_bytes(bytes(range(32, 120)) * 30)
     files = ["--config", str(config), "--data", str(text), "--output", str(folder)]
     return [*FLAGS.split(), *files, *flags]
-
-
-def _agent(fault: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    job = [str(PROGRAM), str(folder.with_suffix(".fault")), *_arguments(folder)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *arguments, *job, "--pipeline-parallel-size", "1", "--zero1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "FAULT": fault},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _end(agent: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(agent.pid, signal.SIGKILL)
-    agent.wait()
 
 
 def _losses(folder: Path) -> list[float]:
@@ -63,26 +48,59 @@ def _losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def _launch(rank: int, start: Callable[..., Any], *arguments: Any) -> dict[int, tuple[int, str]]:
-    """Be torchrun's agent of two processes that call ``start``; return the exit status and error of each that failed.
+def _launch(rank: int, start: Callable[..., Any], *arguments: Any, **rendezvous: Any) -> dict[int, tuple[int, str]]:
+    """Be torchrun's agent of processes that call ``start``; return the exit status and error of each that failed.
 
     The processes are forks of this one, which has done the imports.
     """
+    options: dict[str, Any] = {"max_nodes": 1, "nproc_per_node": 2, "rdzv_endpoint": "localhost:0"}
     configuration = LaunchConfig(
         min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        run_id="job",
         max_restarts=RESTARTS,
         monitor_interval=0.1,
         start_method="fork",
+        **(options | rendezvous),
     )
     try:
         elastic_launch(configuration, start)(*arguments)
     except ChildFailedError as error:
         return {failed: (failure.exitcode, str(error)) for failed, failure in error.failures.items()}
     return {}
+
+
+def _launch_two(rank: int, *arguments: Any) -> list[int | None]:
+    """Be two hosts with an agent each and a process each; return the exit status of the agents.
+
+    The first has the store of the rendezvous. The faults are those of the second. An agent is taken for gone after a
+    few seconds.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    limits = {"last_call_timeout": 8, "keep_alive_interval": 1}
+    agents = []
+    for is_host in (True, False):
+        rendezvous = {
+            "max_nodes": 2,
+            "nproc_per_node": 1,
+            "rdzv_endpoint": endpoint,
+            "rdzv_configs": {**limits, "is_host": is_host},
+        }
+        faults, *others = arguments
+        given = _train, {} if is_host else faults, *others
+        agents.append(multiprocessing.get_context("fork").Process(target=_be_agent, args=(given, rendezvous)))
+    for agent in agents:
+        agent.start()
+    for agent in agents:
+        agent.join()
+    return [agent.exitcode for agent in agents]
+
+
+def _be_agent(arguments: tuple[Any, ...], rendezvous: dict[str, Any]) -> None:
+    """End with status 1 if a process has failed for good."""
+    sys.exit(len(_launch(0, *arguments, **rendezvous)))
 
 
 def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) -> None:
@@ -93,20 +111,22 @@ def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) ->
     from nxdpp.checkpoint.distributed import save
 
     killed, where, number = faults.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), (-1, "", 0))
-    is_killed = int(os.environ["RANK"]) == killed
+    is_killed = killed in (None, int(os.environ["RANK"]))
     step_done = TrainingReport.step_done
     last = 0
 
     def die() -> None:
         with killed_file.open("a") as file:
             file.write("x")
+        if where == "agent":
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def dying(self: Any, step: int, *values: Any) -> None:
         nonlocal last
         step_done(self, step, *values)
         last = step
-        if is_killed and (where, step) == ("step", number):
+        if is_killed and where != "save" and step == number:
             die()
 
     def written(*values: Any) -> Any:
@@ -121,7 +141,9 @@ def _train(faults: dict[int, Fault], killed_file: Path, arguments: list[str]) ->
         train.main(arguments)
 
 
-@pytest.mark.parametrize("flags", [[], ["--checkpoint-async"]], ids=["now", "background"])
+@pytest.mark.parametrize(
+    "flags", [["--checkpoint-async"], pytest.param([], marks=pytest.mark.sweep)], ids=["background", "now"]
+)
 def test_killed_ranks_do_not_end_the_job(flags: list[str], tmp_path: Path) -> None:
     """Before the first checkpoint, while one is written, and between two, with dropout."""
     faults: dict[int, Fault] = {0: (1, "step", 1), 1: (0, "save", 4), 2: (0, "step", 5)}
@@ -147,22 +169,12 @@ def test_a_rank_that_always_dies_ends_the_job(tmp_path: Path) -> None:
 
 def test_the_job_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     """A host is gone with its agent: the replica that is left goes on with the whole batch."""
-    folder = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    rendezvous = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    rendezvous += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "fewer"]
-    # An agent is taken for gone after a few seconds. The agent with the store of the rendezvous stays.
-    limits = "last_call_timeout=15,keep_alive_interval=1"
-    stays = _agent("none", folder, *rendezvous, "--rdzv-conf", f"{limits},is_host=1")
-    goes = _agent("agent", folder, *rendezvous, "--rdzv-conf", f"{limits},is_host=0")
-    try:
-        gone, _ = goes.communicate(timeout=200)
-        output, _ = stays.communicate(timeout=200)
-    finally:
-        _end(goes)
-        _end(stays)
-    assert (goes.returncode, stays.returncode) == (-signal.SIGKILL, 0), gone + output
-    assert "goes on after step 2" in output, gone + output
-    _losses(folder)
+    faults: dict[int, Fault] = {0: (None, "agent", 3)}
+    folder, expected, killed = tmp_path / "run", tmp_path / "expected", tmp_path / "killed"
+    replicas = ["--pipeline-parallel-size", "1", "--zero1"]
+    arguments = _arguments(folder, *replicas, dropout=0.0)
+    assert run_ranks(1, _launch_two, faults, killed, arguments, timeout=200) == [[0, -signal.SIGKILL]]
+    assert len(killed.read_text()) == 1
+    assert run_ranks(1, _launch, _train, {}, killed, _arguments(expected, *replicas, dropout=0.0)) == [{}]
+    assert _losses(folder)[:2] == _losses(expected)[:2]
+    assert _losses(folder) == pytest.approx(_losses(expected), rel=1e-6)
