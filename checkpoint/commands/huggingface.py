@@ -14,7 +14,7 @@ from nxdpp.checkpoint.files.checksummed import write_streamed
 from nxdpp.checkpoint.files.layout import Layout, layout_of
 from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
-from nxdpp.checkpoint.huggingface.load import FileTensors
+from nxdpp.checkpoint.huggingface.file_tensors import FileTensors
 from nxdpp.checkpoint.huggingface.load_target import Target
 from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import tensors_of
@@ -24,6 +24,7 @@ from nxdpp.checkpoint.huggingface.read_directory import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
+    settings_of,
     stored_tensors,
 )
 from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
@@ -45,7 +46,7 @@ def huggingface_source(path: Path, config: Path | None, plain: bool = False) -> 
             f"nxdpp.load_pretrained into a PeftModel, and save that with nxdpp.save_checkpoint."
         )
     if plain:
-        quantiser_of(path, False, nn.Module())
+        quantiser_of(path, settings_of(path), False, nn.Module())
         return _plain_source(path)
     model = meta_model(texts_in(path), config, path)
     if can_dequantise(path):
@@ -53,7 +54,7 @@ def huggingface_source(path: Path, config: Path | None, plain: bool = False) -> 
             f"{path} has quantized weights, and a conversion keeps all values. Load them with "
             f"nxdpp.load_pretrained(model, {str(path)!r}, dequantize=True), and save that model."
         )
-    quantiser_of(path, False, model.module)
+    quantiser_of(path, settings_of(path), False, model.module)
     stored = stored_tensors(path)
     check_no_parts(stored, path)
     expected = tensors_of(model.module)

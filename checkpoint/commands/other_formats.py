@@ -7,7 +7,7 @@ from nxdpp.checkpoint.commands.listing import Listing, sized
 from nxdpp.checkpoint.commands.rank_paths import KEY, rank_files
 from nxdpp.checkpoint.files.layout import Layout
 from nxdpp.checkpoint.files.rank_file import RankFile
-from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor, read_header
+from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 from nxdpp.checkpoint.huggingface.quantised import method_of
 from nxdpp.checkpoint.huggingface.read_directory import settings_of, stored_tensors
 from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
@@ -67,4 +67,4 @@ def _stored(path: Path) -> tuple[bool, dict[str, StoredTensor]]:
         return False, stored_tensors(path)
     if not weights.is_file():
         raise ValueError(f"{path} has the configuration of an adapter, and {weights} is missing.")
-    return True, read_header(weights, Mapping())
+    return True, read_header(weights, OpenFile())

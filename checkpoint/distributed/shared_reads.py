@@ -48,10 +48,10 @@ class SharedReads:
         """Send each tensor from the replica that has read it; collective over the replicas."""
         for name, tensor in self._tensors.items():
             for block in tensor.blocks:
-                _broadcast(block.values.detach(), self._owners[name])
+                broadcast(block.values.detach(), self._owners[name])
 
 
-def _broadcast(values: torch.Tensor, source: int) -> None:
+def broadcast(values: torch.Tensor, source: int) -> None:
     """Broadcast ``values`` in pieces, in place; those that are not contiguous through a copy of a piece."""
     group = parallel_state.get_data_parallel_group()
     # A backend of devices alone, such as NCCL, takes no memory of the host.

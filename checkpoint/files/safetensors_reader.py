@@ -1,8 +1,7 @@
-"""Tensors of a safetensors file, read in pieces so that only a small part of the file is in memory.
+"""Tensors of a safetensors file, read by position, so that a piece of a tensor alone is in memory.
 
-The safetensors library maps a file into memory. Pages that are read count as resident memory of the process until the
-file is unmapped. So a ``Mapping`` maps one file at a time, and maps it again after 16 MiB. The library's other backend
-(``"pread"``) would read the whole tensor for each piece.
+The safetensors library parses and verifies the header. Its tensors follow each other without gaps up to the end of the
+file, so the place of each follows from the shapes. The library itself would map the file, or read whole tensors.
 """
 
 import os
@@ -11,15 +10,16 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nxdpp.checkpoint.files.printable import printable
 
-_MAPPED_BYTES = 2**24
 _PIECE = 2**22
+# Shorter runs share pages: the rows that they are in are read whole.
+_SHORTEST_RUN = 2**12
 
 
 @dataclass(frozen=True)
@@ -44,52 +44,102 @@ class Part:
         return start, min(chunk, size - start)
 
 
-class Mapping:
-    """The one file that is mapped at present."""
+class Piece(NamedTuple):
+    """Elements of a flattened tensor: the same runs in each of ``rows`` rows of ``width`` elements.
+
+    Attributes:
+        first: element at which the first row begins.
+        starts: of the runs in a row.
+        run: number of elements in a run.
+    """
+
+    first: int
+    rows: int
+    width: int
+    starts: tuple[int, ...]
+    run: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * len(self.starts) * self.run
+
+
+class OpenFile:
+    """The one file that is open at present."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        # Any: the library's annotations lack those of its methods.
-        self._file: Any = None
-        self._bytes_read = 0
+        self._descriptor = -1
 
-    def part(self, stored: "StoredTensor", start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of the flattened ``stored``; the result is in the mapped file.
+    def read(self, stored: "StoredTensor", piece: Piece, values: torch.Tensor) -> None:
+        """Fill ``values`` of one dimension, on the CPU and in the dtype of ``stored``, with the elements of ``piece``.
 
         Raises ``OSError`` if the file was changed after its header was read.
         """
-        count = (stop - start) * stored.dtype.itemsize
-        if stored.path != self._path or self._bytes_read + count > _MAPPED_BYTES:
-            self._map(stored)
-        self._bytes_read += count
-        whole: torch.Tensor = self._file.get_tensor(stored.name)
-        return whole.view(-1)[start:stop]
+        if stored.path != self._path:
+            self._open(stored.path)
+        if _stamp_of(self._descriptor) != stored.stamp:
+            raise _changed(stored.path)
+        size = stored.dtype.itemsize
+        first = stored.place + piece.first * size
+        if piece.rows > 1 and piece.run * size < _SHORTEST_RUN:
+            rows = torch.empty((piece.rows, piece.width), dtype=stored.dtype, device="cpu")
+            self._fill(first, _bytes_of(rows.view(-1)))
+            runs = values.view(piece.rows, len(piece.starts), piece.run)
+            for number, start in enumerate(piece.starts):
+                runs[:, number] = rows[:, start : start + piece.run]
+            return
+        into, done, length = _bytes_of(values), 0, piece.run * size
+        for row in range(piece.rows):
+            for start in piece.starts:
+                self._fill(first + (row * piece.width + start) * size, into[done : done + length])
+                done += length
 
-    def _map(self, stored: "StoredTensor") -> None:
-        self._path = self._file = None
-        if _stamp(stored.path) != stored.stamp:
-            raise OSError(f"{stored.path} was changed before all its tensors were read: load again.")
-        self._file = safe_open(stored.path, framework="pt")
-        self._path = stored.path
-        self._bytes_read = 0
+    def __del__(self) -> None:
+        self._close()
+
+    def _fill(self, place: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._descriptor, [into[done:]], place + done)
+            if count == 0:
+                assert self._path is not None
+                raise _changed(self._path)
+            done += count
+
+    def _open(self, path: Path) -> None:
+        self._close()
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._path = path
+
+    def _close(self) -> None:
+        if self._path is not None:
+            os.close(self._descriptor)
+            self._path = None
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, whose values are read through ``mapping``.
+    """A tensor of a safetensors file, whose values are read through ``file``.
 
     Attributes:
         stamp: identity of the file, by which a changed file is found.
-        place: index of the tensor in the order of the file.
+        place: byte of the file at which the values begin.
     """
 
     path: Path
     stamp: tuple[int, int, int]
-    mapping: Mapping
+    file: OpenFile
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     place: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the values."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def on_meta(self) -> torch.Tensor:
         """A meta tensor of the same shape and dtype."""
@@ -98,69 +148,82 @@ class StoredTensor:
     def read_into(self, destination: torch.Tensor, part: Part | None = None) -> None:
         """Read the values into ``destination``, which has the same shape, any device and any dtype.
 
-        With ``part`` it has the shape of a part, without padding. The pages of the other parts are not touched. At most
-        32 MiB of the file are in memory, or one row of the dimensions before the divided one. A ``destination`` that is
-        not contiguous needs a copy of the tensor. Raises ``OSError`` if the file was changed.
+        With ``part`` it has the shape of a part, without padding. Values of another device or dtype pass through a
+        piece of 2**22 elements, or one row of the dimensions before the divided one. A ``destination`` that is not
+        contiguous needs a copy of the tensor. Raises ``OSError`` if the file was changed.
         """
         destination = destination.detach()
         if not destination.is_contiguous():
-            values = torch.empty(destination.shape, dtype=self.dtype)
+            values = torch.empty(destination.shape, dtype=self.dtype, device="cpu")
             self.read_into(values, part)
             destination.copy_(values)
             return
         assert part is not None or destination.shape == self.shape
-        flat, done = destination.view(-1), 0
-        for piece in self._parts(part):
-            flat[done : done + piece.numel()].view(piece.shape).copy_(piece)
-            done += piece.numel()
+        flat, done = destination.as_strided((destination.numel(),), (1,)), 0
+        if destination.device.type == "cpu" and destination.dtype == self.dtype:
+            for piece in self._pieces(part):
+                self.file.read(self, piece, flat[done : done + piece.numel])
+                done += piece.numel
+        else:
+            for values in self._values(part):
+                flat[done : done + values.numel()].copy_(values)
+                done += values.numel()
         assert done == flat.numel()
 
     def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The flattened values in ``dtype`` on the CPU, in read-only pieces of at most 2**22 elements."""
-        for start, stop in self._pieces():
-            yield self.mapping.part(self, start, stop).to(dtype)
+        """The flattened values in ``dtype`` on the CPU, in pieces of at most 2**22 elements; the next replaces one."""
+        for values in self._values(None):
+            yield values.to(dtype)
 
     def has_nan(self, part: Part | None = None) -> bool:
-        """Return whether a value, or one of ``part``, is not a number; reads these values."""
-        return any(map(has_nan, self._parts(part)))
+        """Return whether a value, or one of ``part``, is not a number; reads these values, if any can be."""
+        return self.dtype.is_floating_point and any(map(has_nan, self._values(part)))
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a new CPU tensor with the values in ``dtype``."""
-        values = torch.empty(self.shape, dtype=dtype)
+        values = torch.empty(self.shape, dtype=dtype, device="cpu")
         self.read_into(values)
         return values
 
-    def _parts(self, part: Part | None) -> Iterator[torch.Tensor]:
-        """The values of ``part`` or all values, in order, in pieces that are in the mapped file."""
+    def _values(self, part: Part | None) -> Iterator[torch.Tensor]:
+        """The values of ``part`` or all values, in order, flattened, in pieces in one memory."""
+        memory: torch.Tensor | None = None
+        for piece in self._pieces(part):
+            if memory is None or memory.numel() < piece.numel:
+                memory = torch.empty(piece.numel, dtype=self.dtype, device="cpu")
+            values = memory[: piece.numel]
+            self.file.read(self, piece, values)
+            yield values
+
+    def _pieces(self, part: Part | None) -> Iterator[Piece]:
+        """The pieces of ``part`` or of the whole, in order."""
         if part is None:
-            yield from (self.mapping.part(self, start, stop) for start, stop in self._pieces())
+            yield from _in_a_row(0, prod(self.shape))
             return
         width = prod(self.shape[part.dim :])
-        chunk = width // (part.count * part.stride)
         rows = prod(self.shape[: part.dim])
-        offset = 0
         if part.padded:
             inner = width // self.shape[part.dim]
-            offset, chunk = (inner * number for number in part.own(self.shape[part.dim]))
-        if rows == 1:
-            for block in range(part.stride):
-                first = offset if part.padded else (block * part.count + part.index) * chunk
-                for start in range(first, first + chunk, _PIECE):
-                    yield self.mapping.part(self, start, min(start + _PIECE, first + chunk))
+            offset, run = (inner * number for number in part.own(self.shape[part.dim]))
+            starts: tuple[int, ...] = (offset,)
+        else:
+            run = width // (part.count * part.stride)
+            starts = tuple((block * part.count + part.index) * run for block in range(part.stride))
+        if run == 0:
             return
-        together = max(1, _PIECE // max(1, width))
+        if rows == 1:
+            for start in starts:
+                yield from _in_a_row(start, run)
+            return
+        together = max(1, _PIECE // width)
         for row in range(0, rows, together):
-            count = min(together, rows - row)
-            values = self.mapping.part(self, row * width, (row + count) * width)
-            if part.padded:
-                yield values.view(count, width)[:, offset : offset + chunk]
-            else:
-                yield values.view(count, part.stride, part.count, chunk)[:, :, part.index]
+            yield Piece(row * width, min(together, rows - row), width, starts, run)
 
-    def _pieces(self) -> Iterator[tuple[int, int]]:
-        count = prod(self.shape)
-        for start in range(0, count, _PIECE):
-            yield start, min(start + _PIECE, count)
+
+def _in_a_row(first: int, count: int) -> Iterator[Piece]:
+    for start in range(first, first + count, _PIECE):
+        run = min(_PIECE, first + count - start)
+        yield Piece(start, 1, run, (0,), run)
 
 
 def has_nan(values: torch.Tensor) -> bool:
@@ -174,8 +237,10 @@ def has_nan(values: torch.Tensor) -> bool:
     return bool(values.sum().isnan()) and bool(values.isnan().any())
 
 
-def read_header(path: Path, mapping: Mapping) -> dict[str, StoredTensor]:
-    """Return the tensors of the safetensors file ``path`` by name, without their values.
+def read_header(path: Path, opened: OpenFile) -> dict[str, StoredTensor]:
+    """Return the tensors of the safetensors file ``path`` by name, in its order, without their values.
+
+    Their values are read through ``opened``.
 
     Raises ``ValueError`` for a damaged file and for a dtype that cannot be converted. Raises ``OSError`` for an
     unreadable file.
@@ -188,10 +253,12 @@ def read_header(path: Path, mapping: Mapping) -> dict[str, StoredTensor]:
             f"{path} is truncated or corrupt ({printable(error, 300)}); it has {path.stat().st_size} bytes. Copy or "
             f"download it again."
         ) from error
+    found = {name: _shape_and_dtype(path, file, name) for name in file.offset_keys()}
+    place = stamp[1] - sum(prod(shape) * dtype.itemsize for shape, dtype in found.values())
     tensors = {}
-    for place, name in enumerate(file.offset_keys()):
-        shape, dtype = _shape_and_dtype(path, file, name)
-        tensors[name] = StoredTensor(path, stamp, mapping, name, shape, dtype, place)
+    for name, (shape, dtype) in found.items():
+        tensors[name] = StoredTensor(path, stamp, opened, name, shape, dtype, place)
+        place += prod(shape) * dtype.itemsize
     return tensors
 
 
@@ -213,5 +280,18 @@ def _check_converts(dtype: torch.dtype) -> None:
 def _stamp(path: Path) -> tuple[int, int, int]:
     # Opened, because the library reports an unreadable file as a missing one.
     with path.open("rb") as file:
-        status = os.fstat(file.fileno())
+        return _stamp_of(file.fileno())
+
+
+def _stamp_of(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _changed(path: Path) -> OSError:
+    return OSError(f"{path} was changed before all its tensors were read: load again.")
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of ``values``, contiguous and of one dimension."""
+    return values.view(torch.uint8).numpy().data

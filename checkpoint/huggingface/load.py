@@ -1,22 +1,28 @@
 """Load of a Hugging Face directory: each rank reads only the tensors that it holds."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.files.printable import printable
-from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, has_nan
+from nxdpp.checkpoint.files.safetensors_reader import has_nan
+from nxdpp.checkpoint.huggingface.contents import Contents
 from nxdpp.checkpoint.huggingface.conversion import Conversion, loading_plan
-from nxdpp.checkpoint.huggingface.divided import division_of, own_elements
+from nxdpp.checkpoint.huggingface.file_tensors import FileTensors, Wanted
 from nxdpp.checkpoint.huggingface.load_report import LoadReport, print_once
 from nxdpp.checkpoint.huggingface.load_target import Target, target_of
+from nxdpp.checkpoint.huggingface.loading_ranks import LoadingRanks
 from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
 from nxdpp.checkpoint.huggingface.quantised import check_no_parts, check_none_replaces, forget_quantisation
+from nxdpp.checkpoint.huggingface.replica_reads import ReplicaReads
 from nxdpp.initialization.allocation import with_type_of
+from nxdpp.parallel_layers import failure_watch
+from nxdpp.parallel_layers.faults.board import board
 
 
 def load_pretrained(
@@ -28,12 +34,16 @@ def load_pretrained(
     convert_dtype: bool = False,
     dequantize: bool = False,
 ) -> LoadReport:
-    """Load this rank's part of the Hugging Face ``directory`` into a wrapped ``model``; not collective.
+    """Load this rank's part of the Hugging Face ``directory`` into a wrapped ``model``; collective over all ranks.
 
-    Reads the headers of ``model.safetensors``, or of the files in ``model.safetensors.index.json``. Reads the values
-    of this rank's parameters and persistent buffers. The values and ties are those of transformers' ``from_pretrained``
-    for the unwrapped model, in the dtypes of ``model``. A module that is not from transformers must have the stored
-    names. Load before modules are replaced: a replaced module has other names than the checkpoint.
+    One rank of each host reads the headers of ``model.safetensors``, or of the files in
+    ``model.safetensors.index.json``, for all its ranks. Data-parallel replicas divide the reading of values, and send
+    them to each other. Tensor-parallel ranks read their parts, and each its own copy of an undivided tensor. A rank
+    takes the values of its own parameters and persistent buffers. Hosts may have copies of the directory.
+
+    The values and ties are those of transformers' ``from_pretrained`` for the unwrapped model, in the dtypes of
+    ``model``. A module that is not from transformers must have the stored names. Load before modules are replaced: a
+    replaced module has other names than the checkpoint.
 
     A ``PeftModel`` takes two kinds of directories, in any order. One with ``adapter_config.json`` is loaded into its
     active adapter. Any other is loaded into the base model, and into the copies of ``modules_to_save``.
@@ -45,9 +55,8 @@ def load_pretrained(
     they are those of ``model.materialise()``, equal under any partition. A tensor in memory keeps its values.
 
     Beside the model, 32 MiB of memory are needed. A tensor that transformers makes from others, such as merged experts,
-    needs up to twice its bytes meanwhile. If the files have a tied weight under several names, every rank reads and
-    compares all of them. Files are mapped: a file that is truncated meanwhile can end the process (SIGBUS). Parameters
-    in memory are read twice, first to look for NaN.
+    needs up to twice its bytes meanwhile. If the files have a tied weight under several names, one rank reads and
+    compares all of them. Parameters in memory are read twice, first to look for NaN.
 
     Args:
         strict: ``False`` leaves out tensors of the files that the model lacks, and gives initial weights to tensors of
@@ -62,45 +71,106 @@ def load_pretrained(
 
     Raises:
         ValueError: for a directory without a checkpoint, a damaged file, and tensors that are missing, unexpected, of
-            another shape, of another dtype or quantised. Every rank raises the same error for the whole model, before
-            anything is changed. Values that are not a number are an error of the ranks that hold them, before the
-            rank's part is changed.
-        OSError: for a file that cannot be read, or was changed during the load.
+            another shape, of another dtype or quantised, and for values that are not a number. Every rank raises an
+            error, before anything is changed.
+        OSError: on the rank that cannot read a file, or finds it changed during the load. Other ranks raise
+            ``RuntimeError``. Parameters in memory may have values of the files then.
         RuntimeError: for an optimizer that holds parameters on the meta device, and for a tensor that neither the files
             nor an initialiser give values.
     """
     check_wrapped(model, "load_pretrained")
-    directory = Path(directory)
-    target, stored = target_of(model, directory, dequantize)
+    failure_watch.refuse_after_failure()
+    accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
+    with board.call("load_pretrained"):
+        return _load(model, Path(directory), accepted, dequantize)
+
+
+def _load(model: PipelinedModel, directory: Path, accepted: Accepted, dequantize: bool) -> LoadReport:
+    ranks = LoadingRanks(directory)
+    contents = ranks.contents()
+    plan = ranks.together(lambda: _plan(model, contents, accepted, dequantize))
+    reads = ReplicaReads(plan.conversions, plan.sizes(), ranks, contents.digest)
+    # Values on the meta device are read once, and looked at before they replace anything.
+    only_meta = all(tensor.is_meta for _, wanted in plan.conversions for _, tensor in wanted)
+    ranks.together(lambda: _check(plan, reads, only_meta))
+    filled = ranks.together(lambda: _read(plan, reads, only_meta))
+    reads.send([filled[conversion] for conversion, _ in plan.conversions])
+    ranks.together(lambda: _take_over(model, plan, filled))
+    print_once(plan.report, directory, type(model.original_module).__name__)
+    return plan.report
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is loaded: nothing was read apart from headers.
+
+    Attributes:
+        target: the tensors of the model.
+        source: those of the files.
+        tied: names in the files of each weight that has several there.
+        conversions: those of this rank.
+        initial: tensors on the meta device that get initial weights, with those.
+        used: transforms that ``save_pretrained`` reverts.
+        report: differences between the model and the files.
+    """
+
+    target: Target
+    source: FileTensors
+    tied: list[list[str]]
+    conversions: Wanted
+    initial: list[tuple[torch.Tensor, torch.Tensor]]
+    used: list[Any] | None
+    report: LoadReport
+
+    def sizes(self) -> list[int]:
+        """Bytes that each conversion reads."""
+        return [self.source.size_of(conversion) for conversion, _ in self.conversions]
+
+
+def _plan(model: PipelinedModel, contents: Contents, accepted: Accepted, dequantize: bool) -> _Plan:
+    target, stored = target_of(model, contents, dequantize)
     plan = loading_plan(target.module, target.expected, stored, target.quantiser)
     if target.quantiser is None:
-        check_no_parts(plan.unexpected.values(), directory)
+        check_no_parts(plan.unexpected.values(), contents.directory)
     found = fit(target.module, target.expected, target.tied_names, stored, plan)
     if target.quantiser is None:
-        check_none_replaces(found.missing, plan.unexpected, stored, directory)
-    accepted = Accepted(names=not strict, shapes=ignore_mismatched_sizes, widths=convert_dtype)
-    check_fits(found, accepted, model.original_module, directory, target.remedy)
-    report = found.report(target.copies)
+        check_none_replaces(found.missing, plan.unexpected, stored, contents.directory)
+    check_fits(found, accepted, model.original_module, contents.directory, target.remedy)
     source = FileTensors(target, stored, found.provided)
-    for names in target.tied_names:
-        source.check_copies_are_equal([name for name in names if name in found.provided])
-
+    tied = [[name for name in names if name in found.provided] for names in target.tied_names]
     conversions = source.local_conversions()
-    # Values on the meta device are read once, and looked at before they replace anything.
-    only_meta = all(tensor.is_meta for _, wanted in conversions for _, tensor in wanted)
-    if not only_meta:
-        source.check_numbers(conversions)
-
     without = source.local_without_values([*found.missing, *(each.name for each in found.misshaped)])
-    replaced = list(zip(without, model.initial_weights_of(without), strict=True))
-    for conversion, wanted in conversions:
-        filled = [(name, _with_memory(tensor)) for name, tensor in wanted]
-        source.fill(conversion, filled)
-        if only_meta and any(has_nan(tensor) for _, tensor in filled):
-            source.check_numbers([(conversion, wanted)])
-        pairs = zip(wanted, filled, strict=True)
-        replaced += [(tensor, real) for (_, tensor), (_, real) in pairs if real is not tensor]
+    initial = list(zip(without, model.initial_weights_of(without), strict=True))
+    report = found.report(target.copies)
+    return _Plan(target, source, [names for names in tied if len(names) > 1], conversions, initial, plan.used, report)
+
+
+def _check(plan: _Plan, reads: ReplicaReads, only_meta: bool) -> None:
+    for names in reads.compared_here(plan.tied):
+        plan.source.check_copies_are_equal(names)
+    if not only_meta:
+        plan.source.check_numbers(reads.here())
+
+
+def _read(plan: _Plan, reads: ReplicaReads, only_meta: bool) -> dict[Conversion, list[torch.Tensor]]:
+    """The tensors with memory that each conversion fills; those that this rank reads have their values."""
+    filled = {conversion: [_with_memory(tensor) for _, tensor in wanted] for conversion, wanted in plan.conversions}
+    for conversion, wanted in reads.here():
+        board.moved()
+        tensors = filled[conversion]
+        plan.source.fill(conversion, [(name, real) for (name, _), real in zip(wanted, tensors, strict=True)])
+        if only_meta and any(map(has_nan, tensors)):
+            plan.source.check_numbers([(conversion, wanted)])
+    return filled
+
+
+def _take_over(model: PipelinedModel, plan: _Plan, filled: Mapping[Conversion, list[torch.Tensor]]) -> None:
+    replaced = list(plan.initial)
+    for conversion, wanted in plan.conversions:
+        pairs = zip(wanted, filled[conversion], strict=True)
+        replaced += [(tensor, real) for (_, tensor), real in pairs if real is not tensor]
     model.replace_local_tensors(replaced)
+    target = plan.target
     # A second directory brings the rest of an adapted model.
     if target.is_whole or not any(tensor.is_meta for tensor in tensors_of(model.local_module).values()):
         model.materialise()
@@ -109,100 +179,6 @@ def load_pretrained(
         target.module.__dict__["_weight_conversions"] = plan.used
     if target.quantiser is not None:
         forget_quantisation(target.module)
-    print_once(report, directory, type(model.original_module).__name__)
-    return report
-
-
-_Wanted = list[tuple[Conversion, list[tuple[str, torch.Tensor]]]]
-
-
-class FileTensors:
-    """Tensors of a checkpoint, converted to those of a model by the conversions ``provided``."""
-
-    def __init__(self, target: Target, stored: Mapping[str, StoredTensor], provided: Mapping[str, Conversion]) -> None:
-        self._target = target
-        self._stored = stored
-        self._provided = provided
-
-    def local_conversions(self) -> _Wanted:
-        """Conversions that this rank needs, in the order of the files, each with the local tensors that it fills."""
-        names = {name: names for names in self._target.tied_names for name in names}
-        wanted: dict[Conversion, list[tuple[str, torch.Tensor]]] = {}
-        seen: set[torch.Tensor] = set()
-        for name, tensor in self._target.local.items():
-            source = next((mate for mate in names.get(name, [name]) if mate in self._provided), None)
-            if source is not None and tensor not in seen:
-                seen.add(tensor)
-                wanted.setdefault(self._provided[source], []).append((source, tensor))
-
-        def position(conversion: Conversion) -> tuple[Path, int]:
-            stored = self._stored[conversion.names[0]]
-            return stored.path, stored.place
-
-        return sorted(wanted.items(), key=lambda item: position(item[0]))
-
-    def local_without_values(self, names: Collection[str]) -> list[torch.Tensor]:
-        """This rank's tensors on the meta device that have one of ``names``, and get no values from the files."""
-        loaded = {tensor for _, wanted in self.local_conversions() for _, tensor in wanted}
-        tensors = (self._target.local[name] for name in names if name in self._target.local)
-        return list(dict.fromkeys(tensor for tensor in tensors if tensor.is_meta and tensor not in loaded))
-
-    def fill(self, conversion: Conversion, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Write the results of ``conversion`` to ``tensors`` of the same names."""
-        if conversion.converter is None:
-            stored = self._stored[conversion.names[0]]
-            for _, tensor in tensors:
-                stored.read_into(own_elements(tensor, stored.shape), division_of(tensor))
-            return
-        made = self._converted(conversion, tensors[0][1].dtype)
-        for name, tensor in tensors:
-            division = division_of(tensor)
-            part = made[name] if division is None else division.take(made[name])
-            own_elements(tensor, made[name].shape).copy_(part)
-
-    def check_numbers(self, conversions: _Wanted) -> None:
-        """Raise ``ValueError`` for a value of the sources of ``conversions`` that is not a number."""
-        for conversion, wanted in conversions:
-            # A rank looks at its part alone, if the files hold the tensor itself.
-            divisions = {division_of(tensor) for _, tensor in wanted}
-            division = divisions.pop() if conversion.converter is None and len(divisions) == 1 else None
-            for name in conversion.names:
-                if self._stored[name].has_nan(division):
-                    raise ValueError(
-                        f"{printable(name)} in {self._stored[name].path} has values that are not a number (NaN). "
-                        f"Nothing was loaded. Copy or download the checkpoint again, or take one from before the loss "
-                        f"became NaN. load_local_state_dict() takes any values."
-                    )
-
-    def check_copies_are_equal(self, names: list[str]) -> None:
-        """Raise ``ValueError`` unless the stored tensors ``names``, one weight in the model, have equal values."""
-        for name in names[1:]:
-            if not self._are_equal(names[0], name, self._target.expected[name].dtype):
-                raise ValueError(
-                    f"{names[0]} and {name} are one tied weight in this {type(self._target.module).__name__}, "
-                    f"but two different tensors in {self._provided_from(names[0]).path}. Nothing was loaded. Wrap a "
-                    f"model whose configuration does not tie them (tie_word_embeddings=False)."
-                )
-
-    def _are_equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
-        conversions = [self._provided[first], self._provided[second]]
-        if all(conversion.converter is None for conversion in conversions):
-            one, two = self._provided_from(first), self._provided_from(second)
-            return all(map(torch.equal, one.pieces(dtype), two.pieces(dtype)))
-        one_whole, two_whole = (self._converted(self._provided[name], dtype)[name] for name in (first, second))
-        return torch.equal(one_whole, two_whole)
-
-    def _converted(self, conversion: Conversion, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # Converted in the dtype of the model, as in from_pretrained. Quantised values have meaning in their own.
-        own = self._target.quantiser is not None
-
-        def read(name: str) -> torch.Tensor:
-            return self._stored[name].read(self._stored[name].dtype if own else dtype)
-
-        return conversion.convert(read, self._target.module)
-
-    def _provided_from(self, name: str) -> StoredTensor:
-        return self._stored[self._provided[name].names[0]]
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,21 +2,19 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp.checkpoint.files.safetensors_reader import Mapping as MappedFile
-from nxdpp.checkpoint.files.safetensors_reader import StoredTensor, read_header
+from nxdpp.checkpoint.files.safetensors_reader import StoredTensor
 from nxdpp.checkpoint.huggingface.adapted import adapter_names, base_names, is_adapted, learns_prompts
+from nxdpp.checkpoint.huggingface.contents import Contents
 from nxdpp.checkpoint.huggingface.divided import as_in_files
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, tensors_of, tied_names_of
 from nxdpp.checkpoint.huggingface.quantised import quantiser_of
-from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE, stored_tensors
-from nxdpp.checkpoint.huggingface.replace_adapter import adapter_weights
+from nxdpp.checkpoint.huggingface.read_directory import ADAPTER_CONFIG, ADAPTER_FILE
 
 _FITTING = (
     "Wrap a model with the class and configuration of the checkpoint. To change its class, load it once with "
@@ -53,26 +51,25 @@ class Target:
     copies: Collection[str] = ()
 
 
-def target_of(model: PipelinedModel, directory: Path, dequantize: bool) -> tuple[Target, dict[str, StoredTensor]]:
-    """Return the target of ``directory`` in ``model``, and the tensors of the files.
+def target_of(model: PipelinedModel, contents: Contents, dequantize: bool) -> tuple[Target, dict[str, StoredTensor]]:
+    """Return the target of ``contents`` in ``model``, and the tensors of the files.
 
     Raises ``ValueError`` for a directory that cannot be read, for an adapter of a model that has none, and for
     quantised weights unless ``dequantize``.
     """
-    module = model.original_module
-    weights = adapter_weights(directory)
-    if weights is None:
+    module, directory = model.original_module, contents.directory
+    if contents.adapter is None:
         target = _base(model) if is_adapted(module) else _whole(model)
-        quantiser = quantiser_of(directory, dequantize, target.module)
-        return replace(target, quantiser=quantiser), stored_tensors(directory)
+        quantiser = quantiser_of(directory, contents.settings, dequantize, target.module)
+        return replace(target, quantiser=quantiser), contents.tensors
     if not is_adapted(module):
         raise ValueError(
             f"{directory} holds an adapter ({ADAPTER_CONFIG}), and this {type(module).__name__} is not a PeftModel: "
             f"wrap the result of peft.get_peft_model(model, config)."
         )
-    if not weights.is_file():
+    if contents.lacks_weights:
         raise ValueError(f"{directory} has {ADAPTER_CONFIG} and no {ADAPTER_FILE}: save the adapter as safetensors.")
-    return _adapter(model), read_header(weights, MappedFile())
+    return _adapter(model), contents.tensors
 
 
 def _whole(model: PipelinedModel) -> Target:

@@ -45,13 +45,15 @@ class _Blocks(Fp8Dequantize):
         return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns]
 
 
-def quantiser_of(directory: Path, dequantize: bool, model: nn.Module) -> Any | None:
+def quantiser_of(directory: Path, settings: dict[str, Any], dequantize: bool, model: nn.Module) -> Any | None:
     """The quantiser of transformers whose conversions dequantise the weights; ``None`` for plain weights.
+
+    ``settings`` are the content of the ``config.json`` in ``directory``.
 
     Raises ``ValueError`` for quantised weights unless ``dequantize``, for a method that cannot be dequantised, and for
     a ``model`` that is not from transformers.
     """
-    quantisation = _quantisation_of(settings_of(directory))
+    quantisation = _quantisation_of(settings)
     if quantisation is None:
         return None
     method = printable(_method(quantisation))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdpp.checkpoint.files.printable import printable
-from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor, read_header
+from nxdpp.checkpoint.files.safetensors_reader import OpenFile, StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -32,7 +32,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     if named is not None:
         return _tensors_of_named(directory, str(named))
     if (directory / SINGLE_FILE).is_file():
-        return read_header(directory / SINGLE_FILE, Mapping())
+        return read_header(directory / SINGLE_FILE, OpenFile())
     if (directory / INDEX_FILE).is_file():
         return _tensors_of_shards(directory / INDEX_FILE)
     pickled = sorted(path.name for path in directory.glob("*.bin"))
@@ -60,13 +60,13 @@ def _tensors_of_named(directory: Path, name: str) -> dict[str, StoredTensor]:
             f"a file beside it. Copy or download the missing file."
         )
     path = directory / name
-    return _tensors_of_shards(path) if name.endswith(".json") else read_header(path, Mapping())
+    return _tensors_of_shards(path) if name.endswith(".json") else read_header(path, OpenFile())
 
 
 def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
     files = _weight_map(index)
     tensors: dict[str, StoredTensor] = {}
-    mapping = Mapping()
+    opened = OpenFile()
     # If two files have a tensor, the last one in this order counts, as in from_pretrained.
     for name in sorted(set(files.values())):
         if Path(name).name != name:
@@ -78,7 +78,7 @@ def _tensors_of_shards(index: Path) -> dict[str, StoredTensor]:
             raise ValueError(
                 f"{index} names {printable(name)}, which does not exist. Copy or download the missing file."
             )
-        found = read_header(path, mapping)
+        found = read_header(path, opened)
         absent = [tensor for tensor, file in files.items() if file == name and tensor not in found]
         if absent:
             raise ValueError(

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
-from nxdpp.checkpoint.files.safetensors_reader import Mapping, StoredTensor
+from nxdpp.checkpoint.files.safetensors_reader import OpenFile, Piece, StoredTensor
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers, wrap
 from tests.support.models import llama
 from tests.support.wrapped_models import RewardHead, initialised
@@ -32,13 +32,13 @@ def wrap_as(rank: int, ranks: int, model: nn.Module, **arguments: Any) -> NxDPPM
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Name, start and stop of all parts of tensors that are read."""
     parts = []
-    part = Mapping.part
+    read = OpenFile.read
 
-    def noting(self: Mapping, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        parts.append((stored.name, start, stop))
-        return part(self, stored, start, stop)
+    def noting(self: OpenFile, stored: StoredTensor, piece: Piece, values: torch.Tensor) -> None:
+        parts.append((stored.name, piece.first, piece.first + piece.numel))
+        read(self, stored, piece, values)
 
-    monkeypatch.setattr(Mapping, "part", noting)
+    monkeypatch.setattr(OpenFile, "read", noting)
     return parts
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nxdpp import NxDPPModel, load_pretrained, parallel_state
-from nxdpp.checkpoint.files.safetensors_reader import Mapping, read_header
+from nxdpp.checkpoint.files.safetensors_reader import OpenFile, read_header
 from tests.checkpoint.huggingface.checkpointed_models import differing, make, on_meta, saved_by_transformers
 
 RANKS = 2
@@ -152,7 +152,7 @@ def test_a_damaged_file_is_named(sharded: Path, damage: Callable[[bytes], bytes]
 )
 def test_a_file_changed_during_the_load(single: Path, change: Callable[[Path], object]) -> None:
     file = single / "model.safetensors"
-    stored = read_header(file, Mapping())["model.norm.weight"]
+    stored = read_header(file, OpenFile())["model.norm.weight"]
     change(file)
 
     with pytest.raises(OSError, match=rf"{file} was changed before all its tensors were read: load again"):

@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from nxdpp import NxDPPModel, parallel_state, save_pretrained
+from nxdpp import NxDPPModel, load_pretrained, parallel_state, save_pretrained
 from tests.support.models import make, padded_batch
 
 STEPS = 2
@@ -26,6 +26,8 @@ def main(case: str, folder: str) -> None:
     evaluates = {"evaluate": dist.get_rank() == 1, "evaluate_a_replica": saves["save_of_a_replica"]}
     if saves.get(case):
         save_pretrained(wrapped, folder)
+    elif case == "load_pretrained" and dist.get_rank() == 0:
+        load_pretrained(wrapped, folder)
     elif evaluates.get(case):
         wrapped.run_eval(**padded_batch(4))
     elif case == "load" and parallel_state.get_data_parallel_rank() == 1:

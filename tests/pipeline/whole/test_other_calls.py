@@ -17,6 +17,9 @@ CASES = {
         "rank 2 is in save_pretrained, rank 3 in run_train step 3: each waits for the other",
         "rank 1 is in run_train step 3, rank 2 in save_pretrained: each waits for the other",
     ),
+    "load_pretrained": tuple(
+        f"rank 0 is in load_pretrained, rank {rank} in run_train step 3: each waits for the other" for rank in (1, 2, 3)
+    ),
     "evaluate": ("rank 1 is in run_eval step 1, rank 3 in run_train step 3", "was given other inputs than"),
     "evaluate_a_replica": (
         "in run_eval step 1 (number of items of an evaluation), and data-parallel rank 1 (rank 1) in run_train step 3",
