@@ -103,6 +103,8 @@ def tags_to_load(path: Path) -> list[str]:
 
 def latest(path: Path) -> str | None:
     """Return the tag in ``latest``; ``None`` without one."""
+    if not os.path.isfile(path / LATEST):
+        return None
     try:
         return (path / LATEST).read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):

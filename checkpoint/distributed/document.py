@@ -14,22 +14,20 @@ import errno
 import json
 import os
 import re
+import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
-from nxdpp.checkpoint.distributed.scalars import dtype_named
-from nxdpp.checkpoint.files.checksummed import PIECE_BYTES, DamagedFile, Span
+from nxdpp.checkpoint.distributed.document_tensors import DIGITS, metadata_of
+from nxdpp.checkpoint.files.checksummed import DamagedFile, Span
 
 DOCUMENT = "checkpoint.json"
 OF_MODEL = "model."
@@ -37,7 +35,6 @@ OF_MODEL = "model."
 OF_OPTIMIZER = "optimizer."
 """Begins the name of each tensor of the optimizer, which goes on with that of the parameter and a key."""
 _VERSION = 1
-_DIGITS = 8
 _HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
@@ -77,7 +74,7 @@ def write_document(
                     "sizes": list(chunk.sizes),
                     "file": span.file,
                     "start": span.start,
-                    "checksums": "".join(f"{checksum:0{_DIGITS}x}" for checksum in span.checksums),
+                    "checksums": "".join(f"{checksum:0{DIGITS}x}" for checksum in span.checksums),
                 }
             )
         dtype = str(saved.properties.dtype).removeprefix("torch.")
@@ -100,6 +97,9 @@ def read_document(directory: Path) -> bytes:
     """
     path = directory / DOCUMENT
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            # Reading a pipe or a device may never end.
+            raise DamagedFile(f"{path} is not a file.")
         return path.read_bytes()
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{directory} has no whole checkpoint: {path} is missing.") from error
@@ -120,6 +120,8 @@ def parsed_document(directory: Path, text: bytes) -> Document:
         if parsed["format"] != "nxdpp":
             raise ValueError("its format is another one")
         checksum, version = parsed["checksum"], parsed["version"]
+        if type(version) is not int or type(parsed["number"]) is not int:
+            raise ValueError("its version or number is none")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedFile(f"{path} is not the document of a checkpoint, or is damaged ({error}).") from error
     # All versions have this checksum: a damaged version is not taken for another one.
@@ -128,7 +130,7 @@ def parsed_document(directory: Path, text: bytes) -> Document:
     if version != _VERSION:
         raise ValueError(f"{path} has version {version!r:.100}, and this nxdpp reads version {_VERSION}: update nxdpp.")
     try:
-        return Document(parsed["content"], _metadata(parsed["tensors"]))
+        return Document(parsed["content"], metadata_of(parsed["tensors"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {error}).") from error
 
@@ -153,27 +155,7 @@ def number_of(directory: Path) -> int:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(body, separators=(',', ':')).encode()):0{_DIGITS}x}"
-
-
-def _metadata(tensors: dict[str, Any]) -> Metadata:
-    described: dict[str, Any] = {}
-    spans: dict[MetadataIndex, Span] = {}
-    for name, tensor in tensors.items():
-        dtype = dtype_named(tensor["dtype"])
-        chunks = []
-        for block in tensor["blocks"]:
-            sizes = torch.Size(block["sizes"])
-            chunks.append(ChunkStorageMetadata(torch.Size(block["offsets"]), sizes))
-            text = block["checksums"]
-            checksums = tuple(int(text[at : at + _DIGITS], 16) for at in range(0, len(text), _DIGITS))
-            length = sizes.numel() * dtype.itemsize
-            is_name = bool(block["file"]) and block["file"] != ".." and Path(block["file"]).name == block["file"]
-            if len(checksums) != -(-length // PIECE_BYTES) or not is_name:
-                raise ValueError(f"a block of {name} has {len(checksums)} checksums in the file {block['file']!r}")
-            spans[MetadataIndex(name, chunks[-1].offsets)] = Span(block["file"], int(block["start"]), length, checksums)
-        described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor["shape"]), chunks)
-    return Metadata(state_dict_metadata=described, storage_data=spans)
+    return f"{zlib.crc32(json.dumps(body, separators=(',', ':')).encode()):0{DIGITS}x}"
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

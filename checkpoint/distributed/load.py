@@ -23,12 +23,14 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed.captured import Stateful, layout
-from nxdpp.checkpoint.distributed.document import parsed_document, read_document, tensors_of
+from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
+from nxdpp.checkpoint.distributed.document_content import check_content
+from nxdpp.checkpoint.distributed.document_tensors import check_files
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined, model_tensors
 from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state, not_sharded, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
-from nxdpp.checkpoint.distributed.random_state import set_random_state
+from nxdpp.checkpoint.distributed.random_state import check_random_state, set_random_state
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.rectangles import placement_of
 from nxdpp.checkpoint.distributed.shared_reads import SharedReads
@@ -58,7 +60,7 @@ class Load:
         self.exchange = exchange
         text = zlib.decompress(exchange.from_first(lambda: zlib.compress(read_document(folder), 1)))
         exchange.together(self._check_shared)
-        document = exchange.together(lambda: parsed_document(folder, text))
+        document = exchange.together(lambda: self._document(text))
         self.content = document.content
         self._metadata = document.metadata
         self._saved = tensors_of(document.metadata)
@@ -66,6 +68,7 @@ class Load:
         self._of_replicas: set[str] = set()
         self._made: dict[str, torch.Tensor] = {}
         self._after: list[Callable[[], Any]] = []
+        self._user_content: Any = None
 
     def prepare(
         self,
@@ -79,7 +82,7 @@ class Load:
 
         Raises ``ValueError`` on all ranks for names, shapes, dtypes or groups that do not.
         """
-        tensors = None if model is None else model_tensors(model)
+        tensors = self.exchange.together(lambda: None if model is None else model_tensors(model))
         self.exchange.together(lambda: self._prepare(model, tensors, optimizer, scheduler, grad_scaler, strict))
         if tensors is not None and strict:
             self.exchange.through_first(list(tensors.tensors), self._check_unexpected)
@@ -97,7 +100,18 @@ class Load:
         self.exchange.together(lambda: self._read(reads))
         reads.send()
         self.exchange.together(self._take_over)
-        return decoded(self.content["user_content"], self._made)
+        return self._user_content
+
+    def _document(self, text: bytes) -> Document:
+        """The document, checked; rank 0 compares the sizes of all files too, before anything is allocated."""
+        document = parsed_document(self._folder, text)
+        try:
+            check_content(document.content, tensors_of(document.metadata))
+        except ValueError as error:
+            raise DamagedFile(f"the document of {self._folder} is damaged: {error}.") from error
+        if self.exchange.rank == 0:
+            check_files(self._folder, document.metadata)
+        return document
 
     def _check_shared(self) -> None:
         if not self._folder.is_dir():
@@ -133,8 +147,13 @@ class Load:
             if self.content[name] is None:
                 raise ValueError(f"{self._folder} has no {name}: leave out {name}=.")
             self._add_made(name)
-            self._after.append(partial(self._give_state, one, name))
+            state = self._decoded(name)
+            if not isinstance(state, dict):
+                raise DamagedFile(f"{name} of {self._folder} is damaged: it is a {type(state).__name__}.")
+            self._after.append(partial(one.load_state_dict, state))
         self._add_made("user_content")
+        # Tensors in it get their values later.
+        self._user_content = self._decoded("user_content")
         self._add_random()
 
     def _add_model(self, model: nn.Module, tensors: ModelTensors, strict: bool) -> None:
@@ -215,6 +234,7 @@ class Load:
             return
         name = f"random.{self.exchange.rank}"
         self._add_made(name)
+        check_random_state(saved[self.exchange.rank], self._folder)
         self._after.append(lambda: set_random_state(saved[self.exchange.rank], self._made))
 
     def _add_made(self, prefix: str) -> None:
@@ -237,8 +257,11 @@ class Load:
         for act in self._after:
             act()
 
-    def _give_state(self, one: Stateful, name: str) -> None:
-        one.load_state_dict(decoded(self.content[name], self._made))
+    def _decoded(self, name: str) -> Any:
+        try:
+            return decoded(self.content[name], self._made)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise DamagedFile(f"{name} of {self._folder} is damaged ({type(error).__name__}: {error}).") from error
 
     def _shaped(self, name: str) -> TensorStorageMetadata | None:
         return self._saved.get(name)

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from nxdpp.checkpoint.distributed.structured import decoded, encoded
+from nxdpp.checkpoint.files.checksummed import DamagedFile
 from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.random import get_xla_rng_tracker
@@ -24,6 +26,25 @@ def random_state(prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
         "tracker": get_xla_rng_tracker().get_states(),
     }
     return encoded(states, prefix, tensors), tensors
+
+
+def check_random_state(saved: Any, folder: Path) -> None:
+    """Raise ``DamagedFile`` for JSON of ``folder`` that has not the form of ``random_state``."""
+    own, _ = random_state("")
+    is_right = isinstance(saved, dict) and saved.keys() == own.keys()
+    if not is_right or not all(_has_form(saved[key], own[key]) for key in ("python", "numpy", "torch")):
+        raise DamagedFile(f"the states of random generators in {folder} are not as a save writes them.")
+
+
+def _has_form(saved: Any, own: Any) -> bool:
+    """Return whether ``saved`` has the containers of ``own``; numbers may differ."""
+    if isinstance(own, dict):
+        return (
+            isinstance(saved, dict) and saved.keys() == own.keys() and all(map(_has_form, saved.values(), own.values()))
+        )
+    if isinstance(own, list):
+        return isinstance(saved, list) and len(saved) == len(own) and all(map(_has_form, saved, own))
+    return isinstance(saved, str) == isinstance(own, str) and not isinstance(saved, dict | list)
 
 
 def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -81,6 +81,8 @@ def decoded(saved: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> An
     mark = next(iter(saved), "")
     if not mark.startswith("$"):
         return {key: decoded(each, tensors) for key, each in saved.items()}
+    if len(saved) > 1:
+        raise ValueError(f"the mark {mark!r} has others beside it: the document is damaged.")
     content = saved[mark]
     if mark in _MAKERS:
         items = decoded(content, tensors)

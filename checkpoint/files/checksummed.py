@@ -37,6 +37,11 @@ _NAMES = {
 }  # fmt: skip
 
 
+def checks_dtype(dtype: torch.dtype) -> bool:
+    """Return whether a file can have a tensor of ``dtype``."""
+    return dtype in _NAMES
+
+
 class Span(NamedTuple):
     """Bytes of a tensor in a file, and the CRC-32 of each piece of ``PIECE_BYTES`` of them."""
 
@@ -246,7 +251,8 @@ class ChecksummedReader:
         self.wait()
         self._close()
         try:
-            self._descriptor = os.open(self.directory / name, os.O_RDONLY)
+            # A pipe would wait for a writer.
+            self._descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise DamagedFile(
                 f"{self.directory / name} is missing, or this host does not share the directory with the ranks that "

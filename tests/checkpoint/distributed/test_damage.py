@@ -155,6 +155,7 @@ def _ranks_load(rank: int, path: Path) -> list[tuple[Any, list[str], str]]:
         except DamagedFile as damaged_file:
             error = str(damaged_file)
         found.append((content, list(messages), error))
+        training.load(path, "step_2")
         parallel_state.get_exchange().gather(None)
         if rank == 0:
             (path / name / DOCUMENT).unlink()
