@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.files.checksummed import write_checksummed
@@ -174,6 +176,23 @@ def test_a_run_that_ended_goes_on(whole: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in records] == list(range(1, 10))
     # The last step is saved too.
     assert _checkpoints(tmp_path / "longer") == ["latest", "step_9"]
+
+
+def test_a_resume_reads_no_pretrained_weights(tmp_path: Path) -> None:
+    """The folder may have lost them: those of the checkpoint count."""
+    torch.manual_seed(3)
+    source, folder = tmp_path / "pretrained", tmp_path / "run"
+    LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(source)
+    arguments = _arguments(folder)
+    at = arguments.index("--config")
+    arguments[at : at + 2] = ["--pretrained", str(source)]
+    run_ranks(1, _train, arguments)
+    expected = _losses(folder)
+    (source / "model.safetensors").unlink()
+    for name in ("step_4", "step_6"):
+        shutil.rmtree(folder / "checkpoints" / name)
+    run_ranks(1, _train, [*arguments, "--resume"])
+    assert _losses(folder) == expected
 
 
 @pytest.mark.parametrize(

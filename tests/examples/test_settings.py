@@ -1,6 +1,7 @@
 """The flags of the main job: each mistake is one sentence, found before any work."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,20 @@ def test_fewer_processes_of_a_resumed_training(monkeypatch: pytest.MonkeyPatch) 
     assert not read_settings(flags).zero1
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert read_settings([*flags, "auto", "--batch-size", "16"]).zero1
+
+
+def test_the_printed_commands_have_flags_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all hosts, and with those that are left."""
+    text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    found = [command.split("train.py")[1].split() for command in re.findall(r"```\n(torchrun .*?)```", text, re.DOTALL)]
+    one, several = found
+    for arguments, sizes in ((one, [4]), (several, [8, 4])):
+        for size in sizes:
+            monkeypatch.setenv("WORLD_SIZE", str(size))
+            assert read_settings(arguments).checkpoint_every == 100
+    assert "2 processes do not divide into pipelines of --pipeline-parallel-size 4" in _of_two(monkeypatch, several)
+
+
+def _of_two(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> str:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return _refusal(*arguments)
