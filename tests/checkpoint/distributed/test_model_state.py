@@ -1,0 +1,154 @@
+"""Names of wrapped modules, and state of modules that is neither a parameter nor a buffer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+
+from nxdpp import GradScaler
+from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+
+
+class Odd(nn.Module):
+    """Buffers of several dtypes, a transposed weight and a parametrised one."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.layer = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.turned = nn.Parameter(torch.rand(3, 5).t())
+        self.waves = nn.Parameter(torch.rand(4, dtype=torch.complex64))
+        self.register_buffer("steps", torch.tensor(seed + 3))
+        self.register_buffer("mask", torch.rand(6) > 0.5)
+        self.register_buffer("small", torch.rand(6).to(torch.float8_e4m3fn))
+        self.register_buffer("nothing", None)
+        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+
+
+def _values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def _is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and value.tolist() == other[name].tolist() for name, value in one.items()
+    )
+
+
+def test_odd_tensors_come_back_and_others_stay(tmp_path: Path) -> None:
+    saved, loaded = Odd(), Odd(1)
+    save_checkpoint(tmp_path, "saved", saved)
+    assert not _is_equal(_values(saved), _values(loaded))
+    load_checkpoint(tmp_path, "saved", loaded)
+    assert _is_equal(_values(saved), _values(loaded))
+    assert loaded.get_buffer("scratch").tolist() == [1.0, 1.0]
+    assert loaded.turned.stride() == (1, 5)
+
+
+@pytest.mark.one_python
+def test_wrapped_modules_have_the_names_of_the_module(one_rank: None, tmp_path: Path) -> None:
+    def net(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    wrappers: list[Callable[[nn.Module], Any]] = [
+        lambda module: module,
+        lambda module: torch.compile(module, backend="eager"),
+        lambda module: DistributedDataParallel(module, process_group=dist.group.WORLD),
+        lambda module: DistributedDataParallel(torch.compile(module, backend="eager")),
+    ]
+    for seed, wrap in enumerate(wrappers):
+        save_checkpoint(tmp_path, str(seed), wrap(net(seed)))
+        for other in wrappers:
+            module = net(10)
+            load_checkpoint(tmp_path, str(seed), other(module))
+            assert _is_equal(_values(module), _values(net(seed)))
+
+
+class WithExtraState(nn.Linear):
+    """A layer whose state dict has a number."""
+
+    def get_extra_state(self) -> Any:
+        """Return a number."""
+        return {"calls": 3}
+
+
+class Renaming(nn.Linear):
+    """A layer whose state dict has a copy."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"].clone()
+
+
+class Forgetful(nn.Linear):
+    """A layer whose state dict lacks a parameter."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + "bias"]
+
+
+def _sparse() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Sequential(WithExtraState(2, 2)), "0._extra_state of the model's state dict is no parameter"),
+        (lambda: nn.Sequential(Renaming(2, 2)), "0.weight of the model's state dict is no parameter or buffer"),
+        (lambda: nn.Sequential(Forgetful(2, 2)), "state dict leaves out 0.bias, which a load could not give back"),
+        (_sparse, "graph is a Tensor of layout torch.sparse_coo"),
+        (lambda: nn.Linear(2, 2, device="meta"), "on the meta device, without values"),
+    ],
+)
+def test_state_that_a_load_could_not_give_back_is_refused(
+    build: Callable[[], nn.Module], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(tmp_path, "saved", build())
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_expanded_buffer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.register_buffer("row", torch.ones(1).expand(4))
+        return module
+
+    save_checkpoint(tmp_path, "saved", build())
+    other = build()
+    before = _values(other)
+    with pytest.raises(ValueError, match=r"row is an expanded tensor, whose elements share memory: make it by .clone"):
+        load_checkpoint(tmp_path, "saved", other)
+    assert _is_equal(before, _values(other))
+    # The remedy.
+    other.register_buffer("row", torch.zeros(1).expand(4).clone())
+    load_checkpoint(tmp_path, "saved", other)
+    assert other.get_buffer("row").tolist() == [1.0] * 4
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_scales_go_between_the_scalers(tmp_path: Path) -> None:
+    kinds: list[Callable[[], torch.amp.GradScaler]] = [
+        lambda: torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7),
+        lambda: GradScaler("cpu", init_scale=32.0, growth_interval=5),
+    ]
+    for number, make in enumerate(kinds):
+        scaler = make()
+        scaler.scale(torch.ones(1, requires_grad=True))
+        scaler.update(scaler.get_scale() / 2)
+        save_checkpoint(tmp_path, str(number), nn.Linear(2, 2), grad_scaler=scaler)
+        for other in kinds:
+            loaded = other()
+            load_checkpoint(tmp_path, str(number), nn.Linear(2, 2), grad_scaler=loaded)
+            assert loaded.state_dict() == scaler.state_dict()
