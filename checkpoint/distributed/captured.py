@@ -42,7 +42,7 @@ class Described:
         configuration: files of a transformers model by name, of rank 0; ``None`` for another one.
         optimizer: class of the optimizer; ``None`` without one.
         groups: its parameter groups, with this rank's names.
-        states: description of the state of each parameter that this rank keeps.
+        states: description of the state of each parameter that this rank keeps; a frozen one has none.
         samples: hashes of a sample of each parameter, which are equal on all replicas; empty without replicas.
         place: of the rank among those of its replica.
         random: states of this rank's generators.
@@ -101,7 +101,9 @@ def captured(
         for held in held_state(optimizer, names):
             if not _writes(held.parameter):
                 continue
-            result.states[held.name] = held.description()
+            description = held.description()
+            if description:
+                result.states[held.name] = description
             into = own if held.is_shard else replicated
             for key, value in held.tensors().items():
                 into[f"optimizer.{held.name}.{key}"] = held.blocks(value)
