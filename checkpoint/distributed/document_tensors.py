@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nxdpp.checkpoint.distributed.scalars import dtype_named
-from nxdpp.checkpoint.files.checksummed import PIECE_BYTES, DamagedFile, Span, checks_dtype
+from nxdpp.checkpoint.files.checksummed import PIECE_BYTES, DamagedFile, Span, holds_dtype
 
 DIGITS = 8
 """Hexadecimal digits of a checksum."""
@@ -41,7 +41,7 @@ def metadata_of(tensors: Mapping[str, Any]) -> Metadata:
     spans: dict[MetadataIndex, Span] = {}
     for name, tensor in tensors.items():
         dtype, shape = dtype_named(tensor["dtype"]), _numbers(tensor["shape"], f"the shape of {name}")
-        if not checks_dtype(dtype) or prod(shape) * dtype.itemsize >= _END:
+        if not holds_dtype(dtype) or prod(shape) * dtype.itemsize >= _END:
             raise ValueError(f"{name} has {dtype} and shape {list(shape)!r:.100}, which no file has")
         chunks = []
         for block in tensor["blocks"]:

@@ -18,7 +18,13 @@ import numpy as np
 import torch
 
 from nxdpp.checkpoint.distributed.scalars import dtype_named, is_scalar, read_scalar, written_scalar
+from nxdpp.checkpoint.files.checksummed import holds_dtype
 
+_NUMPY = (np.bool_, np.integer, np.floating, np.str_, np.bytes_)
+_LEVELS = 200
+"""Of containers in containers: Python's own limit is reached later, in a save and in a load."""
+_LONGEST_INTEGER = 10_000
+"""Bits; Python reads a number of 4300 digits at most."""
 _FLOATS = ("nan", "inf", "-inf")
 _DICTS: dict[type, str] = {Counter: "$counter", OrderedDict: "$ordered", dict: "$dict"}
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$size"}
@@ -39,8 +45,18 @@ def encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = Non
 
     Raises ``ValueError`` for a value of another type, with its path.
     """
-    if isinstance(value, np.generic):
+    return _encoded(value, path, tensors, _LEVELS)
+
+
+def _encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None, levels: int) -> Any:
+    if isinstance(value, _NUMPY):
         value = value.item()
+    if levels < 0:
+        raise ValueError(
+            f"{path:.100}... has more than {_LEVELS} levels of containers, which a checkpoint cannot hold."
+        )
+    if type(value) is int and value.bit_length() > _LONGEST_INTEGER:
+        raise ValueError(f"{path} is a number of more than {_LONGEST_INTEGER} bits, which a checkpoint cannot hold.")
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -52,14 +68,21 @@ def encoded(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = Non
     if isinstance(value, torch.dtype | torch.device):
         return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
     if type(value) is list:
-        return [encoded(each, f"{path}[{number}]", tensors) for number, each in enumerate(value)]
+        return [_encoded(each, f"{path}[{number}]", tensors, levels - 1) for number, each in enumerate(value)]
     if type(value) in _SEQUENCES:
-        return {_SEQUENCES[type(value)]: [encoded(each, f"{path}[{n}]", tensors) for n, each in enumerate(value)]}
+        return {
+            _SEQUENCES[type(value)]: [
+                _encoded(each, f"{path}[{n}]", tensors, levels - 1) for n, each in enumerate(value)
+            ]
+        }
     if type(value) in _DICTS:
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encoded(each, f"{path}.{key}", tensors) for key, each in value.items()}
+            return {key: _encoded(each, f"{path}.{key}", tensors, levels - 1) for key, each in value.items()}
         pairs = [
-            [encoded(key, f"a key of {path}"), encoded(each, f"{path}[{key!r}]", tensors)]
+            [
+                _encoded(key, f"a key of {path}", None, levels - 1),
+                _encoded(each, f"{path}[{key!r}]", tensors, levels - 1),
+            ]
             for key, each in value.items()
         ]
         return {_DICTS[type(value)]: pairs}
@@ -104,23 +127,39 @@ def decoded(saved: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> An
     raise ValueError(f"the mark {mark!r} is not known: the document is damaged, or was not written by nxdpp.")
 
 
-def _encoded_tensor(value: Any, path: str, tensors: dict[str, torch.Tensor] | None) -> Any:
-    if isinstance(value, torch.Tensor) and is_scalar(value):
+def _encoded_tensor(value: torch.Tensor | np.ndarray, path: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    if isinstance(value, torch.Tensor) and is_scalar(value) and holds_dtype(value.dtype):
         return {"$scalar": written_scalar(value)}
     if tensors is None:
         raise ValueError(f"{path} is a tensor of shape {list(value.shape)}, and only numbers can be there.")
+    name = path
+    while name in tensors:
+        # Other keys can make the same path: {"a.b": ...} and {"a": {"b": ...}}.
+        name += "'"
+    tensors[name] = _dense(value, path)
+    return {"$tensor" if isinstance(value, torch.Tensor) else "$array": name}
+
+
+def _dense(value: torch.Tensor | np.ndarray, path: str) -> torch.Tensor:
+    """``value`` as a tensor that a file can have. Raises ``ValueError`` for others."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             raise ValueError(f"{path} is a tensor of layout {value.layout}, which a checkpoint cannot hold: {_DENSE}")
         if value.is_meta:
             raise ValueError(f"{path} is a tensor on the meta device, which has no values.")
-        tensors[path] = value.detach()
-        return {"$tensor": path}
-    try:
-        tensors[path] = torch.from_numpy(np.ascontiguousarray(value))
-    except TypeError as error:
-        raise ValueError(f"{path} is an array of {value.dtype}, which a checkpoint cannot hold: {_DENSE}") from error
-    return {"$array": path}
+        found = value.detach()
+    else:
+        if type(value) is not np.ndarray:
+            raise ValueError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: {_DENSE}")
+        try:
+            found = torch.from_numpy(np.ascontiguousarray(value))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is an array of {value.dtype}, which a checkpoint cannot hold: {_DENSE}"
+            ) from error
+    if not holds_dtype(found.dtype):
+        raise ValueError(f"{path} is of {found.dtype}, which a checkpoint cannot hold: {_DENSE}")
+    return found
 
 
 _DENSE = "give a dense one of numbers."

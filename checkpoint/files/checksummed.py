@@ -37,7 +37,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def checks_dtype(dtype: torch.dtype) -> bool:
+def holds_dtype(dtype: torch.dtype) -> bool:
     """Return whether a file can have a tensor of ``dtype``."""
     return dtype in _NAMES
 

@@ -70,6 +70,40 @@ def test_tensors_and_arrays_come_back() -> None:
     assert found["list"][0].shape == (0,)
 
 
+def nested(levels: int, wrap: Any) -> Any:
+    value = None
+    for _ in range(levels):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {"a": value}, lambda value: (value,)])
+def test_many_levels_come_back_and_too_many_are_refused(wrap: Any) -> None:
+    assert round_trip(nested(200, wrap)) == nested(200, wrap)
+    for levels in (201, 5000):
+        with pytest.raises(ValueError, match=r"^content.* has more than 200 levels of containers"):
+            encoded(nested(levels, wrap), "content", {})
+
+
+def test_tensors_with_the_same_path_stay_apart() -> None:
+    one, two = torch.ones(1), torch.zeros(2)
+    values: list[Any] = [
+        {"a.b": one, "a": {"b": two}},
+        {"a[0]": one, "a": [two]},
+        {"a": {1: one}, "a[1]": two},
+        {"a.b": one.numpy(), "a": {"b": two}},
+    ]
+    for value in values:
+        first, second = round_trip(value).values()
+        assert {tuple(each.shape) for each in (*_leaves(first), *_leaves(second))} == {(1,), (2,)}
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
+
+
 class Point(NamedTuple):
     x: int
 
@@ -93,6 +127,11 @@ class Sub(dict[str, int]):
         ([collections.defaultdict(list)], r"content\[0\] is a defaultdict"),
         ([bytearray(b"a")], r"content\[0\] is a bytearray"),
         ([1j], r"content\[0\] is a complex"),
+        ([10**5000], r"content\[0\] is a number of more than 10000 bits"),
+        ([torch.zeros(2, dtype=torch.complex128)], r"content\[0\] is of torch.complex128"),
+        ([torch.zeros((), dtype=torch.float4_e2m1fn_x2)], r"content\[0\] is of torch.float4"),
+        ([np.ma.array([1, 2], mask=[False, True])], r"content\[0\] is a MaskedArray"),
+        ([np.void(b"a")], r"content\[0\] is a void"),
         ([np.datetime64("2026-01-01")], r"content\[0\] is a date"),
         ({(1, b"a", object): 1}, r"a key of content\[2\] is a type"),
         ({"a": np.array([object()])}, r"content\.a is an array of object"),
