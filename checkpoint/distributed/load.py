@@ -27,7 +27,7 @@ from nxdpp.checkpoint.distributed.document import Document, parsed_document, rea
 from nxdpp.checkpoint.distributed.document_content import check_content
 from nxdpp.checkpoint.distributed.document_tensors import check_files
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, is_pipelined, model_tensors
-from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state, not_sharded, optimizer_class
+from nxdpp.checkpoint.distributed.optimizer_state import MASTER, held_state, is_stepped, not_sharded, optimizer_class
 from nxdpp.checkpoint.distributed.parameter_groups import SavedGroup, new_options
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.random_state import check_random_state, set_random_state
@@ -219,7 +219,7 @@ class Load:
                     if not held.is_shard:
                         self._of_replicas.add(f"optimizer.{held.name}.{key}")
             self._after.append(partial(held.give, state, described))
-        frozen = [name for name in not_sharded(optimizer, names) if states.get(name)]
+        frozen = [name for name in not_sharded(optimizer, names) if is_stepped(states.get(name, {}))]
         if frozen and strict:
             raise ValueError(
                 f"{self._folder} has the optimizer's state of {_listed(frozen)}, which do not require a gradient: call "

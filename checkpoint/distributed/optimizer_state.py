@@ -132,7 +132,8 @@ class Held:
                 self.values.copy_(read)
         if own:
             self.states[self.values] = own
-        else:
+        elif float(self.states.get(self.values, {}).get("step", 1)) != 0:
+            # State of the constructor stays: Adagrad makes it there alone.
             self.states.pop(self.values, None)
 
     def _device(self, key: str, old: Any, options: Mapping[str, Any]) -> torch.device:
@@ -208,6 +209,11 @@ def check_is_held(optimizer: Optimizer) -> None:
             f"{type(base).__name__} has the state {others[0]!r}, which belongs to no parameter: a checkpoint holds the "
             f"state of parameters and the options of groups. Keep it as an option of the parameter groups."
         )
+
+
+def is_stepped(saved: Description) -> bool:
+    """Return whether ``saved`` is more than the state that a constructor makes, as Adagrad's does."""
+    return bool(saved) and saved.get("step", {}).get("number") != 0
 
 
 def not_sharded(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:

@@ -97,7 +97,7 @@ def test_a_kernel_gets_its_steps_on_the_device_of_the_values(tmp_path: Path) -> 
     _train(model, optimizer, range(2))
     save_checkpoint(tmp_path, "saved", model, optimizer)
     theirs = optim.Adam(other.parameters())
-    for parameter in other.parameters():
+    for parameter in other.first.parameters():
         theirs.state[parameter]["step"] = torch.zeros((), device="meta")
     load_checkpoint(tmp_path, "saved", other, theirs)
     assert all(state["step"].device.type == "cpu" for state in theirs.state.values())
@@ -290,3 +290,22 @@ def test_another_precision_of_the_model_is_refused_with_a_remedy(tmp_path: Path)
         warnings.simplefilter("error")
         load_checkpoint(tmp_path, "half", model.bfloat16())
     assert torch.equal(model.float().first.weight, half.first.weight.float())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_state_that_a_constructor_makes_of_frozen_parameters_stays(tmp_path: Path) -> None:
+    def frozen(seed: int, sharded: bool) -> tuple[Net, Optimizer]:
+        model = Net(seed)
+        model.last.requires_grad_(False)
+        options = {"optimizer_class": optim.Adagrad, "grad_clipping": False}
+        return model, Zero1Optimizer(model.parameters(), **options) if sharded else optim.Adagrad(model.parameters())  # type: ignore[arg-type]  # mixed options
+
+    for number, sharded in enumerate((True, False)):
+        model, optimizer = frozen(0, sharded)
+        _train(model, optimizer, range(2))
+        save_checkpoint(tmp_path, str(number), model, optimizer)
+        other, theirs = frozen(1, not sharded)
+        load_checkpoint(tmp_path, str(number), other, theirs)
+        for each in (model, other):
+            each.last.requires_grad_(True)
+        assert _train(model, optimizer, range(2, 5)) == _train(other, theirs, range(2, 5))

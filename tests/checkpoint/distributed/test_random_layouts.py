@@ -8,8 +8,9 @@ import torch
 from torch.optim import AdamW
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.checkpoint.distributed.document import Document
 from nxdpp.checkpoint.distributed.model_state import model_tensors
-from nxdpp.checkpoint.distributed.optimizer_state import held_state
+from nxdpp.checkpoint.distributed.optimizer_state import held_state, is_stepped
 from nxdpp.checkpoint.distributed.rectangles import placement_of
 from nxdpp.optimizer.zero1 import Zero1Optimizer
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
@@ -84,12 +85,22 @@ def _check(path: Path, seeds: list[int]) -> None:
         case = Case(seed)
         saved, expected = tensors_in(path / str(seed) / "saved")
         loaded, found = tensors_in(path / str(seed) / "loaded")
+        _leave_out_unused(saved, expected)
+        _leave_out_unused(loaded, found)
         assert found.keys() == expected.keys(), case.text
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), (name, case.text)
         for part in ("ties", "optimizer"):
             assert loaded.content[part] == saved.content[part], case.text
         _check_against_one_process(case, expected)
+
+
+def _leave_out_unused(document: Document, tensors: dict[str, torch.Tensor]) -> None:
+    """Leave out the state that Adagrad makes of frozen parameters: a sharding optimizer does not keep it."""
+    states = document.content["optimizer"]["states"]
+    for name in [name for name, state in states.items() if not is_stepped(state)]:
+        for key in states.pop(name):
+            tensors.pop(f"optimizer.{name}.{key}", None)
 
 
 def _check_against_one_process(case: Case, found: dict[str, torch.Tensor]) -> None:
@@ -102,7 +113,7 @@ def _check_against_one_process(case: Case, found: dict[str, torch.Tensor]) -> No
     optimizer.step()
     tolerance = 0.1 if case.is_half else 2e-3
     for name, parameter in named:
-        state = optimizer.state.get(parameter, {})
+        state = optimizer.state.get(parameter, {}) if parameter.requires_grad else {}
         for key in state.keys() & AVERAGES:
             saved = found[f"optimizer.{name}.{key}"]
             assert saved.shape == state[key].shape, (name, key, case.text)
