@@ -73,17 +73,26 @@ def _full_disk(rank: int, path: Path) -> list[str]:
 
 
 def _not_shared(rank: int, path: Path) -> tuple[str, str, list[str]]:
-    """Save to a directory that is another one on rank 1, and load from one that rank 1 lacks."""
+    """Save to a directory that is another one on rank 1, and load from one that rank 1 lacks.
+
+    The ranks give the same path, and have other working directories: as hosts with other disks.
+    """
     parallel_state.initialize_model_parallel()
     own = path / f"host{rank}"
+    own.mkdir()
     training = Training()
-    with pytest.raises(RuntimeError) as caught:
-        training.save(own, "step_1")
-    left = list(files_in(path))
-    training.save(path / "shared", "step_1")
     before = training.state()
-    with pytest.raises(OSError, match="does not find") as missing:
-        training.load(path / ("shared" if rank == 0 else "other"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(own)
+        with pytest.raises(RuntimeError) as caught:
+            training.save(Path("out"), "step_1")
+        parallel_state.get_exchange().gather(None)
+        left = list(files_in(path))
+        if rank == 0:
+            patch.chdir(path)
+        training.save(path / "shared", "step_1")
+        with pytest.raises(OSError, match="does not find") as missing:
+            training.load(Path("shared"))
     assert is_same(training.state(), before)
     return str(caught.value), str(missing.value), left
 
@@ -97,9 +106,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_a_directory_that_hosts_do_not_share(tmp_path: Path) -> None:
     results = run_ranks(2, _not_shared, tmp_path)
     for message, missing, left in results:
-        assert f"rank 1 has written {tmp_path}" in message
+        assert f"rank 1 has written {Path('out', 'step_1')}" in message
         assert f" on {socket.gethostname()}, and rank 0 on {socket.gethostname()} does not find it" in message
-        assert f"rank 1 on {socket.gethostname()} does not find {tmp_path}" in missing
+        assert f"rank 1 on {socket.gethostname()} does not find {Path('shared', 'step_1')}" in missing
         assert "must be on a file system that all hosts share" in message
         assert "must be on a file system that all hosts share" in missing
         assert left == []
