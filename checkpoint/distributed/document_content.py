@@ -18,12 +18,14 @@ def check_content(content: Any, tensors: Mapping[str, TensorStorageMetadata]) ->
     """
     _need(_has(content, "layout", "ties", "configuration", "optimizer", "random"), "content")
     _need(_has(content, "scheduler", "grad_scaler", "user_content"), "content")
-    _need(_are(content["layout"], lambda value: type(value) is int), "layout")
+    # A conversion has no layout, and no random states.
+    layout = {"ranks": 0} if content["layout"] is None else content["layout"]
+    _need(_are(layout, lambda value: type(value) is int), "layout")
     for key in ("ties", "configuration"):
         _need(content[key] is None or _are(content[key], lambda value: isinstance(value, str)), key)
     for key in ("scheduler", "grad_scaler"):
         _need(content[key] is None or isinstance(content[key], dict), key)
-    _need(isinstance(content["random"], list) and len(content["random"]) == content["layout"].get("ranks"), "random")
+    _need(isinstance(content["random"], list) and len(content["random"]) == layout.get("ranks"), "random")
     if content["optimizer"] is not None:
         _check_optimizer(content["optimizer"], tensors)
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from nxdpp.checkpoint.files.checksummed import DamagedFile
-from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers import launch, parallel_state
 from nxdpp.parallel_layers.store_exchange import StoreExchange
 
 T = TypeVar("T")
@@ -25,13 +25,22 @@ def count() -> int:
 def is_several() -> bool:
     """Return whether there are several ranks.
 
-    Raises ``RuntimeError`` in a world of several ranks before ``initialize_model_parallel``.
+    Raises ``RuntimeError`` for several ranks before ``initialize_model_parallel``, also if the launcher alone knows
+    them.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
-    if not parallel_state.model_parallel_is_initialized():
+    is_alone = (dist.get_world_size() if dist.is_initialized() else _launched()) == 1
+    if not is_alone and not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("a checkpoint is that of all ranks: call parallel_state.initialize_model_parallel() first.")
-    return True
+    return not is_alone
+
+
+def _launched() -> int:
+    """Number of processes that a launcher has started; 1 without one."""
+    try:
+        return launch.world_size()
+    except RuntimeError:
+        # A shell can have some of a launcher's variables.
+        return 1
 
 
 def replica() -> tuple[int, int]:

@@ -118,7 +118,7 @@ def decoded(saved: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> An
         return base64.b64decode(content)
     if mark == "$dtype":
         return dtype_named(content)
-    if mark == "$device":
+    if mark == "$device" and isinstance(content, str):
         return torch.device(content)
     if mark == "$scalar":
         return read_scalar(content, torch.device("cpu"))

@@ -49,8 +49,13 @@ DIFFERENT: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 
 def _differently(rank: int, path: Path) -> list[str]:
-    parallel_state.initialize_model_parallel()
     training = Training()
+    # Each rank would take itself for the only one.
+    for call in (lambda: training.save(path, "tag"), lambda: training.load(path), finalize_checkpoint):
+        with pytest.raises(RuntimeError, match=r"call parallel_state.initialize_model_parallel\(\) first"):
+            call()
+    assert not list(path.iterdir())
+    parallel_state.initialize_model_parallel()
     training.step()
     training.save(path, "tag")
     before = training.state()
