@@ -1,18 +1,22 @@
-"""Disks that are full, not shared or read-only: a sentence on all ranks, and the training goes on."""
+"""Disks that are full, slow, not shared or read-only: a sentence on all ranks, and the training goes on."""
 
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, pruning, save
 from nxdpp.checkpoint.distributed.claim import LOCK
 from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
+from nxdpp.trainer.checkpoint import save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.support.run_ranks import run_ranks
 
@@ -97,10 +101,36 @@ def _not_shared(rank: int, path: Path) -> tuple[str, str, list[str]]:
     return str(caught.value), str(missing.value), left
 
 
+def _slow_disk(rank: int, path: Path) -> bool:
+    """Save in the background on a disk that is slow on rank 1, and wait for that in the next save."""
+    parallel_state.initialize_model_parallel(hang_timeout=1)
+    training = Training()
+
+    def slow(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+        # Longer than the limits of a hang and of ranks in different calls.
+        time.sleep(5.0 if file.parent.name == "step_1" else 0.0)
+        return write_checksummed(file, tensors)
+
+    with patch.object(save, "write_checksummed", slow if rank == 1 else write_checksummed):
+        training.save(path, "step_1", async_save=True)
+        begin = time.monotonic()
+        skipped = not save_checkpoint(path, "step_2", training.model, when_busy="skip")
+        is_held = time.monotonic() - begin > 2.0
+        training.step()
+        training.save(path, "step_3")
+    assert directory.tags(path) == ["step_3", "step_1"]
+    return skipped and not is_held
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     for messages in run_ranks(2, _full_disk, tmp_path):
         assert len(messages) == 4
         assert all("Earlier checkpoints are there" in message for message in messages)
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    """The training waits for it where it asks for that, and no rank is taken for one that hangs."""
+    assert run_ranks(2, _slow_disk, tmp_path) == [True, True]
 
 
 def test_a_directory_that_hosts_do_not_share(tmp_path: Path) -> None:
