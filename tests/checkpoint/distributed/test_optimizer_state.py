@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import AdamW, Optimizer
 
+from nxdpp.checkpoint.distributed.optimizer_state import Held
 from nxdpp.optimizer.fp32_adamw import AdamW_FP32OptimParams
 from nxdpp.optimizer.zero1 import Zero1Optimizer
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
@@ -232,6 +233,16 @@ def test_state_has_the_dtype_of_the_optimizer_that_loads_it(name: str, tmp_path:
 
 def _dtypes(optimizer: Optimizer) -> set[torch.dtype]:
     return {value.dtype for state in optimizer.state.values() for key, value in state.items() if key != "step"}
+
+
+def test_master_copies_that_were_not_saved_are_the_parameters() -> None:
+    """Of the elements of a shard, without low bits that round to the same parameter."""
+    parameter = nn.Parameter(torch.arange(1.0, 7.0).view(2, 3).bfloat16())
+    masters = parameter.detach().float().view(-1)[2:5] + 2.0**-10
+    assert torch.equal(masters.bfloat16(), parameter.detach().view(-1)[2:5])
+    held = Held("weight", parameter, 2, masters, {}, torch.float32)
+    held.give(held.new_state({}, {}), {})
+    assert masters.tolist() == [3.0, 4.0, 5.0]
 
 
 @pytest.mark.usefixtures("one_rank")
