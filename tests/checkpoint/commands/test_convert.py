@@ -261,6 +261,31 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(
     assert "is not a directory" in refused(tmp_path / "nothing", tmp_path / "made", "--to", "nxdpp")
 
 
+def test_commands_make_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _tied().save_pretrained(tmp_path / "model")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process group was made")
+
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(f"torch.distributed.{name}", refuse)
+        monkeypatch.setattr(f"torch.distributed.distributed_c10d.{name}", refuse)
+    for source, destination, to in (
+        ("model", "start/one", "nxdpp"),
+        ("start/one", "ranks", "nxd"),
+        ("ranks", "again", "huggingface"),
+    ):
+        more = ["--tensor-parallel-size", 2] if to == "nxd" else []
+        more += ["--config", tmp_path / "model"] if source == "ranks" else []
+        assert _convert(tmp_path / source, tmp_path / destination, "--to", to, *more) == 0
+        for action in ("show", "verify"):
+            assert main(["checkpoint", action, str(tmp_path / destination)]) == 0
+    assert not torch.distributed.is_initialized()
+    expected, found = tensors_in(tmp_path / "model"), tensors_in(tmp_path / "again")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def _large() -> LlamaForCausalLM:
     """A Llama of 93 million parameters, 372 MB in float32; the largest tensor has 34 MB."""
     config = LlamaConfig(

@@ -88,6 +88,28 @@ def _busy_on_one_rank(saved: Save, path: Path, patch: pytest.MonkeyPatch, rank: 
     assert saved("not busy", when_busy="skip")
 
 
+def _others_wait(training: Training, saved: Save, path: Path, patch: pytest.MonkeyPatch) -> None:
+    """A save that is not asynchronous and a load wait for the save in flight."""
+    writer = _Writer()
+    first_counts = []
+
+    def written(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+        if file.parent.name == "now":
+            first_counts.append((path / "before" / "checkpoint.json").exists())
+            return write_checksummed(file, tensors)
+        return writer(file, tensors)
+
+    patch.setattr(save, "write_checksummed", written)
+    assert saved("before", async_save=True)
+    threading.Timer(0.2, writer.released.set).start()
+    assert saved("now")
+    assert first_counts == [True]
+    writer.released.clear()
+    assert saved("last", async_save=True)
+    threading.Timer(0.5, writer.released.set).start()
+    assert load_checkpoint(path, None, training.model, training.optimizer, training.scheduler) == {"tag": "last"}
+
+
 def _error_at_a_step(training: Training, saved: Save, path: Path, patch: pytest.MonkeyPatch, rank: int) -> int:
     writer = _Writer(fails=rank == 1)
     patch.setattr(save, "write_checksummed", writer)
@@ -136,6 +158,7 @@ def _cases(rank: int, layout: Layout, path: Path) -> int:
         _values_of_the_call(training, saved, path, patch)
         _busy(saved, path, patch)
         _busy_on_one_rank(saved, path, patch, rank)
+        _others_wait(training, saved, path, patch)
         step = _error_at_a_step(training, saved, path, patch, rank)
         _error_at_the_end(saved, patch, rank)
     return step
