@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import AdamW
 
 from nxdpp.__main__ import main
+from nxdpp.checkpoint.distributed import document_tensors
 from nxdpp.checkpoint.distributed.document import DOCUMENT, parsed_document, read_document, write_document
+from nxdpp.checkpoint.files import checksummed
 from nxdpp.trainer.checkpoint import save_checkpoint
 from tests.support.tensor_models import VOCABULARY, llama
 
@@ -86,6 +89,23 @@ def test_verify_names_the_damaged_tensor_and_its_file(copied: Path, capsys: pyte
     assert lines[1].startswith(f"{copied} is damaged: 1 of ")
 
 
+def test_verify_finds_each_damaged_piece_of_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (checksummed, document_tensors):
+        monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    save_checkpoint(tmp_path, "1", nn.Linear(12, 5))
+    file, start = _place_of(tmp_path / "1", "model.weight")
+    content = file.read_bytes()
+    for place in range(start, start + 12 * 5 * 4, 8):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert _run("verify", tmp_path / "1") == 1
+        piece = start + (place - start) // 64 * 64
+        assert f"model.weight: {file} is damaged: bytes {piece} to " in capsys.readouterr().out
+    file.write_bytes(content)
+    assert _run("verify", tmp_path / "1") == 0
+
+
 def test_verify_names_all_tensors_of_a_truncated_file(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, start = _place_of(copied, "model.model.norm.weight")
     file.write_bytes(file.read_bytes()[: start + 3])
@@ -95,6 +115,9 @@ def test_verify_names_all_tensors_of_a_truncated_file(copied: Path, capsys: pyte
     file.unlink()
     assert _run("verify", copied) == 1
     assert f"model.model.norm.weight: {file} is missing, or this host does not share" in capsys.readouterr().out
+    file.mkdir()
+    assert _run("verify", copied) == 1
+    assert "model.model.norm.weight: [Errno" in capsys.readouterr().out
 
 
 def test_verify_tells_an_unfinished_and_a_damaged_document(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
