@@ -14,6 +14,7 @@ from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import save
 from nxdpp.checkpoint.distributed.background import BackgroundSaves
 from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
+from nxdpp.parallel_layers import background_errors
 from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
 from tests.support.run_ranks import run_ranks
@@ -113,6 +114,16 @@ def _others_wait(training: Training, saved: Save, path: Path, patch: pytest.Monk
 def _error_at_a_step(training: Training, saved: Save, path: Path, patch: pytest.MonkeyPatch, rank: int) -> int:
     writer = _Writer(fails=rank == 1)
     patch.setattr(save, "write_checksummed", writer)
+    keep, agreed = background_errors.keep, []
+
+    def keeping(error: Exception, all_of: Callable[[int], list[int]]) -> None:
+        def of_ranks(begun: int) -> list[int]:
+            agreed.append(all_of(begun))
+            return agreed[0]
+
+        keep(error, of_ranks)
+
+    patch.setattr(background_errors, "keep", keeping)
     assert saved("failed", async_save=True)
     message = ""
     for number in range(_STEPS):
@@ -124,6 +135,8 @@ def _error_at_a_step(training: Training, saved: Save, path: Path, patch: pytest.
         if number == rank:
             writer.released.set()
     assert "No space left on device" in message
+    # Ranks need not begin the same step when the threads fail.
+    assert [len(steps) for steps in agreed] == [2]
     assert rank == 1 or "on rank 1" in message
     training.step(_batch())
     patch.undo()
