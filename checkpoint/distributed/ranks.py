@@ -93,10 +93,8 @@ class Exchange:
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on rank 0; its error is raised on all ranks."""
-        if self._store is None:
-            return make()
-        made = self._store.gather(self.together(lambda: make() if self.rank == 0 else None))
-        return cast(T, made[0])
+        made = self.together(lambda: make() if self.rank == 0 else None)
+        return cast(T, self.all_of(made)[0])
 
     def together(self, act: Callable[[], T]) -> T:
         """Return the result of ``act``, or raise on all ranks.

@@ -130,6 +130,17 @@ def test_pipeline_ranks_have_files_of_their_own(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tp_rank_00_pp_rank_00", "tp_rank_00_pp_rank_01"]
 
 
+def _of_replicas(rank: int, path: Path) -> tuple[int, int]:
+    parallel_state.initialize_model_parallel()
+    save({"rank": rank}, path)
+    save({"rank": rank}, path, master_dp_only=False)
+    return load(path)["rank"], load(path, master_dp_only=False)["rank"]
+
+
+def test_the_first_replica_writes_alone_unless_each_has_files(tmp_path: Path) -> None:
+    assert run_ranks(2, _of_replicas, tmp_path) == [(0, 0), (0, 1)]
+
+
 class Runs:
     """Pickled as a call of ``os.mkdir``."""
 

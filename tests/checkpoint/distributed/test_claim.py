@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxdpp.checkpoint.distributed import claim
+from nxdpp.trainer.checkpoint import finalize_checkpoint
 from tests.checkpoint.distributed.small_training import Training
 
 _HOLDER = """
@@ -25,7 +26,7 @@ def test_two_programs_cannot_save_in_one_directory(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(claim, "_SECONDS", 0.2)
     training = Training()
     training.save(tmp_path, "before")
-    claim.release()
+    finalize_checkpoint()
     command = [sys.executable, "-c", _HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None

@@ -1,23 +1,27 @@
 """Damaged checkpoints: the file is named, and without a tag the next older whole checkpoint is loaded."""
 
+import errno
 import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.first_whole import LoadArguments, load_first_whole
+from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.checksummed import DamagedFile
-from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
+from nxdpp.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
 from tests.checkpoint.distributed.test_document import signed
 from tests.support.run_ranks import run_ranks
 
+T = TypeVar("T")
 Damage = Callable[[Path], object]
 
 
@@ -105,10 +109,36 @@ def test_a_missing_document_is_no_checkpoint(saved: list[dict[str, Any]], tmp_pa
     with pytest.raises(FileNotFoundError, match="other has no whole checkpoint"):
         Training().load(tmp_path, "other")
     assert Training().load(tmp_path) == {"tag": "step_1"}
+    for tag in ("step_1", "step_0"):
+        assert has_checkpoint(tmp_path)
+        (tmp_path / tag / DOCUMENT).unlink()
+    assert not has_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("is_of_disk", [True, False])
+def test_a_document_that_cannot_be_read(
+    is_of_disk: bool, saved: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails is damage; a right that is missing may be given."""
+    read = Path.read_bytes
+
+    def failing(self: Path) -> bytes:
+        if self != tmp_path / "step_2" / DOCUMENT:
+            return read(self)
+        number = errno.EIO if is_of_disk else errno.EACCES
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    if is_of_disk:
+        assert Training().load(tmp_path) == {"tag": "step_1"}
+    else:
+        with pytest.raises(PermissionError, match="step_2"):
+            Training().load(tmp_path)
 
 
 def test_an_empty_and_a_missing_directory(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
+        assert not has_checkpoint(path)
         with pytest.raises(FileNotFoundError, match="has no checkpoint: has_checkpoint"):
             Training().load(path)
 
@@ -118,6 +148,35 @@ def test_another_version_is_not_passed_over(saved: list[dict[str, Any]], tmp_pat
     document.write_bytes(signed(json.loads(document.read_bytes()) | {"version": 2}))
     with pytest.raises(ValueError, match="update nxdpp"):
         Training().load(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_counted_by_the_next_saves(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The load has found its damage, which no size shows."""
+    flip(1)(shard(tmp_path / "step_2"))
+    training = Training()
+    assert training.load(tmp_path) == {"tag": "step_1"}
+    training.save(tmp_path, "step_3", num_kept_ckpts=2)
+    assert "step_1" in directory.tags(tmp_path)
+
+
+def test_no_older_checkpoint_is_loaded_for_another_error_of_a_rank(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    """One rank finds damage, and another may not read: the cause can go away."""
+
+    class Mixed(Exchange):
+        def together(self, act: Callable[[], T]) -> T:
+            try:
+                return super().together(act)
+            except DamagedFile:
+                self.failures.append(PermissionError)
+                raise
+
+    flip(1)(shard(tmp_path / "step_2"))
+    training = Training()
+    arguments = LoadArguments(training.model, training.optimizer, training.scheduler, None, True)
+    folders = [tmp_path / "step_2", tmp_path / "step_1"]
+    with pytest.raises(DamagedFile, match="step_2"):
+        load_first_whole(folders, Mixed(), arguments)
+    assert load_first_whole(folders, Exchange(), arguments) == {"tag": "step_1"}
 
 
 def test_an_older_checkpoint_without_names_of_the_damaged_one_is_refused(tmp_path: Path) -> None:

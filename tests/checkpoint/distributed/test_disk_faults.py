@@ -25,7 +25,7 @@ def full(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def full_after_some_bytes(file: Path, tensors: Any) -> Any:
+def full_after_some_bytes(file: Path, *_: Any) -> Any:
     file.write_bytes(b"some")
     full()
 
@@ -47,7 +47,7 @@ def _full_disk(rank: int, path: Path) -> list[str]:
     files = files_in(path)
     gather(None)
     messages = []
-    targets = [("write_checksummed", full_after_some_bytes, 1), ("write_document", full, 0)]
+    targets = [("write_checksummed", full_after_some_bytes, 1), ("write_document", full_after_some_bytes, 0)]
     for name, function, failing in targets:
         for tag in ("step_2", "step_1"):
             training.step()
@@ -142,6 +142,20 @@ def test_a_directory_that_hosts_do_not_share(tmp_path: Path) -> None:
         assert "must be on a file system that all hosts share" in message
         assert "must be on a file system that all hosts share" in missing
         assert left == []
+
+
+def test_a_file_that_has_lost_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system of the network: the size is compared before the checkpoint counts."""
+
+    def losing(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+        spans = write_checksummed(file, tensors)
+        os.truncate(file, file.stat().st_size - 1)
+        return spans
+
+    monkeypatch.setattr(save, "write_checksummed", losing)
+    with pytest.raises(OSError, match=r"rank 0 cannot write .*: it has \d+ of \d+ bytes. Earlier"):
+        Training().save(tmp_path, "step_1")
+    assert list(files_in(tmp_path)) == []
 
 
 def test_an_older_checkpoint_that_cannot_be_removed(
