@@ -188,7 +188,7 @@ def load_checkpoint(
         folder = arguments.path_of(path)
         tags = exchange.from_first(lambda: directory.tags_to_load(folder)) if tag is None else [arguments.tag_of(tag)]
         if not tags:
-            raise FileNotFoundError(f"{path} has no checkpoint: has_checkpoint({str(path)!r}) tells it beforehand.")
+            raise FileNotFoundError(f"{path} has no checkpoint: {arguments.remedy_without_checkpoint(folder)}")
         folders = [folder / each for each in tags]
         own = arguments.model_of(model), arguments.optimizer_of(optimizer)
         return load_first_whole(folders, exchange, LoadArguments(*own, scheduler, grad_scaler, strict))

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Stateful
+from nxdpp.checkpoint.distributed.document import DOCUMENT
 from nxdpp.trainer.model import NxDModel
 from nxdpp.trainer.optimizer import NxDOptimizer
 
@@ -31,6 +32,15 @@ def tag_of(tag: str | int) -> str:
     return name
 
 
+def remedy_without_checkpoint(path: Path) -> str:
+    """The call for a ``path`` that is not the directory of a training's checkpoints."""
+    if (path / DOCUMENT).is_file():
+        return f"it is one checkpoint itself. Give its directory and its tag: {str(path.parent)!r}, {path.name!r}."
+    if any(path.glob("*.safetensors*")):
+        return f"it has a pretrained model. Call nxdpp.load_pretrained(model, {str(path)!r})."
+    return f"has_checkpoint({str(path)!r}) tells it beforehand."
+
+
 def model_of(model: Any) -> nn.Module | None:
     """The model that ``NxDModel`` wraps, or ``model``. Raises ``TypeError`` for a state dict and other objects."""
     if isinstance(model, NxDModel):
@@ -39,8 +49,8 @@ def model_of(model: Any) -> nn.Module | None:
         found: nn.Module | None = model
         return found
     raise TypeError(
-        f"model is a {type(model).__name__}: give the module itself. A checkpoint has whole tensors, and a state dict "
-        f"does not tell which part of them it has."
+        f"model is of class {type(model).__name__}: give the module itself. A checkpoint has whole tensors, and a "
+        f"state dict does not tell which part of them it has."
     )
 
 
@@ -51,7 +61,7 @@ def optimizer_of(optimizer: Any) -> Optimizer | None:
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     raise TypeError(
-        f"optimizer is a {type(optimizer).__name__}: give the optimizer itself. Its state has the names of its "
+        f"optimizer is of class {type(optimizer).__name__}: give the optimizer itself. Its state has the names of its "
         f"parameters, which a state dict does not have."
     )
 

@@ -35,6 +35,7 @@ OF_MODEL = "model."
 OF_OPTIMIZER = "optimizer."
 """Begins the name of each tensor of the optimizer, which goes on with that of the parameter and a key."""
 _VERSION = 1
+_SHOWN = 5
 _HEAD_BYTES = 200
 _BEGINNING = b'{"format": "nxdpp", '
 _NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
@@ -102,7 +103,9 @@ def read_document(directory: Path) -> bytes:
             raise DamagedFile(f"{path} is not a file.")
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{directory} has no whole checkpoint: {path} is missing.") from error
+        raise FileNotFoundError(
+            f"{directory} has no whole checkpoint: {path} is missing.{_beside(directory)}"
+        ) from error
     except OSError as error:
         if error.errno != errno.EIO:
             raise
@@ -165,3 +168,10 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
         assert isinstance(saved, TensorStorageMetadata), "a checkpoint has tensors alone"
         found[name] = saved
     return found
+
+
+def _beside(directory: Path) -> str:
+    """A sentence with the tags beside ``directory``; empty without one."""
+    tags = sorted(path.parent.name for path in directory.parent.glob(f"*/{DOCUMENT}"))
+    more = f", and {len(tags) - _SHOWN} more" if len(tags) > _SHOWN else ""
+    return f" {directory.parent} has {', '.join(tags[-_SHOWN:])}{more}." if tags else ""

@@ -56,7 +56,9 @@ def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArg
                 raise
             half_read |= load.names_in_use() if load is not None else set()
             if exchange.rank == 0:
-                _logger.warning("%s: the next older checkpoint is loaded in the place of %s", error, folder)
+                _logger.warning(
+                    "%s: the next older checkpoint is loaded in the place of %s", str(error).rstrip("."), folder
+                )
     raise AssertionError("there is a folder")
 
 

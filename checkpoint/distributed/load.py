@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from nxdpp.checkpoint.distributed.captured import Stateful, layout
 from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of
@@ -92,6 +93,7 @@ class Load:
                 own = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
                 self.exchange.through_first(own, self._check_stepped)
             self._warn_of_masters(optimizer, names)
+            self._warn_of_left_out({"scheduler": scheduler, "grad_scaler": grad_scaler})
 
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content."""
@@ -150,11 +152,23 @@ class Load:
             state = self._decoded(name)
             if not isinstance(state, dict):
                 raise DamagedFile(f"{name} of {self._folder} is damaged: it is a {type(state).__name__}.")
+            if isinstance(one, LRScheduler):
+                self._check_rates(one, state)
             self._after.append(partial(one.load_state_dict, state))
         self._add_made("user_content")
         # Tensors in it get their values later.
         self._user_content = self._decoded("user_content")
         self._add_random()
+
+    def _check_rates(self, scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for the state of another class: ``load_state_dict`` of torch takes any."""
+        saved, own = ({key for key in each if not key.startswith("_")} for each in (state, scheduler.state_dict()))
+        if saved != own:
+            raise ValueError(
+                f"the scheduler of {self._folder} has {', '.join(sorted(saved - own)) or 'no other state'}, and this "
+                f"{type(scheduler).__name__} has {', '.join(sorted(own - saved)) or 'no other state'}: make the "
+                f"scheduler that was saved, or leave out scheduler=. Nothing was loaded."
+            )
 
     def _add_model(self, model: nn.Module, tensors: ModelTensors, strict: bool) -> None:
         saved_ties: Mapping[str, str] = self.content["ties"] or {}
@@ -184,7 +198,10 @@ class Load:
             self._of_replicas.add(f"model.{saved_ties.get(name, name)}")
             self._add(f"model.{saved_ties.get(name, name)}", blocks_of(real, placement))
         if missing and strict:
-            raise ValueError(f"{self._folder} lacks {_listed(missing)} of the model. Nothing was loaded.")
+            raise ValueError(
+                f"{self._folder} lacks {_listed(missing)} of the model. Nothing was loaded: build the model that was "
+                f"saved, or give strict=False."
+            )
         if is_pipelined(model):
             pipelined = cast(PipelinedModel, model)
             check_no_optimizer_holds(_parameters(tensors, replaced), "Make the optimizer after load_checkpoint.")
@@ -291,6 +308,15 @@ class Load:
                 f"parameters that were saved. Nothing was loaded; strict=False leaves their state out."
             )
         return [None] * len(of_ranks)
+
+    def _warn_of_left_out(self, given: Mapping[str, Stateful | None]) -> None:
+        """Warn on rank 0 of state that the training had and this load leaves out."""
+        for name, one in given.items():
+            if one is None and self.content[name] is not None and self.exchange.rank == 0:
+                warnings.warn(
+                    f"{self._folder} has the state of a {name}, which is not loaded: give {name}= too.",
+                    stacklevel=4,
+                )
 
     def _warn_of_masters(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """Warn once, on rank 0, of master copies for which ``optimizer`` has no place."""

@@ -17,15 +17,31 @@ class SavedGroup(NamedTuple):
     names: list[str]
 
 
+def names_of_group(optimizer: Optimizer, number: int, names: Mapping[int, str]) -> list[str]:
+    """Return the names of a group's parameters.
+
+    Raises ``ValueError`` for parameters that the model does not have, such as those of a model before it was wrapped.
+    """
+    parameters = optimizer.param_groups[number]["params"]
+    others = [parameter for parameter in parameters if id(parameter) not in names]
+    if others:
+        raise ValueError(
+            f"param_groups[{number}] has {len(others)} parameters that this rank's part of the model does not have, "
+            f"the first of shape {list(others[0].shape)}: make the optimizer after the model is wrapped, with the "
+            f"parameters of model=."
+        )
+    return [names[id(parameter)] for parameter in parameters]
+
+
 def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[SavedGroup]:
     """Return the groups of ``optimizer`` with this rank's names.
 
-    Raises ``ValueError`` for options that JSON cannot hold.
+    Raises ``ValueError`` for options that JSON cannot hold, and for parameters of another model.
     """
     found = []
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        own = [names[id(parameter)] for parameter in group["params"]]
+        own = names_of_group(optimizer, number, names)
         found.append(SavedGroup(encoded(options, f"param_groups[{number}]"), own))
     return found
 
@@ -66,8 +82,8 @@ def new_options(optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[
             f"{len(saved)}: make the optimizer with the groups that were saved."
         )
     place = {name: number for number, group in enumerate(saved) for name in group.names}
-    for number, group in enumerate(optimizer.param_groups):
-        own = [names[id(parameter)] for parameter in group["params"]]
+    for number in range(len(saved)):
+        own = names_of_group(optimizer, number, names)
         missing = [name for name in own if name not in place]
         if missing:
             raise ValueError(

@@ -106,7 +106,7 @@ def test_a_missing_document_is_no_checkpoint(saved: list[dict[str, Any]], tmp_pa
     (tmp_path / "step_2" / DOCUMENT).unlink()
     with pytest.raises(FileNotFoundError, match="step_2 has no whole checkpoint"):
         Training().load(tmp_path, "step_2")
-    with pytest.raises(FileNotFoundError, match="other has no whole checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"other has no whole checkpoint: .* has step_0, step_1\.$"):
         Training().load(tmp_path, "other")
     assert Training().load(tmp_path) == {"tag": "step_1"}
     for tag in ("step_1", "step_0"):
@@ -141,6 +141,15 @@ def test_an_empty_and_a_missing_directory(tmp_path: Path) -> None:
         assert not has_checkpoint(path)
         with pytest.raises(FileNotFoundError, match="has no checkpoint: has_checkpoint"):
             Training().load(path)
+
+
+def test_a_path_of_another_kind_gets_the_call_for_it(saved: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"it is one checkpoint itself.*{tmp_path.name}', 'step_2'\.$"):
+        Training().load(tmp_path / "step_2")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match=r"it has a pretrained model. Call nxdpp.load_pretrained"):
+        Training().load(tmp_path / "model")
 
 
 def test_another_version_is_not_passed_over(saved: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -100,6 +100,23 @@ def test_a_scheduler_goes_on(name: str, tmp_path: Path) -> None:
     _check_goes_on(tmp_path, partial(AdamW, lr=1e-2), SCHEDULERS[name])
 
 
+def test_a_scheduler_of_another_class_is_refused_and_one_left_out_is_named(tmp_path: Path) -> None:
+    model = Small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    save_checkpoint(tmp_path, "saved", model, optimizer, rates.CosineAnnealingLR(optimizer, 10))
+    other = rates.StepLR(optimizer, 5)
+    with pytest.raises(
+        ValueError, match="has T_max, eta_min, and this StepLR has gamma, step_size: make the scheduler"
+    ):
+        load_checkpoint(tmp_path, "saved", model, optimizer, other)
+    assert not hasattr(other, "T_max")
+    with pytest.warns(UserWarning, match="has the state of a scheduler, which is not loaded: give scheduler="):
+        load_checkpoint(tmp_path, "saved", model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(tmp_path, "saved", model)
+
+
 def test_masters_frozen_parameters_and_an_unused_optimizer_go_on(tmp_path: Path) -> None:
     _check_goes_on(tmp_path / "masters", partial(AdamW_FP32OptimParams, lr=1e-2), dtype=torch.bfloat16)
     _check_goes_on(tmp_path / "frozen", partial(AdamW, lr=1e-2), frozen=True)
