@@ -24,7 +24,8 @@ class LastBackward(NamedTuple):
 class AveragePlan:
     """The order of the buckets for some parameters and last backwards.
 
-    ``stage_of`` has the stage of each parameter's last backward, by id; ``order`` is a hash, equal on equal replicas.
+    ``stage_of`` has the stage of each parameter's last backward, by id; ``order`` is a hash of the
+    buckets and of the order of all trained parameters, equal on equal replicas.
     """
 
     trained: list[nn.Parameter]
@@ -53,12 +54,12 @@ def make_plan(
     number = {stage: place for place, (stage, _) in enumerate(last)}
     places: list[list[nn.Parameter]] = [[] for _ in range(len(last) + 1)]
     for parameter in trained:
-        if id(parameter) in expected:
-            places[number.get(stage_of.get(id(parameter), NO_STAGE), -1)].append(parameter)
-    ordered = [parameter for place in places[:-1] for parameter in reversed(place)]
+        places[number.get(stage_of.get(id(parameter), NO_STAGE), -1)].append(parameter)
     # Those that are held back wait for no other, and no other waits for them.
-    made = [*buckets(ordered), *buckets(places[-1])]
+    parts = [[parameter for place in places[:-1] for parameter in reversed(place)], places[-1]]
+    made = [bucket for part in parts for bucket in buckets(p for p in part if id(p) in expected)]
     index = {id(parameter): place for place, parameter in enumerate(trained)}
     text = [[(index[id(p)], p.numel(), str(p.dtype)) for p in bucket] for bucket in made]
-    order = zlib.crc32(repr((len(trained), text)).encode())
+    every = [index[id(p)] for part in parts for p in part]
+    order = zlib.crc32(repr((every, text)).encode())
     return AveragePlan(trained, last, held_back, expected, made, stage_of, order)

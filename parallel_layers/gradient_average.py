@@ -85,10 +85,15 @@ def average_tensors(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> N
 
     All ranks give tensors of the same shapes and dtypes in the same order.
     """
+    average_buckets(buckets(gradients), group)
+
+
+def average_buckets(made: Iterable[list[torch.Tensor]], group: ProcessGroup) -> None:
+    """Replace each gradient of the buckets ``made`` by its mean over ``group``, in place; see ``average_tensors``."""
     size = dist.get_world_size(group)
     in_flight: deque[Reduction] = deque()
     with torch.no_grad():
-        for bucket in buckets(gradients):
+        for bucket in made:
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 in_flight.popleft().finish()
             board.moved()

@@ -16,7 +16,7 @@ average.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -32,7 +32,8 @@ from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.flat_memory import FlatMemory
 from nxdpp.parallel_layers.gradient_average import (
     Reduction,
-    average_tensors,
+    average_buckets,
+    buckets,
     dense,
     gradients_of_any_rank,
     largest_flags,
@@ -104,6 +105,7 @@ class OverlappedAverage:
         self._stage = NO_STAGE
         self._stages_left = 0
         self._agree: Callable[[], bool] | None = None
+        self._has_order = True
         self._early_bytes = 0
 
     def begin(
@@ -135,6 +137,7 @@ class OverlappedAverage:
         self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._stages_left = len(last)
         self._early_bytes = 0
+        self._has_order = True
         self._agree = start_agreement(self._plan.order)
 
     def before_last(self, stage: int) -> None:
@@ -186,17 +189,28 @@ class OverlappedAverage:
             self._finish_first()
         for bucket in self._buckets:
             self._fill_in(bucket, missing)
-        others = [
-            (parameter, is_anywhere)
-            for parameter, is_anywhere in zip(self._trained, anywhere, strict=True)
-            if id(parameter) not in sent_ids
-        ]
-        gradients = gradients_of_any_rank([each for each, _ in others], [flag for _, flag in others])
-        average_tensors(gradients, self._group)
         self._expected = {id(p) for p, is_anywhere in zip(self._trained, anywhere, strict=True) if is_anywhere}
+        average_buckets(self._unsent(sent_ids), self._group)
         sent = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
         self.report = AverageReport(sent, early, time.perf_counter() - began)
         self.abandon()
+
+    def _unsent(self, sent_ids: set[int]) -> Iterator[list[torch.Tensor]]:
+        """Gradients that were not expected, in the buckets of the next step: a ring sums each place in its own order.
+
+        So the first step after the load of a checkpoint gives the values that it has without a load.
+        """
+        assert self._plan is not None
+        if not self._has_order:
+            expected = [parameter for parameter in self._trained if id(parameter) in self._expected]
+            yield from buckets(gradients_of_any_rank(expected, [1] * len(expected)))
+            return
+        if self._expected != self._plan.expected:
+            self._plan = make_plan(self._trained, self._plan.last, self._plan.held_back, self._expected)
+        for bucket in self._plan.buckets:
+            unsent = [parameter for parameter in bucket if id(parameter) not in sent_ids]
+            if unsent:
+                yield gradients_of_any_rank(unsent, [1] * len(unsent))
 
     def forget(self) -> None:
         """Forget the parameters, which may have been replaced: the next step sends nothing early."""
@@ -220,6 +234,7 @@ class OverlappedAverage:
         agree, self._agree = self._agree, None
         if not agree():
             # Replicas with other orders send nothing early.
+            self._has_order = False
             self._buckets, self._of_parameter = [], {}
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
