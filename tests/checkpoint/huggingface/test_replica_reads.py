@@ -100,6 +100,16 @@ def replicas_that_differ_read_all_of_their_own(folder: Path) -> None:
     assert differing(loaded.local_state_dict(), {name: each.to(dtype) for name, each in whole.items()}) == []
 
 
+def replicas_with_other_files_read_all_of_their_own(folder: Path) -> None:
+    """Each replica has a host with a copy of its own, of which one is in other files."""
+    loaded = wrapped(on_meta("llama"), 2)
+    with counted() as counts:
+        load_pretrained(loaded, folder / ("llama", "one_file")[dist.get_rank() % 2])
+    size = parallel_state.get_exchange().gather(4 * sum(each.numel() for each in loaded.local_parameters()))
+    assert counts.of_all()["bytes"] == size
+    assert differing(loaded.local_state_dict(), make("llama").state_dict()) == []
+
+
 def each_host_reads_the_headers(folder: Path) -> None:
     view = loading_ranks._view
     with pytest.MonkeyPatch.context() as patch, counted() as counts:
@@ -194,6 +204,7 @@ def _cases(rank: int, folder: Path) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     cases: list[Callable[[Path], None]] = [
         replicas_that_differ_read_all_of_their_own,
+        replicas_with_other_files_read_all_of_their_own,
         each_host_reads_the_headers,
         errors_of_one_rank_are_raised_on_all,
         errors_of_the_host_are_raised_on_all,
@@ -207,6 +218,7 @@ def _cases(rank: int, folder: Path) -> None:
 def test_four_ranks(tmp_path: Path) -> None:
     for name in ("llama", "tied_llama", "mixtral"):
         saved_by_transformers(name, tmp_path / name, max_shard_size="100KB")
+    saved_by_transformers("llama", tmp_path / "one_file")
     damaged = tmp_path / "damaged" / "model.safetensors"
     saved_by_transformers("llama", damaged.parent)
     damaged.write_bytes(damaged.read_bytes()[:-1])
