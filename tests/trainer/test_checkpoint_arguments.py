@@ -1,5 +1,6 @@
 """Arguments of the functions of checkpoints: refused on all ranks together, before anything is changed."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from nxdpp import parallel_state
+from nxdpp.parallel_layers import checkpointing
 from nxdpp.parallel_layers.grad_scaler import GradScaler
 from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same
@@ -128,6 +130,31 @@ def test_a_value_is_refused_before_a_file_is_written(
     if not {"num_kept_ckpts"} & set(changes) and changes != {"tag": None}:
         with pytest.raises(error, match=sentence):
             load_checkpoint(**{"path": tmp_path / "out", "tag": "tag", **changes})
+
+
+SIGNATURES: dict[Callable[..., Any], str] = {
+    save_checkpoint: "path tag= model=None optimizer=None scheduler=None user_content=None num_workers=8 "
+    "use_xser=False num_kept_ckpts=None async_save=False zero1_optimizer=False use_zero1_dcp=False",
+    load_checkpoint: "path tag=None model=None optimizer=None scheduler=None num_workers=8 strict=True "
+    "use_zero1_dcp=False",
+    has_checkpoint: "path",
+    finalize_checkpoint: "",
+    checkpointing.save: "state_dict save_dir save_serially=True save_xser=False down_cast_bf16=False "
+    "master_dp_only=True",
+    checkpointing.load: "load_dir model_or_optimizer=None model_key=model load_xser=False sharded=True strict=True "
+    "model=None master_dp_only=True",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_names_order_and_defaults_are_those_of_nxd(function: Callable[..., Any]) -> None:
+    """Arguments of nxdpp alone have to be given by name."""
+    found = []
+    for argument in inspect.signature(function).parameters.values():
+        if argument.kind is not argument.KEYWORD_ONLY:
+            is_given = argument.default is argument.empty
+            found.append(argument.name if is_given else f"{argument.name}={argument.default}")
+    assert " ".join(found) == SIGNATURES[function]
 
 
 def test_arguments_of_a_script_without_effect_are_taken(tmp_path: Path) -> None:

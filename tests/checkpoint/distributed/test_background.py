@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.checkpoint.distributed import save
+from nxdpp.checkpoint.distributed import directory, save
 from nxdpp.checkpoint.distributed.background import BackgroundSaves
 from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
 from nxdpp.parallel_layers import background_errors
 from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from tests.checkpoint.distributed import small_training
 from tests.checkpoint.distributed.layouts import Layout, Training, tensors_in
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
@@ -182,3 +184,22 @@ def test_training_goes_on_while_a_thread_writes(layout: Layout, tmp_path: Path) 
     steps = run_ranks(2, _cases, layout, tmp_path, timeout=150)
     assert steps[0] == steps[1] < _STEPS - 1
     assert steps[0] > 1
+
+
+def test_a_load_and_a_save_wait_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def slow(file: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Span]:
+        # A save that did not wait would be the first.
+        time.sleep(0.3 if file.parent.name == "slow" else 0.0)
+        written.append(file.parent.name)
+        return write_checksummed(file, tensors)
+
+    monkeypatch.setattr(save, "write_checksummed", slow)
+    training = small_training.Training()
+    training.save(tmp_path / "one", "slow", async_save=True)
+    assert training.load(tmp_path / "one") == {"tag": "slow"}
+    training.save(tmp_path / "two", "slow", async_save=True)
+    training.save(tmp_path / "two", "next")
+    assert written == ["slow", "slow", "next"]
+    assert directory.tags(tmp_path / "two") == ["next", "slow"]

@@ -152,3 +152,22 @@ def test_scales_go_between_the_scalers(tmp_path: Path) -> None:
             loaded = other()
             load_checkpoint(tmp_path, str(number), nn.Linear(2, 2), grad_scaler=loaded)
             assert loaded.state_dict() == scaler.state_dict()
+
+
+class Tied(nn.Module):
+    """Two layers, of which the second has the weight of the first where they are tied."""
+
+    def __init__(self, are_tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        if are_tied:
+            self.second.weight = self.first.weight
+
+
+def test_a_tied_weight_goes_to_both_layers_of_a_model_without_ties(tmp_path: Path) -> None:
+    saved, loaded = Tied(True), Tied(False)
+    save_checkpoint(tmp_path, "saved", saved)
+    load_checkpoint(tmp_path, "saved", loaded)
+    assert loaded.second.weight is not loaded.first.weight
+    for name, value in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
