@@ -236,6 +236,20 @@ def test_other_settings_are_refused_before_anything_is_loaded(
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
+@pytest.mark.parametrize("is_document", [True, False], ids=["document", "values"])
+def test_auto_takes_the_next_older_checkpoint_for_a_damaged_one(is_document: bool, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole / "checkpoints", folder / "checkpoints")
+    newest = folder / "checkpoints" / "step_6"
+    (file,) = newest.glob("checkpoint.json" if is_document else "*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    run_ranks(1, _train, _arguments(folder, "--resume", "auto", dropout=0.0))
+    assert _losses(folder) == _losses(whole)
+    assert _checkpoints(folder) == ["latest", "step_2", "step_4", "step_6"]
+
+
 def test_a_full_disk_does_not_end_the_training_if_so_asked(tmp_path: Path) -> None:
     """A save in the step, and one in the background: the save of step 4 fails on rank 1."""
     expected, runs = tmp_path / "expected", [tmp_path / "now", tmp_path / "background"]
