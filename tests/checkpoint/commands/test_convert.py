@@ -184,6 +184,20 @@ def test_quantised_weights_are_refused_with_the_way(tmp_path: Path, capsys: pyte
     assert "quantised     gptq\n" in capsys.readouterr().out
 
 
+def test_copies_of_a_tied_weight_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _tied().save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+    assert _convert(tmp_path / "model", tmp_path / "equal", "--to", "nxdpp") == 0
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    assert _convert(tmp_path / "model", tmp_path / "made", "--to", "nxdpp") == 2
+    assert "are one tied weight in this LlamaForCausalLM, but two different tensors" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_configuration_that_cannot_be_written_does_not_stop_a_training(tmp_path: Path) -> None:
     model = llama()
     assert model.generation_config is not None
