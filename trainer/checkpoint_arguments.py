@@ -36,7 +36,7 @@ def remedy_without_checkpoint(path: Path) -> str:
     """The call for a ``path`` that is not the directory of a training's checkpoints."""
     if (path / DOCUMENT).is_file():
         return f"it is one checkpoint itself. Give its directory and its tag: {str(path.parent)!r}, {path.name!r}."
-    if any(path.glob("*.safetensors*")):
+    if any(path.glob("model*.safetensors*")):
         return f"it has a pretrained model. Call nxdpp.load_pretrained(model, {str(path)!r})."
     return f"has_checkpoint({str(path)!r}) tells it beforehand."
 
