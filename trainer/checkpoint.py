@@ -11,6 +11,7 @@ The names and their meaning are those of NeuronX Distributed's developer guide f
 import os
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -105,7 +106,11 @@ def save_checkpoint(
         _saves.wait()
         own = arguments.model_of(model), arguments.optimizer_of(optimizer)
         state = exchange.together(lambda: captured(*own, scheduler, grad_scaler, user_content))
-        save = Save(arguments.path_of(path) / arguments.tag_of(tag), num_kept_ckpts, exchange)
+        folder = arguments.path_of(path) / arguments.tag_of(tag)
+        if async_save:
+            # The working directory can change while a thread writes.
+            folder = folder.absolute()
+        save = Save(folder, num_kept_ckpts, exchange)
         if async_save:
             _saves.start(save, state)
         else:
@@ -191,7 +196,9 @@ def load_checkpoint(
             raise FileNotFoundError(f"{path} has no checkpoint: {arguments.remedy_without_checkpoint(folder)}")
         folders = [folder / each for each in tags]
         own = arguments.model_of(model), arguments.optimizer_of(optimizer)
-        return load_first_whole(folders, exchange, LoadArguments(*own, scheduler, grad_scaler, strict))
+        # State that is made in inference mode could not be trained. Tensors of that mode can be changed in it alone.
+        with torch.inference_mode(arguments.is_of_inference(own[0])):
+            return load_first_whole(folders, exchange, LoadArguments(*own, scheduler, grad_scaler, strict))
 
 
 def _parts(model: object, optimizer: object, scheduler: object, grad_scaler: object) -> dict[str, str]:

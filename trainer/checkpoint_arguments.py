@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Stateful
 from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.model_state import local_module_of
 from nxdpp.trainer.model import NxDModel
 from nxdpp.trainer.optimizer import NxDOptimizer
 
@@ -64,6 +65,14 @@ def optimizer_of(optimizer: Any) -> Optimizer | None:
         f"optimizer is of class {type(optimizer).__name__}: give the optimizer itself. Its state has the names of its "
         f"parameters, which a state dict does not have."
     )
+
+
+def is_of_inference(model: nn.Module | None) -> bool:
+    """Return whether ``model`` has tensors that were made in inference mode."""
+    if model is None:
+        return False
+    module = local_module_of(model)
+    return any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def check_parts(model: Any, optimizer: Any, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:

@@ -10,6 +10,7 @@ The ranks' threads exchange by a connection of their own. One save is in flight 
 
 import itertools
 import threading
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -49,10 +50,14 @@ class BackgroundSaves:
     def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy ``tensors`` to host memory, which the next copy uses again."""
         if self._stager is None:
-            # Staging in another thread would copy values that the next step changes.
-            is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-            self._stager = DefaultStager(StagingOptions(is_cuda, False, False, is_cuda))
-        staged = self._stager.stage(tensors)
+            self._stager = _new_stager(tensors)
+        try:
+            staged = self._stager.stage(tensors)
+        except AssertionError:
+            # A tensor was resized since the last copy, whose memory is too small or too large.
+            self.close()
+            self._stager = _new_stager(tensors)
+            staged = self._stager.stage(tensors)
         assert isinstance(staged, dict)
         return staged
 
@@ -68,6 +73,12 @@ class BackgroundSaves:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+
+
+def _new_stager(tensors: Mapping[str, torch.Tensor]) -> DefaultStager:
+    # Staging in another thread would copy values that the next step changes.
+    is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+    return DefaultStager(StagingOptions(is_cuda, False, False, is_cuda))
 
 
 def _write(save: Save, staged: dict[str, torch.Tensor]) -> None:

@@ -255,13 +255,13 @@ class Load:
         self._after.append(lambda: set_random_state(saved[self.exchange.rank], self._made))
 
     def _add_made(self, prefix: str) -> None:
-        """Read the tensors whose names begin with ``prefix`` and a separator whole, into new memory."""
+        """Read whole the tensors that are ``prefix``, or begin with it and a separator, into new memory."""
         for name in self._saved:
-            if not name.startswith((f"{prefix}.", f"{prefix}[")):
+            if name != prefix and not name.startswith((f"{prefix}.", f"{prefix}[")):
                 continue
             saved = self._shaped(name)
             assert saved is not None
-            self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            self._made[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             self._add(name, whole(self._made[name]))
 
     def _add(self, name: str, blocks: TensorBlocks) -> None:

@@ -1,5 +1,6 @@
 """Parameters and persistent buffers of a model by original names and global shapes."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
@@ -79,7 +80,14 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
             f"the model's state dict leaves out {left[0]}, which a load could not give back: remove the hook or the "
             f"method that leaves it out, or register it with persistent=False."
         )
-    return {unwrapped_name(name): tensor for name, tensor in state.items()}
+    unwrapped = {unwrapped_name(name): tensor for name, tensor in state.items()}
+    if len(unwrapped) < len(state):
+        names = Counter(map(unwrapped_name, state))
+        raise ValueError(
+            f"the model has {max(names, key=names.__getitem__)} twice, in a wrapper of torch and beside it: give the "
+            f"module in the wrapper another name than _orig_mod and _checkpoint_wrapped_module."
+        )
+    return unwrapped
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -61,7 +61,7 @@ def set_random_state(saved: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _python_state() -> tuple[int, torch.Tensor, float | None]:
     version, numbers, following = random.getstate()
-    return version, torch.tensor(numbers, dtype=torch.int64), following
+    return version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), following
 
 
 def _device_state() -> bytes:

@@ -66,7 +66,8 @@ class Save:
         for item in self._plan.items:
             values = self._planner.resolve_data(item)
             assert isinstance(values, torch.Tensor)
-            found[key_of(item.index)] = values
+            # A copy of memory alone would lose the conjugation of a view.
+            found[key_of(item.index)] = values.resolve_conj().resolve_neg()
         return found
 
     def write(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -152,7 +152,8 @@ def _dense(value: torch.Tensor | np.ndarray, path: str) -> torch.Tensor:
         if type(value) is not np.ndarray:
             raise ValueError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: {_DENSE}")
         try:
-            found = torch.from_numpy(np.ascontiguousarray(value))
+            # An array without dimensions gets one when it is made contiguous.
+            found = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is an array of {value.dtype}, which a checkpoint cannot hold: {_DENSE}"

@@ -307,7 +307,7 @@ def _read(
     together = max(1, PIECE_BYTES // row)
     for begin in range(0, count, together):
         rows = min(together, count - begin)
-        values = torch.empty((rows, *shape[1:]), dtype=dtype)
+        values = torch.empty((rows, *shape[1:]), dtype=dtype, device="cpu")
         reader.read(span, base + (first + begin) * row, values.view(-1).view(torch.uint8).numpy().data)
         reader.wait()
         for dim in range(1, len(shape)):
