@@ -7,7 +7,7 @@
     step of embed.weight        a number
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,8 @@ class Held:
 
         A saved master copy is read into that of the optimizer. Without one it is left out: the parameter has its
         rounded values. ``options`` are those of the parameter's group.
+
+        Raises ``ValueError`` for values that belong to no element of a divided parameter.
         """
         before = self.states.get(self.values, {})
         state: dict[str, Any] = {}
@@ -109,6 +111,8 @@ class Held:
             if "tensor" not in described:
                 state[key] = read_scalar(described, self._device(key, old, options))
                 continue
+            if "shape" in described:
+                self._check_whole(key, described["shape"])
             dtype = dtype_named(described["tensor"])
             if key == MASTER and not self.keeps_master:
                 if not self.is_master:
@@ -162,13 +166,16 @@ class Held:
         dtype = str(value.dtype).removeprefix("torch.")
         if value.shape == self.values.shape:
             return {"tensor": dtype}
-        is_whole = placement_of(self.parameter).dim < 0 and self.values is self.parameter
-        if not is_whole:
-            raise ValueError(
-                f"the state {key!r} of {self.name} has shape {list(value.shape)}, and this rank has a part of the "
-                f"parameter, of shape {list(self.values.shape)}: {_KINDS}"
-            )
+        self._check_whole(key, value.shape)
         return {"tensor": dtype, "shape": list(value.shape)}
+
+    def _check_whole(self, key: str, shape: Sequence[int]) -> None:
+        """Raise ``ValueError`` for state of another ``shape`` where this rank has a part of the parameter."""
+        if placement_of(self.parameter).dim >= 0 or self.is_shard:
+            raise ValueError(
+                f"the state {key!r} of {self.name} has shape {list(shape)}, and this rank has a part of the parameter, "
+                f"of shape {list(self.values.shape)}: {_KINDS}"
+            )
 
 
 _KINDS = (

@@ -320,3 +320,14 @@ def test_state_that_a_constructor_makes_of_frozen_parameters_stays(tmp_path: Pat
         for each in (model, other):
             each.last.requires_grad_(True)
         assert _train(model, optimizer, range(2, 5)) == _train(other, theirs, range(2, 5))
+
+
+def test_state_of_rows_is_refused_for_a_part() -> None:
+    whole = nn.Parameter(torch.zeros(4, 6))
+    part = nn.Parameter(torch.zeros(12))
+    saved = {"row_var": {"tensor": "float32", "shape": [4, 1]}}
+    own = Held("weight", whole, 0, whole, {}, torch.float32)
+    assert own.new_state(saved, {})["row_var"].shape == (4, 1)
+    divided = Held("weight", whole, 0, part, {}, torch.float32)
+    with pytest.raises(ValueError, match=r"'row_var' of weight has shape \[4, 1\], and this rank has a part"):
+        divided.new_state(saved, {})
