@@ -18,6 +18,7 @@ from nxdpp.checkpoint.distributed.shares import owners
 from nxdpp.checkpoint.distributed.structured import encoded
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.padding import Range
 from nxdpp.parallel_layers.tensor_attributes import param_is_not_tensor_parallel_duplicate
 from nxdpp.pipeline.agreement.same_values import sample
 
@@ -32,6 +33,10 @@ class Stateful(Protocol):
         """Load the state."""
 
 
+Part = tuple[str, tuple[Range, ...], tuple[int, ...]]
+"""Name of a parameter, the elements along its divided dimension that a rank has, and the shape there."""
+
+
 @dataclass
 class Described:
     """All of a rank's state but its tensors.
@@ -43,8 +48,7 @@ class Described:
         optimizer: class of the optimizer; ``None`` without one.
         groups: its parameter groups, with this rank's names.
         states: description of the state of each parameter that this rank keeps; a frozen one has none.
-        samples: hashes of a sample of each parameter, which are equal on all replicas; empty without replicas.
-        place: of the rank among those of its replica.
+        samples: hashes of a sample of each parameter, by name and the part that this rank has; empty in one process.
         random: states of this rank's generators.
         others: scheduler, scaler and user content as JSON.
     """
@@ -55,8 +59,7 @@ class Described:
     optimizer: str | None = None
     groups: list[SavedGroup] = field(default_factory=list)
     states: dict[str, Description] = field(default_factory=dict)
-    samples: dict[str, bytes] = field(default_factory=dict)
-    place: tuple[int, int] = (0, 0)
+    samples: dict[Part, bytes] = field(default_factory=dict)
     random: Any = None
     others: dict[str, Any] = field(default_factory=dict)
 
@@ -76,7 +79,7 @@ def captured(
     user_content: Any,
 ) -> Captured:
     """Return what this rank saves; not collective. Raises ``ValueError`` for what a checkpoint cannot hold."""
-    result = Described(layout(), place=_place())
+    result = Described(layout())
     own: dict[str, TensorBlocks] = {}
     replicated: dict[str, TensorBlocks] = {}
     of_first: dict[str, TensorBlocks] = {}
@@ -143,18 +146,12 @@ def _writes(tensor: torch.Tensor) -> bool:
     return not getattr(tensor, "shared", False) and param_is_not_tensor_parallel_duplicate(tensor)
 
 
-def _place() -> tuple[int, int]:
-    """This rank's place among those of its replica."""
+def _samples(tensors: ModelTensors) -> dict[Part, bytes]:
+    """Hashes of a sample of each parameter: ranks with the same part of it must have the same values."""
     if not ranks.is_several():
-        return 0, 0
-    return parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-
-
-def _samples(tensors: ModelTensors) -> dict[str, bytes]:
-    """Hashes of a sample of each parameter, where there are several replicas."""
-    if ranks.replica()[1] == 1:
         return {}
-    return {name: sample(tensor) for name, tensor in tensors.tensors.items() if isinstance(tensor, nn.Parameter)}
+    parameters = {name: each for name, each in tensors.tensors.items() if isinstance(each, nn.Parameter)}
+    return {(name, placement_of(each).ranges, tuple(each.shape)): sample(each) for name, each in parameters.items()}
 
 
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:

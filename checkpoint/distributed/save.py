@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.captured import Captured, Described
+from nxdpp.checkpoint.distributed.captured import Captured, Described, Part
 from nxdpp.checkpoint.distributed.claim import claim
 from nxdpp.checkpoint.distributed.document import write_document
 from nxdpp.checkpoint.distributed.looks_whole import ends_of
@@ -182,7 +182,7 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
                     f"ranks have different optimizer state of {name}: {states[name]} and, on rank {rank}, {state}. "
                     f"Step the optimizer on every rank alike."
                 )
-    _check_replicas(of_ranks)
+    _check_copies(of_ranks)
     optimizer = None
     if first.optimizer is not None:
         groups = joined_groups([described.groups for described in of_ranks])
@@ -197,16 +197,15 @@ def _content(of_ranks: list[Described]) -> dict[str, Any]:
     }
 
 
-def _check_replicas(of_ranks: list[Described]) -> None:
-    """Raise ``ValueError`` for replicas with other parameters: the files would have a mixture of them."""
-    first: dict[tuple[int, int], int] = {}
+def _check_copies(of_ranks: list[Described]) -> None:
+    """Raise ``ValueError`` for ranks with other values of the same part of a parameter: one of them would be lost."""
+    first: dict[Part, tuple[int, bytes]] = {}
     for rank, described in enumerate(of_ranks):
-        other = first.setdefault(described.place, rank)
-        theirs = of_ranks[other].samples
-        names = [name for name in {**theirs, **described.samples} if theirs.get(name) != described.samples.get(name)]
-        if names:
-            raise ValueError(
-                f"{names[0]} and {len(names) - 1} more parameters have other values on rank {rank} than on rank "
-                f"{other}, which has the same part of the model in another data-parallel replica: the replicas have "
-                f"gone apart. Load the same checkpoint on all ranks."
-            )
+        for part, found in described.samples.items():
+            other, expected = first.setdefault(part, (rank, found))
+            if found != expected:
+                raise ValueError(
+                    f"{part[0]} has other values on rank {rank} than on rank {other}, which has the same part of it: "
+                    f"the ranks have gone apart. Load the same checkpoint on all ranks. A module that is not wrapped "
+                    f"must be the same on all of them."
+                )

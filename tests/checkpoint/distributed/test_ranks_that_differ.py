@@ -133,6 +133,14 @@ def _apart(rank: int, path: Path) -> tuple[str, bool]:
     return error, path.exists()
 
 
+def _unwrapped(rank: int, path: Path) -> tuple[str, bool]:
+    """Save a module that is not wrapped, and has other values on each stage of a pipeline."""
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.weight, parallel_state.get_pipeline_model_parallel_rank())
+    nn.init.zeros_(module.bias)
+    return _error(lambda: save_checkpoint(path, "saved", module)), path.exists()
+
+
 def _refused(rank: int, path: Path) -> dict[str, tuple[str, bool]]:
     """Load into parts of which that of rank 3 alone does not fit; return the error, and whether something changed."""
     training = Training(_llama, Layout(2))
@@ -202,6 +210,7 @@ CASES: dict[str, Callable[[int, Path], Any]] = {
     "optimizer without values": _optimizer_without_values,
     "statistics": _statistics,
     "apart": _apart,
+    "unwrapped": _unwrapped,
     "refused": _refused,
 }
 
@@ -238,8 +247,15 @@ def test_replicas_that_went_apart_are_refused(results: list[dict[str, Any]]) -> 
     errors = [each["apart"] for each in results]
     assert len(set(errors)) == 1
     error, is_written = errors[0]
-    assert "more parameters have other values on rank 3 than on rank" in error
+    assert re.search("has other values on rank 3 than on rank [0-2], which has the same part of it", error)
     assert not is_written
+
+
+def test_a_module_that_differs_between_stages_is_refused(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        error, is_written = each["unwrapped"]
+        assert re.search("weight has other values on rank [1-3] than on rank 0, .* A module that is not wrapped", error)
+        assert not is_written
 
 
 @pytest.mark.parametrize("name", SPOILT)
