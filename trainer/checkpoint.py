@@ -19,7 +19,8 @@ from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.background import BackgroundSaves
 from nxdpp.checkpoint.distributed.captured import Stateful, captured
 from nxdpp.checkpoint.distributed.claim import release
-from nxdpp.checkpoint.distributed.first_whole import LoadArguments, load_first_whole
+from nxdpp.checkpoint.distributed.first_whole import load_first_whole
+from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.same_call import Call, given, same_call
 from nxdpp.checkpoint.distributed.save import Save

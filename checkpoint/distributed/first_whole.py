@@ -9,28 +9,15 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
-from nxdpp.checkpoint.distributed.captured import Stateful
 from nxdpp.checkpoint.distributed.load import MIXED, Load
+from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.looks_whole import keep_damaged
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.checksummed import DamagedFile
 
 _logger = logging.getLogger(__name__)
-
-
-class LoadArguments(NamedTuple):
-    """What a checkpoint is loaded into; see ``Load.prepare``."""
-
-    model: nn.Module | None
-    optimizer: Optimizer | None
-    scheduler: Stateful | None
-    grad_scaler: Stateful | None
-    strict: bool
 
 
 def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArguments) -> Any:
@@ -64,7 +51,7 @@ def load_first_whole(folders: Sequence[Path], exchange: Exchange, given: LoadArg
 
 def _prepare(load: Load, folder: Path, given: LoadArguments, half_read: set[str]) -> None:
     """Verify that ``load`` fits, and that it overwrites the names that were read of a damaged checkpoint."""
-    load.prepare(*given)
+    load.prepare(given)
     left = sorted(half_read - load.names_in_use())
 
     def check() -> None:

@@ -13,7 +13,8 @@ import pytest
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.document import DOCUMENT
-from nxdpp.checkpoint.distributed.first_whole import LoadArguments, load_first_whole
+from nxdpp.checkpoint.distributed.first_whole import load_first_whole
+from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.files.checksummed import DamagedFile
 from nxdpp.trainer.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nxdpp.checkpoint.distributed import load
+from nxdpp.checkpoint.distributed import load_targets
 from nxdpp.parallel_layers.random import get_xla_rng_tracker
 from tests.checkpoint.distributed.small_training import Training
 
@@ -45,6 +45,6 @@ def test_all_generators_go_on_in_the_same_layout_alone(
     assert all(saved[name] != others[name] for name in saved)
     draw_others()
     if not is_same_layout:
-        monkeypatch.setattr(load, "layout", lambda: {"ranks": 1, "tensor": 1, "data": 1, "pipeline": 7})
+        monkeypatch.setattr(load_targets, "layout", lambda: {"ranks": 1, "tensor": 1, "data": 1, "pipeline": 7})
     training.load(tmp_path)
     assert _drawn() == (saved if is_same_layout else others)
