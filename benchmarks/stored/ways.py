@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -89,7 +90,7 @@ class Rank:
     beside: float
 
 
-class Way:
+class Way(ABC):
     """A way to save the state of all ranks, and to load it; each method is called on all ranks.
 
     Args:
@@ -107,16 +108,16 @@ class Way:
         self.optimizer = optimizer
         self.size = size
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Save to ``folder``."""
-        raise NotImplementedError
 
-    def finish(self, folder: Path) -> None:
+    def finish(self, folder: Path) -> None:  # noqa: B027  # most ways have nothing to wait for
         """Wait until the bytes are on the disk."""
 
+    @abstractmethod
     def load(self, folder: Path) -> None:
-        """Load what ``save`` has saved."""
-        raise NotImplementedError
+        """Load the files of ``save``."""
 
     def state(self) -> dict[str, Any]:
         """This rank's part, of torch's own ``state_dict``."""

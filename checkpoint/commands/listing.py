@@ -17,7 +17,7 @@ _LONGEST = 1000
 
 @dataclass
 class Listing:
-    """What a path has.
+    """Content of a path.
 
     Attributes:
         format: ``nxdpp``, ``huggingface`` or ``nxd``.

@@ -17,7 +17,7 @@ _NO_CHECKSUMS = "Such files have no checksums of values, so changed values are n
 
 
 def show_huggingface(path: Path) -> Listing:
-    """What a Hugging Face directory has. Raises ``ValueError`` for a damaged one."""
+    """Return the content of a Hugging Face directory. Raises ``ValueError`` for a damaged one."""
     adapter, stored = _stored(path)
     layouts = {name: Layout(each.shape, each.dtype) for name, each in stored.items()}
     files = len({each.path for each in stored.values()})
@@ -35,7 +35,7 @@ def show_huggingface(path: Path) -> Listing:
 
 
 def show_ranks(path: Path) -> Listing:
-    """What files of ranks have: the tensors of tensor rank 0 on each stage. Raises ``ValueError`` for damaged ones."""
+    """Return the tensors of tensor rank 0 on each stage. Raises ``ValueError`` for damaged files."""
     files = {place: RankFile(file, KEY) for place, file in rank_files(path).items()}
     tensor, pipeline = (max(place[at] for place in files) + 1 for at in (0, 1))
     layouts = {name: layout for stage in range(pipeline) for name, layout in files[0, stage].layouts.items()}
@@ -61,7 +61,7 @@ def verify_files(path: Path, read: Callable[[Path], Listing]) -> int:
 
 
 def _stored(path: Path) -> tuple[bool, dict[str, StoredTensor]]:
-    """Whether ``path`` is an adapter, and its tensors."""
+    """Return whether ``path`` is an adapter, and its tensors."""
     weights = adapter_weights(path)
     if weights is None:
         return False, stored_tensors(path)

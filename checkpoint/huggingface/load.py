@@ -102,7 +102,7 @@ def _load(model: PipelinedModel, directory: Path, accepted: Accepted, dequantize
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is loaded: nothing was read apart from headers.
+    """The tensors to load; only headers were read.
 
     Attributes:
         target: the tensors of the model.

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flags import END
 from rich.console import Console
-from settings import END, Settings
+from settings import Settings
 
 from nxdpp import NxDPPModel
 from nxdpp.checkpoint.distributed import directory
@@ -150,7 +151,7 @@ def go_on_or_end(settings: Settings, error: OSError, console: Console) -> None:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """What the training has said of the checkpoint in ``folder``, without its metrics.
+    """Return the statements of the training about the checkpoint in ``folder``, without its metrics.
 
     Raises ``ValueError`` for a damaged document, and for a checkpoint of another program.
     """

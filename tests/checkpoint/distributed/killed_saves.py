@@ -197,7 +197,7 @@ class Victim:
         return (state[0]["user_content"]["step"], state) if tags else (0, None)
 
     def _garbage(self) -> list[str]:
-        """What is in the directory beside the checkpoints to keep."""
+        """Names in the directory beside the checkpoints to keep."""
         path = self._job.path
         tags = directory.tags(path)
         found = {file.name for file in path.iterdir()} - {LOCK, directory.LATEST, *tags}

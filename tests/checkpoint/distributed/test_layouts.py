@@ -1,4 +1,4 @@
-"""What any layout of ranks has saved, any other loads, to the bit."""
+"""Loads in one layout of ranks of checkpoints that another has saved, to the bit."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
