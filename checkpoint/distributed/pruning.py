@@ -12,6 +12,7 @@ Only files that a save has made are removed, and directories that are empty then
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from nxdpp.checkpoint.distributed import directory
@@ -45,9 +46,9 @@ def prune(path: Path, kept: int | None, current: str, named: Iterable[str]) -> l
         if directory.is_new_latest(found.name) and found.is_file():
             attempt(found.unlink)
         elif found.name != current and found.name not in checkpoints and _may_be_ours(found):
-            attempt(lambda folder=found: _remove_files(folder, set()))  # type: ignore[misc]
+            attempt(partial(_remove_files, found, set()))
     for tag in [] if kept is None else list(_superfluous(path, kept, current, checkpoints)):
-        attempt(lambda folder=path / tag: _remove_checkpoint(folder))  # type: ignore[misc]
+        attempt(partial(_remove_checkpoint, path / tag))
     return failures
 
 

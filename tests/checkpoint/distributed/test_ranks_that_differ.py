@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def _refused(rank: int, path: Path) -> dict[str, tuple[str, bool]]:
             spoil(other)
         before = _state_of(other)
         arguments = other.model, other.optimizer, other.scheduler
-        error = _error(lambda arguments=arguments: load_checkpoint(path, "saved", *arguments))  # type: ignore[misc]
+        error = _error(partial(load_checkpoint, path, "saved", *arguments))
         results[name] = error, _is_changed(before, _state_of(other))
     return results
 
