@@ -33,6 +33,14 @@ class Device:
         stamp = self.stamp()
         return stamp, stamp
 
+    @property
+    def is_lazy(self) -> bool:
+        """``True`` if operations are only recorded, and run at ``submit`` or when a value is needed."""
+        return False
+
+    def submit(self) -> None:
+        """Start all recorded operations, and wait for none; does nothing on a device that records none."""
+
     def synchronize(self) -> None:
         """Wait until the device is idle."""
         if self.device.type != "cpu":
@@ -46,6 +54,10 @@ class Device:
         """Start to copy a tensor of the device; the result waits for the copy, and returns it in host memory."""
         copied = tensor.to("cpu")
         return lambda: copied
+
+    def memory_of(self, tensor: torch.Tensor) -> int:
+        """Return a number that tensors of one memory share; 0 for no memory."""
+        return tensor.untyped_storage().data_ptr()
 
     def random_state(self) -> bytes:
         """Return the state of the device's own random generator; the CPU's generator is torch's global one."""

@@ -4,11 +4,17 @@ import torch
 
 from nxdpp.devices.cuda import CudaDevice
 from nxdpp.devices.device import Device
+from nxdpp.devices.xla import XlaDevice
 
-KINDS: dict[str, type[Device]] = {"cuda": CudaDevice}
+KINDS: dict[str, type[Device]] = {"cuda": CudaDevice, "xla": XlaDevice}
 """The class of each device type whose work the host must follow. Others are ``Device``."""
 
 
 def device_of(device: torch.device) -> Device:
     """Return the interface of ``device``."""
     return KINDS.get(device.type, Device)(device)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number that tensors of one memory share; 0 for no memory."""
+    return device_of(tensor.device).memory_of(tensor)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
-from nxdpp.devices import cuda
+from nxdpp.devices import cuda, xla
 from nxdpp.parallel_layers.launcher import Launcher
 
 _logger = logging.getLogger(__name__)
@@ -35,18 +35,21 @@ def check_backend(backend: str | None) -> None:
         )
 
 
-def choose(launcher: Launcher, backend: str | None) -> torch.device:
-    """Return this rank's device: a CUDA device for NCCL, the CPU for gloo.
+def choose(launcher: Launcher, backend: str | None, kind: str | None = None) -> torch.device:
+    """Return this rank's device: a CUDA device for NCCL, the CPU or an XLA device for gloo.
 
     Args:
         launcher: the rank's numbers.
         backend: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL where CUDA is present.
+        kind: ``"xla"`` for an XLA device, or ``None``.
 
     Raises:
         ValueError: for NCCL where CUDA is absent.
         RuntimeError: where CUDA is present, and this rank cannot use a device of its own.
     """
     check_backend(backend)
+    if kind == "xla":
+        return xla.start()
     if backend == "gloo":
         return _CPU
     found = cuda.find()

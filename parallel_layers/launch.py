@@ -26,12 +26,12 @@ def world_size() -> int:
     return launcher().world_size
 
 
-def choose_device(backend: str | None) -> torch.device:
+def choose_device(backend: str | None, kind: str | None = None) -> torch.device:
     """Return this rank's device: of the running world, or of the one to start.
 
     Raises ``ValueError`` or ``RuntimeError`` as ``device_choice.choose``, before anything is changed.
     """
-    return device_of_world(launcher(), backend) if dist.is_initialized() else choose(launcher(), backend)
+    return device_of_world(launcher(), backend) if dist.is_initialized() else choose(launcher(), backend, kind)
 
 
 def start_world(device: torch.device) -> Store:

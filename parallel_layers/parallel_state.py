@@ -140,6 +140,7 @@ def initialize_model_parallel(
     expert_model_parallel_size: int = 1,
     lnc_size: int = 1,
     backend: str | None = None,
+    device: str | None = None,
     hang_timeout: float = 300.0,
 ) -> None:
     """Divide the world into tensor, data and pipeline groups; collective over all ranks.
@@ -157,6 +158,7 @@ def initialize_model_parallel(
         expert_model_parallel_size: ranks that share the experts of a layer; 1 alone.
         lnc_size: physical cores in a logical one of a Neuron device; 1 alone.
         backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU. ``None`` is NCCL where CUDA is present, else gloo.
+        device: ``"xla"`` for torch_xla's device of this process, over gloo. ``None`` is the device of ``backend``.
         hang_timeout: seconds, at least 1. After that time in which no rank has moved, the position and the Python code
             of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
             docs/faults.md. A process alone has no limit either.
@@ -187,12 +189,12 @@ def initialize_model_parallel(
         return
     failure_watch.refuse_after_failure()
     started_world = not dist.is_initialized()
-    device = launch.choose_device(backend)
-    store = launch.start_world(device) if started_world else launch.join_world()
+    own_device = launch.choose_device(backend, device)
+    store = launch.start_world(own_device) if started_world else launch.join_world()
     if world_size > 1:
         failure_watch.start(store, hang_timeout)
     with failure_watch.reported():
-        current_state.replace(build_groups(rank_mesh, started_world, device, store))
+        current_state.replace(build_groups(rank_mesh, started_world, own_device, store))
     _hang_timeout = hang_timeout
     board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
 

@@ -100,7 +100,8 @@ def build_groups(rank_mesh: RankMesh, started_world: bool, device: torch.device,
     """
     number = next(_built)
     _check_same_mesh(rank_mesh, store, number)
-    mesh = DeviceMesh(device.type, rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
+    # A mesh on an XLA device would make groups of XLA's own collectives.
+    mesh = DeviceMesh(device.type if device.type == "cuda" else "cpu", rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
     pipelines = rank_mesh.groups("pipeline")
     pipeline_group = mesh.get_group("pipeline")
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -14,6 +14,7 @@ from torch import nn
 from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge
 
+from nxdpp.devices.kinds import memory_of
 from nxdpp.pipeline.backward.structure import (
     Edge,
     SplitNode,
@@ -259,7 +260,7 @@ def _is_whole_function(node_type: type) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()
+    return id(tensor) if tensor.layout != torch.strided else memory_of(tensor)
 
 
 def _parts(exits: list[_Exit]) -> list[list[_Exit]]:

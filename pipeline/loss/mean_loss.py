@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.host_wire import in_place
 
 
 def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:
@@ -21,9 +22,11 @@ def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device)
     """
     if parallel_state.get_pipeline_model_parallel_rank() == source:
         loss = torch.stack(list(losses)).mean().float()
-        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        replicas = parallel_state.get_data_parallel_group()
+        in_place(loss, replicas, lambda message: dist.all_reduce(message, group=replicas))
         loss /= parallel_state.get_data_parallel_size()
     else:
         loss = torch.empty((), dtype=torch.float32, device=device)
-    dist.broadcast(loss, group=parallel_state.get_pipeline_model_parallel_group(), group_src=source)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    in_place(loss, pipeline, lambda message: dist.broadcast(message, group=pipeline, group_src=source))
     return loss

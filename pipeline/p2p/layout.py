@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nxdpp.devices.kinds import memory_of
 from nxdpp.pipeline.p2p.strides import with_strides
 from nxdpp.tracing.nested import Leaf, leaves_of, map_leaves
 
@@ -146,7 +147,7 @@ def check_layout(name: str, value: Any, layout: ValueLayout) -> None:
 
 def shared_memory(values: Iterable[Any]) -> set[int]:
     """Addresses of memory that several of the tensors in ``values`` share."""
-    found = Counter(tensor.untyped_storage().data_ptr() for value in values for tensor in tensors_of(value))
+    found = Counter(memory_of(tensor) for value in values for tensor in tensors_of(value))
     return {address for address, count in found.items() if count > 1 and address}
 
 
@@ -154,7 +155,7 @@ def tensor_layout(tensor: torch.Tensor, shared: Collection[int] = ()) -> TensorL
     """The layout of one tensor; ``shared`` as for ``layout_of``."""
     # A tensor on the meta device has no memory; its strides are the dense ones nearest to the tensor's own.
     dense = torch.empty_like(tensor, device="meta").stride()
-    shares = bool(shared) and tensor.untyped_storage().data_ptr() in shared
+    shares = bool(shared) and memory_of(tensor) in shared
     own = None if dense == tensor.stride() else tensor.stride()
     return TensorLayout(tensor.size(), dense, tensor.dtype, tensor.requires_grad, shares, own)
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from nxdpp.devices.kinds import device_of
+from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark
 
@@ -77,6 +79,8 @@ class Transport:
         self._device = device
         self._rank = dist.get_rank(control)
         self._wire_device = torch.device("cpu") if groups.backend == "gloo" else device
+        self._through_host = groups.backend == "gloo" and device.type != "cpu"
+        self._sends, self._buffers = HostSends(), HostBuffers()
         self._tag = _wire_tag if groups.has_tags else _no_tag
         self._metadata_sends: deque[tuple[Work, torch.Tensor]] = deque()
 
@@ -92,15 +96,20 @@ class Transport:
 
         In host memory the mark of a missing gradient is seen, and ``MISSING`` is returned.
         """
-        buffer = layout.allocate(self._wire_device)
+        if self._through_host:
+            buffer = self._buffers.take(layout.size, layout.stride, layout.dtype)
+        else:
+            buffer = layout.allocate(self._wire_device)
         group, source, _ = self._groups.between(source, self._rank)
         work = group.recv([_flat(buffer)], source, self._tag(direction, tag))
 
         def wait() -> torch.Tensor:
             work.wait()
-            if looks_for_marks and is_mark(buffer):
-                return MISSING
-            return buffer.to(self._device)
+            received = MISSING if looks_for_marks and is_mark(buffer) else buffer
+            if self._through_host:
+                received = MISSING if received is MISSING else device_of(self._device).from_host(buffer)
+                self._buffers.give_back(buffer)
+            return received
 
         looks_for_marks = direction is Direction.GRADIENT and self.is_in_host_memory
         return wait
@@ -110,9 +119,14 @@ class Transport:
 
         The caller must keep the returned pair until its ``wait`` has returned.
         """
-        tensor = tensor.to(self._wire_device)
         group, _, destination = self._groups.between(self._rank, destination)
-        return group.send([_flat(tensor)], destination, self._tag(direction, tag)), tensor
+        wire_tag = self._tag(direction, tag)
+        if self._through_host and tensor.device.type != "cpu":
+            copied = device_of(self._device).to_host(tensor)
+            started = self._sends.start(copied, lambda message: group.send([_flat(message)], destination, wire_tag))
+            return started, tensor
+        tensor = tensor.to(self._wire_device)
+        return group.send([_flat(tensor)], destination, wire_tag), tensor
 
     def finish(self) -> None:
         """Wait at the end of a step until all objects have been sent."""

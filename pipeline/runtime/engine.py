@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
@@ -108,6 +109,7 @@ class Engine:
         self._config = config
         self._transport = transport
         self._recorder = recorder
+        self._device = device_of(config.device)
         self.timer = StepTimer(config.device)
         self._peers: dict[int, Peer] = {}
         self._channels_in: dict[int, dict[int, Channel]] = {}
@@ -158,6 +160,8 @@ class Engine:
         """
         self._watch = watch
         self.timer.start()
+        # Operations of the program, such as the optimizer's step, are not part of the first action.
+        self._device.submit()
         for runner in self._runners.values():
             runner.begin(inputs, scales)
         at = 0
@@ -222,6 +226,8 @@ class Engine:
         for i, action in enumerate(actions):
             new = self._calls_of(action, last_sends[action.stage, action.kind, action.microbatch] == i)
             if action.kind not in _RECEIVES and action.kind not in _SENDS:
+                if self._device.is_lazy:
+                    new = [partial(self._submitted, call) for call in new]
                 if self._recorder is not None:
                     new = [self._recorder.computing(action, call) for call in new]
                 if i in last_backwards:
@@ -257,6 +263,11 @@ class Engine:
         self._watch.before_last(stage)
         backward()
         self._watch.after_last(stage)
+
+    def _submitted(self, compute: Callable[[], None]) -> None:
+        """Make the call ``compute`` of a lazy device, and start its operations, before another action adds to them."""
+        compute()
+        self._device.submit()
 
     def _release(self, send: Action) -> Callable[[], None]:
         (channel,) = self._remote(send)

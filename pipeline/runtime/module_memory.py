@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.devices.kinds import memory_of
 from nxdpp.pipeline.p2p.layout import tensors_of
 from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.tracing import listings
@@ -41,7 +42,7 @@ def _memory(value: Any) -> set[int]:
     """Addresses of the memory of tensors without gradients in ``value``, which is a value or a list of any objects."""
     values = [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, list) else tensors_of(value)
     constants = (tensor for tensor in values if _is_constant(tensor) and tensor.numel())
-    return {tensor.untyped_storage().data_ptr() for tensor in constants}
+    return {memory_of(tensor) for tensor in constants}
 
 
 def _is_constant(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.devices.kinds import memory_of
 from nxdpp.tracing import listings
 from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.nested import leaves_of
@@ -33,14 +34,14 @@ class DataOfModule:
         ``name`` is that of the module, ``arguments`` and ``output`` are those of its run.
         """
         changed = {
-            tensor.untyped_storage().data_ptr(): (path, tensor)
+            memory_of(tensor): (path, tensor)
             for path, tensor, version, content in self._before
             if tensor._version == version and not same_content(content, tensor)
         }
         if not changed:
             return
         after = [(tensor, tensor.detach().clone()) for _, tensor in changed.values()]
-        saved = {tensor.untyped_storage().data_ptr() for tensor in _saved_tensors(arguments, output)}
+        saved = {memory_of(tensor) for tensor in _saved_tensors(arguments, output)}
         # With recomputation a look at a saved tensor runs the module again.
         for tensor, content in after:
             tensor.data.copy_(content)

@@ -317,14 +317,12 @@ def _no_wait_for_receives(patch: pytest.MonkeyPatch) -> None:
 
 
 def _copies_to_the_host_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    to = torch.Tensor.to
+    def to_host(self: LateDevice, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = torch.full(tensor.size(), -1, dtype=tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        return lambda: host
 
-    def move(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        if arguments == (torch.device("cpu"),):
-            keywords = {"non_blocking": True}
-        return to(self, *arguments, **keywords)
-
-    patch.setattr(torch.Tensor, "to", move)
+    patch.setattr(LateDevice, "to_host", to_host)
 
 
 def _memory_of_sends_not_held(patch: pytest.MonkeyPatch) -> None:

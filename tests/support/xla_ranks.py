@@ -1,0 +1,40 @@
+"""Ranks of a test whose device is PJRT's CPU device."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support.run_ranks import run_ranks
+
+# Compilation of a stage takes a quarter of the time.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def run_xla_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 200.0) -> list[Any]:
+    """Return the results of ``function(rank, *args)`` in ``world_size`` processes of one thread each, as ``run_ranks``.
+
+    They have PJRT's CPU device: ``function`` calls ``initialize_model_parallel(device="xla")``.
+    """
+    return run_ranks(world_size, _on_xla, function, *args, timeout=timeout)
+
+
+def _on_xla(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    os.environ |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": _FLAGS}
+    return function(rank, *args)
+
+
+@contextmanager
+def compilations(into: list[int]) -> Iterator[None]:
+    """Append the number of graphs that this process compiles in the block."""
+    before = compiled()
+    yield
+    into.append(compiled() - before)
+
+
+def compiled() -> int:
+    """Return the number of graphs that this process has compiled."""
+    from torch_xla.debug import metrics
+
+    found = metrics.metric_data("CompileTime")
+    return int(found[0]) if found else 0
