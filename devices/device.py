@@ -20,6 +20,11 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @property
+    def kind(self) -> str:
+        """Words for devices of which all ranks must have the same."""
+        return self.device.type
+
     def stamp(self) -> Stamp:
         """Return the time at which the present work ends; does not wait for it."""
         return time.perf_counter_ns()

@@ -5,18 +5,34 @@ compiled, and starts it. A value that the host asks for earlier compiles a graph
 it run again in the next graph. So each action of a schedule ends with ``submit``.
 """
 
+import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from nxdpp.devices.device import Device
 
+_logger = logging.getLogger(__name__)
+
+_INSTALL = (
+    "Install nxdpp in a virtual environment of its own with pip install '.[xla]' -c constraints-xla.txt, which takes "
+    "the torch that torch_xla fits; or give device='cpu'."
+)
+
 
 class XlaDevice(Device):
     """An XLA device. A stamp is a time of the host: torch_xla has no events."""
+
+    @property
+    def kind(self) -> str:
+        """``"xla"`` and the type of the PJRT device behind it."""
+        return f"xla ({_pjrt_type()})"
 
     @property
     def is_lazy(self) -> bool:
@@ -50,10 +66,62 @@ class XlaDevice(Device):
         _xla_model().set_rng_state(int.from_bytes(state, "little", signed=True))
 
 
-def start() -> torch.device:
-    """Start XLA's device of this process, and return it."""
-    device: torch.device = _torch_xla().device()
+def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
+    """Start XLA's device of this process, and return it. ``PJRT_DEVICE`` names its type; torch_xla has a default.
+
+    Args:
+        local_rank: number of this rank on its host; ``None`` if unknown.
+        local_world_size: number of ranks on this host; ``None`` if unknown.
+
+    Raises ``RuntimeError`` if torch_xla is absent or does not fit torch, or if the device cannot be used.
+    """
+    is_default = "PJRT_DEVICE" not in os.environ
+    try:
+        _torch_xla()
+    except ImportError as error:
+        raise RuntimeError(f"device='xla': {_import_problem(error)}. {_INSTALL}") from error
+    _check_own_chip(local_world_size)
+    try:
+        device: torch.device = _torch_xla().device()
+    # PJRT_DEVICE of a library that is absent is an OSError or an ImportError, others are RuntimeError.
+    except (RuntimeError, OSError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise RuntimeError(
+            f"device='xla': PJRT_DEVICE={os.environ.get('PJRT_DEVICE')!r} cannot be used: {reason}. Set PJRT_DEVICE to "
+            f"TPU, NEURON or another device of this host, or to CPU for a trial; or give device='cpu'."
+        ) from error
+    if local_rank in (None, 0):
+        level = logging.WARNING if is_default else logging.INFO
+        chosen = "by default, as PJRT_DEVICE is not set" if is_default else "as PJRT_DEVICE says"
+        _logger.log(level, "device='xla' is PJRT's %s, %s; the ranks communicate over gloo", _pjrt_type(), chosen)
     return device
+
+
+def _import_problem(error: ImportError) -> str:
+    """Return the reason why torch_xla cannot be imported."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch_xla":
+        return "torch_xla is not installed"
+    try:
+        found = version("torch_xla")
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"torch_xla {found} cannot be imported beside torch {torch.__version__}: {reason}"
+
+
+def _check_own_chip(local_world_size: int | None) -> None:
+    """Raise ``RuntimeError`` for several processes of a host that would each take all chips of a TPU."""
+    if _pjrt_type() == "TPU" and (local_world_size or 1) > 1 and not os.environ.get("TPU_VISIBLE_CHIPS"):
+        raise RuntimeError(
+            f"device='xla': {local_world_size} local ranks would each take all TPU chips of the host. Give each a chip "
+            f"before it starts: TPU_VISIBLE_CHIPS=$LOCAL_RANK TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 "
+            f"TPU_PROCESS_BOUNDS=1,1,1, see docs/xla.md."
+        )
+
+
+def _pjrt_type() -> str:
+    """Return the type of the PJRT device: ``"CPU"``, ``"TPU"``, ``"NEURON"`` or another."""
+    return str(import_module("torch_xla.runtime").device_type())
 
 
 def _torch_xla() -> Any:

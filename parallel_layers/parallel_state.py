@@ -72,7 +72,7 @@ from nxdpp.parallel_layers.rank_getters import (
     rmsg,
 )
 from nxdpp.parallel_layers.rank_mesh import DIMENSIONS, RankMesh, checked_order
-from nxdpp.parallel_layers.start_checks import check_ones, check_same_backend, check_same_mesh, check_sizes
+from nxdpp.parallel_layers.start_checks import check_ones, check_same_device, check_same_mesh, check_sizes
 
 __all__ = [
     "destroy_model_parallel",
@@ -158,7 +158,8 @@ def initialize_model_parallel(
         expert_model_parallel_size: ranks that share the experts of a layer; 1 alone.
         lnc_size: physical cores in a logical one of a Neuron device; 1 alone.
         backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU. ``None`` is NCCL where CUDA is present, else gloo.
-        device: ``"xla"`` for torch_xla's device of this process, over gloo. ``None`` is the device of ``backend``.
+        device: ``"cpu"``; ``"cuda"``, the CUDA device of the local rank; or ``"xla"``, torch_xla's device of this
+            process over gloo, see docs/xla.md. ``None`` is the device of ``backend``, and never an XLA device.
         hang_timeout: seconds, at least 1. After that time in which no rank has moved, the position and the Python code
             of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
             docs/faults.md. A process alone has no limit either.
@@ -166,16 +167,21 @@ def initialize_model_parallel(
     Raises:
         ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, a size other than 1
             where 1 alone is possible, an ``order`` without each dimension once, a ``hang_timeout`` between 0 and 1 or
-            below 0, and a backend that does not fit: NCCL without CUDA, or another one than that of a running world.
-            Also for other sizes or another order than those of another rank; all ranks then end.
+            below 0. For a backend or device that does not fit: an unknown one, NCCL without CUDA, two that exclude each
+            other, or another one than that of a running world, which must not be of the backend ``"xla"``. Also for
+            other sizes or another order than those of another rank; all ranks then end.
         TypeError: for a ``hang_timeout`` that is no number.
         RuntimeError: after a call with other arguments, in the debug mode, if the launcher's variables
-            are incomplete, or if CUDA is present and this rank cannot use a device of its own. Nothing is changed then.
+            are incomplete, if CUDA is present and this rank cannot use a device of its own, or if torch_xla is absent
+            or cannot be used. Nothing is changed then. Also for ranks with devices of different kinds; all ranks end.
     """
     global _hang_timeout
     state = current_state.running()
     if isinstance(state, DebugState):
         raise state.refusal("initialize_model_parallel")
+    if state is None:
+        # A world of the backend "xla" has another size than that of the launcher.
+        launch.check_device(backend, device)
     tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
     world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size()
     check_sizes(tensor, pipeline, world_size)
@@ -184,13 +190,13 @@ def initialize_model_parallel(
     check_hang_timeout(hang_timeout)
     if state is not None:
         check_same_mesh(state, rank_mesh)
-        check_same_backend(state, backend)
+        check_same_device(state, backend, device)
         _check_same_hang_timeout(hang_timeout)
         return
     failure_watch.refuse_after_failure()
     started_world = not dist.is_initialized()
     own_device = launch.choose_device(backend, device)
-    store = launch.start_world(own_device) if started_world else launch.join_world()
+    store = launch.start_world(own_device) if started_world else launch.join_world(own_device)
     if world_size > 1:
         failure_watch.start(store, hang_timeout)
     with failure_watch.reported():

@@ -6,13 +6,16 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # Store is public
+from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # Store is public
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxdpp.parallel_layers.rank_mesh import DIMENSIONS, RankMesh
 from nxdpp.parallel_layers.store_exchange import StoreExchange
 from nxdpp.parallel_layers.transfer_groups import TransferGroups, build_transfer_groups, own_group
 from nxdpp.schedules.lowering.transport_rules import RULES
+
+# torch_xla replaces ``dist.new_group`` by one with fewer arguments.
+_new_group = distributed_c10d.new_group
 
 # Number of times that this process has built groups, equal on all ranks.
 _built = count()
@@ -60,7 +63,7 @@ class ProcessGroups:
         for dimension in DIMENSIONS:
             if self.rank_mesh.size(dimension) == 1:
                 return self.mesh.get_group(dimension)
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        group = _new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
         return group
 
@@ -71,7 +74,7 @@ class ProcessGroups:
             if self.rank_mesh.size(one) == 1:
                 return self.mesh.get_group(other)
         ranks = self.rank_mesh.models()[self.rank("data")]
-        group = dist.new_group(ranks, use_local_synchronization=True)
+        group = _new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
         return group
 

@@ -1,6 +1,6 @@
 """Checks of the arguments of ``initialize_model_parallel``, before anything is started."""
 
-from nxdpp.parallel_layers.device_choice import check_backend
+from nxdpp.parallel_layers.device_arguments import wanted_device, written
 from nxdpp.parallel_layers.process_groups import ProcessGroups
 from nxdpp.parallel_layers.rank_mesh import RankMesh
 
@@ -56,12 +56,12 @@ def check_same_mesh(state: ProcessGroups, wanted: RankMesh) -> None:
         )
 
 
-def check_same_backend(state: ProcessGroups, backend: str | None) -> None:
-    """Raise ``RuntimeError`` unless ``backend`` is that of ``state``, or ``None``."""
-    check_backend(backend)
-    before = state.transfer_groups.backend
-    if backend not in (None, before):
+def check_same_device(state: ProcessGroups, backend: str | None, device: str | None) -> None:
+    """Raise ``RuntimeError`` unless the devices of ``state`` are those that the arguments ask for."""
+    before = state.device.type
+    if wanted_device(backend, device) not in (None, before):
+        on = state.transfer_groups.backend if device is None and before != "xla" else f"device={before!r}"
         raise RuntimeError(
-            f"model parallelism is already initialized on {before}, which differs from backend={backend!r}: call "
+            f"model parallelism is already initialized on {on}, which differs from {written(backend, device)}: call "
             f"destroy_model_parallel() first"
         )

@@ -1,4 +1,8 @@
-"""``torch.cuda`` has one place, ``devices/cuda.py``; events, pinned memory and copies without a wait, ``devices/``."""
+"""Each kind of device has one place.
+
+``torch.cuda`` is named in ``devices/cuda.py``, ``torch_xla`` in ``devices/xla.py``. Events, pinned memory and copies
+without a wait are in ``devices/``, and no code asks for the type of an XLA device.
+"""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -6,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
-    "benchmarks", "checkpoint", "devices", "examples", "initialization", "parallel_layers", "pipeline", "schedules",
-    "tracing", "nxdpp/utils",
+    "benchmarks", "checkpoint", "devices", "examples", "initialization", "modules", "optimizer", "parallel_layers",
+    "pipeline", "schedules", "tensor_parallel", "tracing", "trainer", "nxdpp/utils",
 )  # fmt: skip
 
 
@@ -44,6 +48,25 @@ def _asynchronous(source: str) -> Iterator[int]:
                 yield node.lineno
 
 
+def _xla_places(source: str) -> Iterator[int]:
+    """Lines that import ``torch_xla``, or compare a device type with ``"xla"``."""
+    for node in ast.walk(ast.parse(source)) if "xla" in source else ():
+        match node:
+            case ast.ImportFrom(module=str(name)) if _is_torch_xla(name):
+                yield node.lineno
+            case ast.Import(names=names) if any(_is_torch_xla(name.name) for name in names):
+                yield node.lineno
+            case ast.Call(func=function, args=[ast.Constant(str(name)), *_]) if _is_torch_xla(name):
+                if ast.unparse(function).rpartition(".")[2] in ("import_module", "__import__"):
+                    yield node.lineno
+            case ast.Compare() if ".type" in ast.unparse(node) and "'xla'" in ast.unparse(node):
+                yield node.lineno
+
+
+def _is_torch_xla(module: str) -> bool:
+    return (module + ".").startswith("torch_xla.")
+
+
 def _files_with(places: Callable[[str], Iterator[int]]) -> list[str]:
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [str(path.relative_to(ROOT)) for path in paths if list(places(path.read_text()))]
@@ -55,6 +78,10 @@ def test_torch_cuda_is_named_in_one_file() -> None:
 
 def test_events_and_copies_without_a_wait_are_in_one_folder() -> None:
     assert _files_with(_asynchronous) == ["devices/cuda.py", "devices/device.py"]
+
+
+def test_torch_xla_is_named_in_one_file() -> None:
+    assert _files_with(_xla_places) == ["devices/xla.py"]
 
 
 def test_each_asynchronous_call_is_found() -> None:
@@ -85,3 +112,19 @@ torch.device("cuda")
 torch.backends.cuda.is_built()
 """
     assert sorted(_places(source)) == [2, 3, 4, 5, 6, 7]
+
+
+def test_each_way_to_name_torch_xla_is_found() -> None:
+    source = """
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch_xla import runtime
+from torch_xla.debug import metrics
+importlib.import_module("torch_xla.runtime")
+__import__("torch_xla")
+tensor.device.type == "xla"
+device.type in ("xla", "cuda")
+find_spec("torch_xla")
+kind == "xla"
+"""
+    assert sorted(_xla_places(source)) == [2, 3, 4, 5, 6, 7, 8, 9]

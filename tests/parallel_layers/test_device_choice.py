@@ -15,6 +15,8 @@ from nxdpp.parallel_layers import launch, parallel_state
 from nxdpp.parallel_layers.device_choice import choose, device_of_world, start_device, verify_own_devices
 from nxdpp.parallel_layers.launcher import Launcher
 from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_xla import FakeXla
+from tests.support.run_ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -212,3 +214,108 @@ def test_ranks_that_share_a_device_are_told_on_all_ranks() -> None:
     errors = _verified(["uuid-0", "uuid-1", "uuid-1"])
     assert len(set(errors)) == 1
     assert re.match("ranks (1 and 2|2 and 1) both see uuid-1 of host .* as their first device, and NCCL", errors[0])
+
+
+def test_a_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("torchrun", 1, 2, 1, 2)
+    FakeCuda(visible=2).install(monkeypatch)
+    FakeXla().install(monkeypatch, "CPU")
+    assert choose(launcher, None, "cpu") == CPU
+    assert choose(launcher, None, "cuda") == torch.device("cuda", 1)
+    assert choose(launcher, None, "xla") == torch.device("xla", 0)
+    # XLA is never a default.
+    assert choose(launcher, "gloo") == CPU
+    FakeCuda(visible=0).install(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match=r"device='cuda' needs a CUDA device, and CUDA_.* Use device='cpu'\."):
+        choose(launcher, None, "cuda")
+
+
+def test_a_device_in_a_world_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("python", 0, 1, 0, 1)
+    FakeXla().install(monkeypatch, "CPU")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert device_of_world(launcher, None, "xla") == torch.device("xla", 0)
+        assert device_of_world(launcher, None, "cpu") == device_of_world(launcher, None) == CPU
+        with pytest.raises(
+            ValueError, match=r"device='cuda', but torch\.distributed already .*: leave device out, or st"
+        ):
+            parallel_state.initialize_model_parallel(device="cuda")
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        for device in ("cpu", "xla"):
+            with pytest.raises(ValueError, match=f"device='{device}', but .* runs on cuda:nccl: leave device out, or"):
+                parallel_state.initialize_model_parallel(device=device)
+        assert not parallel_state.model_parallel_is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_of_two_backends_has_the_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher("torchrun", 1, 2, 1, 2)
+    FakeCuda(visible=2).install(monkeypatch)
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        assert device_of_world(launcher, None, "cpu") == CPU
+        assert device_of_world(launcher, None, "cuda") == torch.device("cuda", 1)
+        with pytest.raises(
+            ValueError, match=r"needs a world of gloo alone, .* start it with init_process_group\('gloo'"
+        ):
+            device_of_world(launcher, None, "xla")
+        # CUDA that was asked for is not replaced by the CPU.
+        FakeCuda(visible=0).install(monkeypatch)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert device_of_world(launcher, None) == CPU
+        with pytest.raises(ValueError, match="device='cuda' needs a CUDA device"):
+            device_of_world(launcher, None, "cuda")
+        with pytest.raises(ValueError, match="backend='nccl' needs a CUDA device"):
+            device_of_world(launcher, "nccl")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "xla"])
+def test_a_world_of_xlas_own_collectives_is_refused(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
+    """It comes before the sizes: that world has another size than the launcher's."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "xla:xla")
+        expected = "already runs on xla:xla, whose collectives are not those of nxdpp: leave init_process_group('xla')"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_second_call_has_the_same_device() -> None:
+    parallel_state.initialize_model_parallel(device="cpu")
+    try:
+        parallel_state.initialize_model_parallel(device="cpu", backend="gloo")
+        parallel_state.initialize_model_parallel()
+        for device in ("xla", "cuda"):
+            with pytest.raises(
+                RuntimeError, match=f"on device='cpu', which differs from device='{device}': call destr"
+            ):
+                parallel_state.initialize_model_parallel(device=device)
+        with pytest.raises(ValueError, match="device='tpu' must be"):
+            parallel_state.initialize_model_parallel(device="tpu")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _other_device_on_rank_1(rank: int) -> str:
+    FakeXla().install(pytest.MonkeyPatch(), "NEURON")
+    try:
+        parallel_state.initialize_model_parallel(device="xla" if rank == 1 else "cpu")
+    except RuntimeError as error:
+        assert not dist.is_initialized()
+        return str(error)
+    return "not refused"
+
+
+def test_ranks_with_different_devices_are_refused_on_all_ranks() -> None:
+    errors = run_ranks(3, _other_device_on_rank_1)
+    assert len(set(errors)) == 1
+    expected = "the ranks have devices of different kinds: cpu on ranks 0, 2, xla (NEURON) on rank 1. Give all"
+    assert errors[0].startswith(expected)

@@ -1,0 +1,68 @@
+"""Start of ranks on XLA: in nxdpp's world or the caller's, beside scripts that import torch_xla's own backend."""
+
+import torch
+import torch.distributed as dist
+
+from nxdpp import parallel_state
+from tests.support.xla_ranks import run_xla_ranks
+
+
+def _start(rank: int) -> list[str]:
+    # Scripts of NeuronX Distributed import it; it replaces dist.new_group.
+    import torch_xla.distributed.xla_backend  # noqa: F401
+
+    shown = []
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device="xla")
+    shown.append(_shown())
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device="xla", backend="gloo")
+    for backend, device in ((None, "cpu"), ("gloo", None)):
+        try:
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend=backend, device=device)
+        except RuntimeError as error:
+            shown.append(str(error))
+    parallel_state.destroy_model_parallel()
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(device="xla")
+    shown.append(_shown())
+    # Groups of this rank alone are made at their first use.
+    parallel_state.get_context_model_parallel_group()
+    parallel_state.get_model_parallel_group()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+    dist.init_process_group("xla")
+    try:
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device="xla")
+    except ValueError as error:
+        shown.append(str(error))
+    return shown
+
+
+def _shown() -> str:
+    device, group = parallel_state.local_device(), parallel_state.get_data_parallel_group()
+    assert isinstance(group, dist.ProcessGroup)
+    number = float(torch.ones(2, device=device).sum())
+    return f"{device.type} {dist.get_backend(group)} {dist.get_world_size(group)} {number:g}"
+
+
+def test_the_world_is_nxdpps_or_the_callers_over_gloo() -> None:
+    for shown in run_xla_ranks(2, _start):
+        own, other_device, other_backend, callers, refused = shown
+        assert (own, callers) == ("xla gloo 1 2", "xla gloo 2 2")
+        assert "already initialized on device='xla', which differs from device='cpu': call destroy" in other_device
+        assert "already initialized on device='xla', which differs from backend='gloo': call destroy" in other_backend
+        assert "leave init_process_group('xla') out, or write 'gloo' there" in refused
+
+
+def _kinds(rank: int) -> str:
+    try:
+        parallel_state.initialize_model_parallel(device="cpu" if rank else "xla")
+    except RuntimeError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_rank_on_the_cpu_beside_one_on_xla_is_refused() -> None:
+    for error in run_xla_ranks(2, _kinds):
+        assert "different kinds: xla (CPU) on rank 0, cpu on rank 1. Give all ranks the same" in error
