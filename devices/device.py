@@ -43,6 +43,11 @@ class Device:
         """``True`` if operations are only recorded, and run at ``submit`` or when a value is needed."""
         return False
 
+    @property
+    def refuses_indices(self) -> bool:
+        """``True`` if an index outside of a tensor is an error; else a value that is there is taken."""
+        return True
+
     def submit(self) -> None:
         """Start all recorded operations, and wait for none; does nothing on a device that records none."""
 
@@ -63,6 +68,9 @@ class Device:
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return a number that tensors of one memory share; 0 for no memory."""
         return tensor.untyped_storage().data_ptr()
+
+    def seed(self, number: int) -> None:
+        """Seed the device's own random generator with ``number``, if ``torch.manual_seed`` does not do it."""
 
     def random_state(self) -> bytes:
         """Return the state of the device's own random generator; the CPU's generator is torch's global one."""

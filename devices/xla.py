@@ -39,9 +39,19 @@ class XlaDevice(Device):
         """``True``: XLA records operations."""
         return True
 
+    @property
+    def refuses_indices(self) -> bool:
+        """``False``: XLA takes the nearest element."""
+        return False
+
     def submit(self) -> None:
-        """Start all recorded operations, and wait for none of them; compiles a graph at its first time."""
+        """Start all recorded operations, and wait for none of them; compiles a graph at its first time.
+
+        The random numbers that follow are those without it: torch_xla's own step in the generator is taken back.
+        """
+        state = self.random_state()
         _torch_xla().sync()
+        self.set_random_state(state)
 
     def synchronize(self) -> None:
         """Start all recorded operations, and wait until the device is idle."""
@@ -57,13 +67,17 @@ class XlaDevice(Device):
         """Return the number of the storage object that a tensor shares with its views: it has no address."""
         return int(tensor.untyped_storage()._cdata)
 
+    def seed(self, number: int) -> None:
+        """Seed the device's generator, of which ``torch.manual_seed`` knows nothing."""
+        _xla_model().set_rng_state(number)
+
     def random_state(self) -> bytes:
-        """Return the state of the device's generator: a number of 64 bits."""
-        return int(_xla_model().get_rng_state()).to_bytes(8, "little", signed=True)
+        """Return the state of the device's generator: a number of 64 bits without a sign."""
+        return int(_xla_model().get_rng_state()).to_bytes(8, "little")
 
     def set_random_state(self, state: bytes) -> None:
         """Set the state of the device's generator."""
-        _xla_model().set_rng_state(int.from_bytes(state, "little", signed=True))
+        _xla_model().set_rng_state(int.from_bytes(state, "little"))
 
 
 def start(local_rank: int | None, local_world_size: int | None) -> torch.device:

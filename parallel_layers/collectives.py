@@ -7,8 +7,12 @@ results of the right shape, and nothing is sent.
 gloo's threads hold the tensors of a collective a little longer than its ``wait``, and may free them last. Its input is
 given to them without its graph. An ``autograd.Function`` whose forward returns a result returns ``outside_of_graph`` of
 it: the result itself would get the graph. So no thread of gloo ever frees a part of a graph.
+
+A device tensor whose group is gloo's passes through host memory, and its collective is finished when it is started. On
+a device that records operations it is the end of a graph: all operations before it are submitted once.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,9 +20,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.collective_bytes import note_collective
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.host_wire import on_wire
 
 _ops = torch.ops._c10d_functional
 
@@ -35,7 +41,8 @@ def rank_in(group: ProcessGroup | None) -> int:
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for the started collective that fills ``tensor``, and return it; nothing to wait for is no error."""
-    if has_values(tensor):
+    # A tensor of a lazy device passes through host memory, and its collective is finished.
+    if has_values(tensor) and not device_of(tensor.device).is_lazy:
         _ops.wait_tensor(tensor)
         board.moved()
     return tensor
@@ -53,13 +60,16 @@ def all_reduce(
 def start_all_reduce(
     tensor: torch.Tensor, group: ProcessGroup | None = None, operation: Literal["sum", "max"] = "sum"
 ) -> torch.Tensor:
-    """Start ``all_reduce`` in the memory of ``tensor``, or of a copy if it is not contiguous."""
+    """Start ``all_reduce`` in the memory of ``tensor``, if it is contiguous and passes through no other memory.
+
+    The content of the result comes later.
+    """
     tensor = tensor.contiguous()
     size = size_of(group)
     if size > 1:
         note_collective("all_reduce", tensor.nbytes, size)
     if size > 1 and has_values(tensor):
-        _ops.all_reduce_(tensor, operation, _name(group))
+        return _start(tensor, group, lambda message, name: _ops.all_reduce_(message, operation, name))
     return tensor
 
 
@@ -74,7 +84,8 @@ def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None
     note_collective("all_gather", tensor.nbytes * size, size)
     if not has_values(tensor):
         return tensor.new_empty(shape)
-    joined = wait(_ops.all_gather_into_tensor(outside_of_graph(tensor.contiguous()), size, _name(group)))
+    given = outside_of_graph(tensor.contiguous())
+    joined = wait(_start(given, group, lambda message, name: _ops.all_gather_into_tensor(message, size, name)))
     if dim == 0:
         return joined
     return joined.view(size, *tensor.shape).movedim(0, dim).reshape(shape)
@@ -101,8 +112,8 @@ def start_reduce_scatter(tensor: torch.Tensor, dim: int, group: ProcessGroup | N
         return tensor.new_empty(shape)
     # The parts of the ranks lie one after the other.
     parts = tensor.unflatten(dim, (size, shape[dim])).movedim(dim, 0).reshape(size * shape[0], *shape[1:])
-    started: torch.Tensor = _ops.reduce_scatter_tensor(outside_of_graph(parts.contiguous()), "sum", size, _name(group))
-    return started
+    given = outside_of_graph(parts.contiguous())
+    return _start(given, group, lambda message, name: _ops.reduce_scatter_tensor(message, "sum", size, name))
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup | None = None) -> torch.Tensor:
@@ -139,7 +150,12 @@ def _part_size(tensor: torch.Tensor, dim: int, size: int) -> int:
     return tensor.shape[dim] // size
 
 
-def _name(group: ProcessGroup | None) -> str:
+def _start(
+    tensor: torch.Tensor, group: ProcessGroup | None, collective: Callable[[torch.Tensor, str], torch.Tensor]
+) -> torch.Tensor:
+    """Start ``collective`` of ``tensor`` and the name of ``group``; one that passes through host memory is finished."""
     board.moved()
     group = parallel_state.get_tensor_model_parallel_group() if group is None else group
-    return str(group.group_name)
+    message = on_wire(tensor, group)
+    started = collective(message, str(group.group_name))
+    return started if message is tensor else device_of(tensor.device).from_host(wait(started))

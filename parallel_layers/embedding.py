@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional, init
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import mappings, parallel_state
 from nxdpp.parallel_layers.collectives import has_values
 from nxdpp.parallel_layers.initial_parts import InitMethod, fill_parameter
@@ -86,7 +87,10 @@ class ParallelEmbedding(ParallelLayer):
                 self.weight[row].fill_(0)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings ``(..., H)`` of the ids ``(...)``; ``IndexError`` for an id outside."""
+        """Return the embeddings ``(..., H)`` of the ids ``(...)``.
+
+        Raises ``IndexError`` for an id outside. XLA has no such error: the embedding is not-a-number.
+        """
         self._check_group()
         if self.tensor_parallel_size == 1:
             return functional.embedding(input_, self.weight, self.padding_idx, self.max_norm, self.norm_type)
@@ -99,6 +103,8 @@ class ParallelEmbedding(ParallelLayer):
             with torch.no_grad():
                 torch.embedding_renorm_(self.weight, rows[~(elsewhere | outside)], self.max_norm, self.norm_type)
         parts = functional.embedding(rows, self.weight, self._own_padding_row()).masked_fill(elsewhere[..., None], 0)
+        if not device_of(parts.device).refuses_indices:
+            parts = parts.masked_fill(outside[..., None], math.nan)
         if self.sequence_parallel_enabled:
             return mappings.reduce_scatter_to_sequence_parallel_region(parts, self.sequence_dimension)
         return mappings.reduce_from_tensor_model_parallel_region(parts)

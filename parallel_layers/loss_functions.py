@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers.collectives import all_reduce, has_values, rank_in, size_of
 
 IGNORED_LABEL = -100
@@ -49,7 +50,8 @@ def parallel_cross_entropy(
     Raises:
         ValueError: for a smoothing outside of 0 to 1, for shapes that do not fit, and for a ``vocabulary_size`` that is
             below 1 or above the number of columns.
-        IndexError: for a label outside of the vocabulary, on the CPU. CUDA has torch's assertion on the device.
+        IndexError: for a label outside of the vocabulary, on the CPU. CUDA has torch's assertion on the device. On
+            XLA, which has none, the loss is not-a-number.
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must be from 0.0 to 1.0")
@@ -91,6 +93,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if smoothing > 0:
             losses = losses.mul_(1 - smoothing).add_(normaliser - sums[2] / vocabulary, alpha=smoothing)
         losses.masked_fill_(ids == IGNORED_LABEL, 0)
+        if not device_of(losses.device).refuses_indices:
+            losses.masked_fill_(index == logits.shape[-1], math.nan)
         ctx.save_for_backward(logits, ids, normaliser.add_(largest))
         ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         return losses.view(labels.shape)
@@ -127,7 +131,7 @@ def _own_columns(ids: torch.Tensor, columns: int, vocabulary: int) -> tuple[torc
         )
     index = ids - rank_in(None) * columns
     elsewhere = (index < 0) | (index >= columns)
-    # On a device torch's own assertion follows for a label outside.
+    # For a label outside, torch's own assertion follows on CUDA.
     return index.masked_fill(elsewhere, 0).masked_fill(outside, columns), elsewhere
 
 
@@ -150,6 +154,8 @@ def _parts(rows: torch.Tensor) -> Iterator[slice]:
     """Slices of rows that are computed at once."""
     if not rows.shape[-1]:
         return
-    count = max(1, _BYTES_AT_ONCE // max(1, rows.shape[-1] * 4))
+    # XLA computes the float32 copies without memory for them, in one graph.
+    together = len(rows) if device_of(rows.device).is_lazy else _BYTES_AT_ONCE // max(1, rows.shape[-1] * 4)
+    count = max(1, together)
     for start in range(0, len(rows), count):
         yield slice(start, start + count)

@@ -71,7 +71,7 @@ class XLARNGStatesTracker:
             )
         number = int(torch.randint(_SEEDS - 1, (), device="cpu"))
         before = _state()
-        torch.manual_seed((self._seeds[name] + number) % _SEEDS)
+        _seed((self._seeds[name] + number) % _SEEDS)
         try:
             yield
         finally:
@@ -95,8 +95,13 @@ def model_parallel_xla_manual_seed(seed: int) -> None:
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     _tracker.reset()
-    torch.manual_seed(seed)
+    _seed(seed)
     _tracker.add(_MODEL_PARALLEL, seed + _OFFSET + rank)
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    device_of(parallel_state.local_device()).seed(number)
 
 
 def _state() -> _State:

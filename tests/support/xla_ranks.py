@@ -34,7 +34,19 @@ def compilations(into: list[int]) -> Iterator[None]:
 
 def compiled() -> int:
     """Return the number of graphs that this process has compiled."""
+    return _count("CompileTime")
+
+
+def _count(metric: str) -> int:
     from torch_xla.debug import metrics
 
-    found = metrics.metric_data("CompileTime")
+    found = metrics.metric_data(metric)
     return int(found[0]) if found else 0
+
+
+@contextmanager
+def executions(into: list[int]) -> Iterator[None]:
+    """Append the number of graphs that this process runs in the block."""
+    before = _count("ExecuteTime")
+    yield
+    into.append(_count("ExecuteTime") - before)
