@@ -1,7 +1,7 @@
 """Interface of a device, and the CPU as the device whose work is done when a call returns."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class Device:
 
     def submit(self) -> None:
         """Start all recorded operations, and wait for none; does nothing on a device that records none."""
+
+    def expect_updates(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the graphs before the first change in place of ``tensors`` equal to those after it."""
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

@@ -7,7 +7,7 @@ it run again in the next graph. So each action of a schedule ends with ``submit`
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nxdpp.devices.device import Device
 
@@ -52,6 +53,16 @@ class XlaDevice(Device):
         state = self.random_state()
         _torch_xla().sync()
         self.set_random_state(state)
+
+    def expect_updates(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Commit an update that changes nothing.
+
+        A view of a tensor that has been updated is recorded at its first use, and one of another tensor at once. The
+        order of a graph's results would change with the optimizer's first step, and each graph be compiled again.
+        """
+        for tensor in tensors:
+            if tensor.device.type == "xla":
+                torch._functionalize_commit_update(tensor)
 
     def synchronize(self) -> None:
         """Start all recorded operations, and wait until the device is idle."""
@@ -104,6 +115,7 @@ def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
             f"device='xla': PJRT_DEVICE={os.environ.get('PJRT_DEVICE')!r} cannot be used: {reason}. Set PJRT_DEVICE to "
             f"TPU, NEURON or another device of this host, or to CPU for a trial; or give device='cpu'."
         ) from error
+    _submit_optimizer_steps()
     if local_rank in (None, 0):
         level = logging.WARNING if is_default else logging.INFO
         chosen = "by default, as PJRT_DEVICE is not set" if is_default else "as PJRT_DEVICE says"
@@ -136,6 +148,12 @@ def _check_own_chip(local_world_size: int | None) -> None:
 def _pjrt_type() -> str:
     """Return the type of the PJRT device: ``"CPU"``, ``"TPU"``, ``"NEURON"`` or another."""
     return str(import_module("torch_xla.runtime").device_type())
+
+
+@cache
+def _submit_optimizer_steps() -> None:
+    """Make each step of an optimizer start at its end, not in the first action of the next step."""
+    register_optimizer_step_post_hook(lambda *_: _torch_xla().sync())
 
 
 def _torch_xla() -> Any:

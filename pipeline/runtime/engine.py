@@ -120,6 +120,7 @@ class Engine:
         if splits:
             warn_of_hidden_hooks()
         for stage, program in sorted(programs.items()):
+            self._device.expect_updates((*program.module.parameters(), *program.module.buffers()))
             self._channels_in[stage] = {b.source: self._channel(b, b.source, local) for b in _incoming(program.plan)}
             self._channels_out[stage] = {
                 b.destination: self._channel(b, b.destination, local) for b in _outgoing(program.plan)

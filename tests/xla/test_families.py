@@ -1,0 +1,74 @@
+"""All schedule families over XLA ranks: the numbers of the CPU, and no graph compiled after the first step."""
+
+from typing import Any
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from nxdpp import NxDPPModel, parallel_state
+from nxdpp.schedules.families.registry import FAMILIES
+from tests.support.run_ranks import run_ranks
+from tests.support.xla_ranks import compilations, run_xla_ranks
+from tests.xla.tiny_llama import MICROBATCHES, gradients_of_one_process, tiny_llama, tokens
+
+_STEPS = 4
+
+
+def _train_all(rank: int, device: str | None, world: int, layers: int, names: list[str]) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world, device=device)
+    found: dict[str, Any] = {name: _train(name, layers) for name in names}
+    found["alone"] = gradients_of_one_process(tiny_llama(layers), tokens(0), parallel_state.local_device())
+    return found
+
+
+def _train(name: str, layers: int) -> dict[str, Any]:
+    """Train ``_STEPS`` steps with a family."""
+    model = NxDPPModel(
+        tiny_llama(layers),
+        transformer_layer_cls=LlamaDecoderLayer,
+        num_microbatches=MICROBATCHES,
+        broadcast_and_average_loss=True,
+        schedule=name,
+        virtual_pipeline_size=2 if name == "interleaved" else 1,
+    )
+    model.move_model_to_device()
+    optimizer = torch.optim.AdamW(list(model.local_parameters()), lr=1e-3)
+    losses, in_steps, in_optimizer = list[torch.Tensor](), list[int](), list[int]()
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(_STEPS):
+        ids = tokens(step)
+        with compilations(in_steps):
+            loss = model.run_train(input_ids=ids, labels=ids)
+        gradients = gradients or {n: p.grad.cpu() for n, p in model.local_named_parameters() if p.grad is not None}
+        with compilations(in_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(loss, torch.Tensor)
+        losses.append(loss.cpu())
+    return {"losses": losses, "gradients": gradients, "in steps": in_steps, "in optimizer": in_optimizer}
+
+
+def _compare(world: int, layers: int, names: list[str]) -> None:
+    on_cpu = run_ranks(world, _train_all, None, world, layers, names, timeout=120)
+    on_xla = run_xla_ranks(world, _train_all, "xla", world, layers, names, timeout=500)
+    for cpu, xla in zip(on_cpu, on_xla, strict=True):
+        for name in names:
+            known, found = cpu[name], xla[name]
+            _close(found["losses"], known["losses"], 1e-5)
+            _close(found["gradients"], known["gradients"], 1e-5)
+            _close(found["gradients"], {n: xla["alone"][n] for n in known["gradients"]}, 1e-6)
+            assert found["in steps"][1:] == [0] * (_STEPS - 1), name
+            assert found["in optimizer"][2:] == [0] * (_STEPS - 2), name
+        assert xla[names[0]]["in steps"][0] > 0
+
+
+def _close(found: Any, known: Any, tolerance: float) -> None:
+    torch.testing.assert_close(found, known, rtol=0, atol=tolerance)
+
+
+def test_each_family_over_two_ranks() -> None:
+    _compare(2, 4, list(FAMILIES))
+
+
+def test_families_of_several_stages_a_rank_over_four_ranks() -> None:
+    _compare(4, 8, ["interleaved", "zb1p", "zb-v"])
