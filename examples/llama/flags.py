@@ -11,6 +11,9 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# The device of each process; "auto" is a CUDA device where there are some, and else the CPU.
+DEVICES = ("auto", "cpu", "cuda", "xla")
+
 # Folder of the training's checkpoints in the output folder.
 CHECKPOINTS = "checkpoints"
 AUTO = "auto"
@@ -94,6 +97,13 @@ def make_parser() -> argparse.ArgumentParser:
         choices=DTYPES,
         default="float32",
         help="dtype of the forward: bfloat16 is autocast, weights and optimizer stay float32 [%(default)s]",
+    )
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default=AUTO,
+        help="device of each process: auto is a CUDA device where there are some, else the CPU; xla is that of "
+        "PJRT_DEVICE, over torch_xla [%(default)s]",
     )
     # The output and the processes.
     parser.add_argument(

@@ -192,7 +192,8 @@ def _span(layers: list[str]) -> str:
 
 def _stage_means(busy_share: float) -> list[float]:
     """Mean busy share of each stage over its replicas, in stage order; collective over all ranks."""
-    own = torch.tensor(busy_share, device=parallel_state.local_device())
+    # In host memory for gloo, which takes no tensor of a device.
+    own = torch.tensor(busy_share, device=parallel_state.get_device_mesh().device_type)
     shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(shares, own)
     # Shape (pipeline, replicas).

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from corpus import Corpus, read_corpus, standard_library_files
-from flags import CHECKPOINTS, DTYPES, END, KEPT, make_parser, rank
+from flags import AUTO, CHECKPOINTS, DTYPES, END, KEPT, make_parser, rank
 from model_config import default_config, read_config
 from transformers import LlamaConfig
 
@@ -41,6 +41,8 @@ class Settings:
     max_grad_norm: float
     seed: int
     dtype: torch.dtype
+    # None for a CUDA device where there are some, and else the CPU.
+    device: str | None
     output: Path
     checkpoint_every: int | None
     checkpoint_dir: Path
@@ -83,6 +85,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
         "checkpoint_keep": flags.checkpoint_keep or KEPT,
         "checkpoint_errors": flags.checkpoint_errors or END,
         "dtype": DTYPES[flags.dtype],
+        "device": None if flags.device == AUTO else flags.device,
         "pipeline_parallel_size": pipeline_parallel_size,
         # A resumed training may have one replica only.
         "zero1": flags.zero1 and world_size > pipeline_parallel_size * flags.tensor_parallel_size,
@@ -91,7 +94,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     return Settings(**values)
 
 
-def refuse(error: ValueError) -> NoReturn:
+def refuse(error: ValueError | RuntimeError) -> NoReturn:
     """Print ``error`` on one rank and end this process with status 2.
 
     All ranks usually find the same error, and torchrun stops the others when the first one exits. The other ranks wait,

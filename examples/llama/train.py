@@ -2,8 +2,9 @@
 
     python examples/llama/train.py
     torchrun --nproc-per-node 4 examples/llama/train.py
+    PJRT_DEVICE=CPU torchrun --nproc-per-node 4 examples/llama/train.py --device xla
 
-Both give the same losses, to rounding. Comments that start with "nxdpp" mark the lines that make a pipeline of a
+All give the same losses, to rounding. Comments that start with "nxdpp" mark the lines that make a pipeline of a
 Hugging Face model.
 """
 
@@ -42,13 +43,7 @@ PROMPT_BYTES, SAMPLE_BYTES = 48, 240
 
 def train(settings: Settings) -> None:
     """Train, save and sample; collective over all ranks."""
-    # nxdpp: number of processes in one pipeline; further pipelines are data-parallel replicas.
-    parallel_state.initialize_model_parallel(
-        # nxdpp: number of processes that share each layer.
-        tensor_model_parallel_size=settings.tensor_parallel_size,
-        pipeline_model_parallel_size=settings.pipeline_parallel_size,
-    )
-
+    start(settings)
     torch.manual_seed(settings.seed)
     # nxdpp: wrap the model; each rank keeps its own layers.
     model = NxDPPModel(
@@ -82,18 +77,17 @@ def train(settings: Settings) -> None:
     when = f"after step {done}" if done else "before training"
     console.print(f"held-out loss {when}: {held_out_loss(model, settings):.3f}", highlight=False)
     with TrainingReport(console, settings.output, settings.steps, earlier) as report:
-        for step, batch in enumerate(training_batches(settings, done), done + 1):
-            ids = batch.to(parallel_state.local_device())
-            loss = loss_with_gradients(model, ids, settings, console)
-            if not loss.isfinite():
-                raise RuntimeError(f"the loss of step {step} is {loss.item()}: {advice(step)}")
+        for step, ids in enumerate(training_batches(settings, done), done + 1):
+            loss = loss_with_gradients(model, ids, settings, console).item()
+            if not math.isfinite(loss):
+                raise RuntimeError(f"the loss of step {step} is {loss}: {advice(step)}")
             if not settings.zero1:
                 # nxdpp: the norm is that of the whole model; torch's clip_grad_norm_ would see this rank's part.
                 model.clip_grad_norm_(settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            report.step_done(step, loss.item(), settings.batch_size * settings.seq_length, model.last_busy_share)
+            report.step_done(step, loss, settings.batch_size * settings.seq_length, model.last_busy_share)
             if is_due(settings, step):
                 # nxdpp: each rank writes its own part of weights and optimizer.
                 save(settings, step, model, optimizer, schedule, report.metrics(step), console)
@@ -107,6 +101,21 @@ def train(settings: Settings) -> None:
     if dist.get_rank() == 0:
         print_sample(console, settings)
     parallel_state.destroy_model_parallel()
+
+
+def start(settings: Settings) -> None:
+    """Start the processes' groups; a device that cannot be used ends this process with status 2."""
+    try:
+        # nxdpp: number of processes in one pipeline; further pipelines are data-parallel replicas.
+        parallel_state.initialize_model_parallel(
+            # nxdpp: number of processes that share each layer.
+            tensor_model_parallel_size=settings.tensor_parallel_size,
+            pipeline_model_parallel_size=settings.pipeline_parallel_size,
+            # nxdpp: None for a CUDA device where there are some, and else the CPU.
+            device=settings.device,
+        )
+    except (ValueError, RuntimeError) as error:
+        refuse(error)
 
 
 def model_without_memory(settings: Settings) -> LlamaForCausalLM:
@@ -128,7 +137,7 @@ def make_optimizer(model: NxDPPModel, settings: Settings) -> torch.optim.Optimiz
 
 
 def loss_with_gradients(model: NxDPPModel, ids: torch.Tensor, settings: Settings, console: Console) -> torch.Tensor:
-    """Loss of a batch ``(B, T)``, whose gradients are added up."""
+    """Loss of a batch ``(B, T)`` in host memory, whose gradients are added up."""
     with autocast(settings):
         try:
             # nxdpp: forward and backward of all microbatches; gradients are in .grad as usual.
@@ -174,9 +183,9 @@ def held_out_loss(model: NxDPPModel, settings: Settings) -> float:
 
 
 def local_part(batch: torch.Tensor) -> torch.Tensor:
-    """Sequences of this data-parallel replica, ``(B, T)`` with B divided by the replicas, on this rank's device."""
+    """Sequences of this data-parallel replica, ``(B, T)`` with B divided by the replicas."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
-    return batch.chunk(replicas)[replica].to(parallel_state.local_device())
+    return batch.chunk(replicas)[replica]
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

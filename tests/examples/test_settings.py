@@ -38,6 +38,7 @@ def test_defaults() -> None:
 
     assert settings.config.vocab_size == 256
     assert settings.dtype == torch.float32
+    assert settings.device is None
     assert settings.output == Path("runs/llama")
     assert settings.output.is_dir()
     assert settings.pipeline_parallel_size == 1
@@ -49,7 +50,7 @@ def test_every_flag_is_used(tmp_path: Path) -> None:
     settings = read_settings(
         f"--config {_config(tmp_path)} --data {text} --steps 3 --batch-size 6 --seq-length 32 "
         f"--num-microbatches 2 --learning-rate 0.5 --seed 7 --dtype bfloat16 --output {tmp_path / 'a' / 'b'} "
-        "--pipeline-parallel-size 1 --max-grad-norm 0.25".split()
+        "--pipeline-parallel-size 1 --max-grad-norm 0.25 --device xla".split()
     )
 
     assert settings.config.hidden_size == 32
@@ -58,6 +59,7 @@ def test_every_flag_is_used(tmp_path: Path) -> None:
     assert (settings.num_microbatches, settings.learning_rate, settings.seed) == (2, 0.5, 7)
     assert settings.max_grad_norm == 0.25
     assert settings.dtype == torch.bfloat16
+    assert settings.device == "xla"
     assert (tmp_path / "a" / "b").is_dir()
 
 
@@ -105,6 +107,7 @@ def test_processes_beyond_the_stages_are_replicas(monkeypatch: pytest.MonkeyPatc
         ("--learning-rate nan", "argument --learning-rate: 'nan' is not a number above 0"),
         ("--learning-rate 0", "argument --learning-rate: '0' is not a number above 0"),
         ("--dtype float64", "argument --dtype: invalid choice: 'float64' (choose from"),
+        ("--device tpu", "argument --device: invalid choice: 'tpu' (choose from"),
         ("--batch 8", "unrecognized arguments: --batch 8"),
         ("--batch-size 12", "--batch-size 12 does not divide into 1 data-parallel replica(s)"),
         ("--seq-length 2000", "longer than the model's max_position_embeddings"),

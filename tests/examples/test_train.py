@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.examples.tiny import TINY_LLAMA
+from tests.support.fake_xla import FakeXla
 from tests.support.run_ranks import run_ranks
 
 TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
@@ -205,6 +206,28 @@ def test_wrong_flag_is_one_sentence_under_torchrun(tmp_path: Path) -> None:
     assert finished.returncode != 0
     assert finished.stderr.count("train.py: argument --dtype: invalid choice: 'float64'") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_cannot_be_used_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    FakeXla(import_error=ModuleNotFoundError("No module named 'torch_xla'", name="torch_xla")).install(monkeypatch)
+    for device, sentence in (
+        ("cuda", "train.py: device='cuda' needs a CUDA device, and "),
+        (
+            "xla",
+            "train.py: device='xla': torch_xla is not installed. Install nxdpp in a virtual environment of its own",
+        ),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            train.main(["--device", device])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(sentence)
 
 
 def test_a_second_run_replaces_the_first_when_it_saves(tmp_path: Path) -> None:
