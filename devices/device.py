@@ -68,6 +68,13 @@ class Device:
         copied = tensor.to("cpu")
         return lambda: copied
 
+    def settle(self) -> None:
+        """Start all recorded operations as ``submit`` does, with the same random numbers after it as without it."""
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, or its copy in host memory on a device where each part to read would be a graph."""
+        return tensor
+
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return a number that tensors of one memory share; 0 for no memory."""
         return tensor.untyped_storage().data_ptr()
@@ -78,6 +85,10 @@ class Device:
     def random_state(self) -> bytes:
         """Return the state of the device's own random generator; the CPU's generator is torch's global one."""
         return b""
+
+    def saved_random_state(self) -> bytes:
+        """Return the state from which this training goes on, and one that loads a checkpoint of it."""
+        return self.random_state()
 
     def set_random_state(self, state: bytes) -> None:
         """Set the state that ``random_state`` returned."""

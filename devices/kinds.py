@@ -15,6 +15,11 @@ def device_of(device: torch.device) -> Device:
     return KINDS.get(device.type, Device)(device)
 
 
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or its copy in host memory on a device where each part to read would be a graph."""
+    return device_of(tensor.device).readable(tensor)
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number that tensors of one memory share; 0 for no memory."""
     return device_of(tensor.device).memory_of(tensor)

@@ -90,6 +90,22 @@ class XlaDevice(Device):
         """Set the state of the device's generator."""
         _xla_model().set_rng_state(int.from_bytes(state, "little"))
 
+    def settle(self) -> None:
+        """Start all recorded operations; ``submit`` would advance the random generator too."""
+        _torch_xla()._XLAC._xla_sync_live_tensors(str(self.device), [], False)
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in host memory, of which any part is read without a graph."""
+        self.settle()
+        return tensor.detach().cpu()
+
+    def saved_random_state(self) -> bytes:
+        """Return the generator's state, and go on from it: XLA has a second one for the operations of a graph."""
+        self.settle()
+        state = self.random_state()
+        self.set_random_state(state)
+        return state
+
 
 def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
     """Start XLA's device of this process, and return it. ``PJRT_DEVICE`` names its type; torch_xla has a default.

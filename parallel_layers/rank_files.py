@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdpp.devices.kinds import readable
+
 _TENSORS = (torch.Tensor, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict)
 _SEQUENCES = (list, tuple)
@@ -116,7 +118,7 @@ def _is_loadable(content: Any) -> bool:
 
 def _without_rest_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a copy of a view: torch writes all memory that a view is part of."""
-    tensor = tensor.detach()
+    tensor = readable(tensor).detach()
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
         return tensor
     return tensor.clone()

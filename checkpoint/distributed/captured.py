@@ -1,5 +1,6 @@
 """State of a training as a checkpoint has it: tensors in rectangles, and all else as JSON."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from nxdpp.checkpoint.distributed.rectangles import placement_of
 from nxdpp.checkpoint.distributed.shares import owners
 from nxdpp.checkpoint.distributed.structured import encoded
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
+from nxdpp.devices.kinds import readable
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.padding import Range
 from nxdpp.parallel_layers.tensor_attributes import param_is_not_tensor_parallel_duplicate
@@ -88,13 +90,14 @@ def captured(
         result.ties = tensors.ties
         if any(tensor.is_meta for tensor in tensors.tensors.values()):
             raise ValueError("the model has tensors on the meta device, without values: call move_model_to_device().")
-        result.samples = _samples(tensors)
+        values = {name: readable(tensor) for name, tensor in tensors.tensors.items()}
+        result.samples = _samples(tensors, values)
         for name, tensor in tensors.tensors.items():
             if not _writes(tensor):
                 continue
             # Statistics of batch norms are those of a replica's own batches: all of them come from one replica.
             into = replicated if isinstance(tensor, nn.Parameter) else of_first
-            into[f"model.{name}"] = blocks_of(tensor, placement_of(tensor))
+            into[f"model.{name}"] = blocks_of(values[name], placement_of(tensor))
     if optimizer is not None:
         if tensors is None:
             raise ValueError("an optimizer is saved with the model whose parameters it has: give model= too.")
@@ -109,7 +112,7 @@ def captured(
                 result.states[held.name] = description
             into = own if held.is_shard else replicated
             for key, value in held.tensors().items():
-                into[f"optimizer.{held.name}.{key}"] = held.blocks(value)
+                into[f"optimizer.{held.name}.{key}"] = held.blocks(readable(value))
     own.update(_own_share(replicated))
     if ranks.replica()[0] == 0:
         own.update(of_first)
@@ -146,12 +149,14 @@ def _writes(tensor: torch.Tensor) -> bool:
     return not getattr(tensor, "shared", False) and param_is_not_tensor_parallel_duplicate(tensor)
 
 
-def _samples(tensors: ModelTensors) -> dict[Part, bytes]:
-    """Hashes of a sample of each parameter: ranks with the same part of it must have the same values."""
+def _samples(tensors: ModelTensors, values: Mapping[str, torch.Tensor]) -> dict[Part, bytes]:
+    """Hashes of a sample of each parameter: ranks with the same part of it must have the same ``values``."""
     if not ranks.is_several():
         return {}
     parameters = {name: each for name, each in tensors.tensors.items() if isinstance(each, nn.Parameter)}
-    return {(name, placement_of(each).ranges, tuple(each.shape)): sample(each) for name, each in parameters.items()}
+    return {
+        (name, placement_of(each).ranges, tuple(each.shape)): sample(values[name]) for name, each in parameters.items()
+    }
 
 
 def _own_share(tensors: dict[str, TensorBlocks]) -> dict[str, TensorBlocks]:

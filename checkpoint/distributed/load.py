@@ -74,7 +74,8 @@ class Load:
 
     def names_in_use(self) -> set[str]:
         """Names of the tensors that are read into memory in use: of the model, and master copies of an optimizer."""
-        return {name for name in self._targets.tensors if name.startswith("model.") or name.endswith(f".{MASTER}")}
+        names = self._targets.tensors.keys() - self._targets.in_host_memory
+        return {name for name in names if name.startswith("model.") or name.endswith(f".{MASTER}")}
 
     def read(self) -> Any:
         """Read this rank's part, take over the state, and return the user's content."""
@@ -161,7 +162,8 @@ class Load:
         try:
             read_plan(self._folder, self._metadata, planner, planner.create_local_plan())
         except (DamagedFile, OSError) as error:
-            error.add_note(MIXED)
+            if self.names_in_use():
+                error.add_note(MIXED)
             raise
 
 

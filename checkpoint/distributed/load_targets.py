@@ -28,6 +28,7 @@ from nxdpp.checkpoint.distributed.structured import decoded
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks, blocks_of, whole
 from nxdpp.checkpoint.files.checksummed import DamagedFile
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel
+from nxdpp.devices.kinds import readable
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds
 
@@ -53,6 +54,7 @@ class LoadTargets:
 
     Attributes:
         tensors: rectangles in memory of this rank, by the names of the checkpoint.
+        in_host_memory: names of the tensors that are read beside memory in use.
         of_replicas: names of the tensors that all data-parallel replicas need.
         user_content: of the checkpoint. Tensors in it get their values by the read.
     """
@@ -65,6 +67,9 @@ class LoadTargets:
         self.of_replicas: set[str] = set()
         self.user_content: Any = None
         self._made: dict[str, torch.Tensor] = {}
+        self.in_host_memory: set[str] = set()
+        self._host_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[TensorBlocks, TensorBlocks]] = []
         self._after: list[Callable[[], Any]] = []
 
     def prepare(self, given: LoadArguments, tensors: ModelTensors | None) -> None:
@@ -98,6 +103,11 @@ class LoadTargets:
 
     def take_over(self) -> None:
         """Give the objects their state, once all ranks have read."""
+        for first, other in self._copies:
+            _copy_blocks(first, other)
+        with torch.no_grad():
+            for tensor, values in self._host_copies:
+                tensor.copy_(values)
         for act in self._after:
             act()
 
@@ -137,7 +147,8 @@ class LoadTargets:
                 real = with_type_of(torch.zeros_like(tensor, device="cpu", requires_grad=False), tensor)
                 replaced.append((tensor, real))
             self.of_replicas.add(f"model.{saved_ties.get(name, name)}")
-            self._add(f"model.{saved_ties.get(name, name)}", blocks_of(real, placement))
+            key = f"model.{saved_ties.get(name, name)}"
+            self._add(key, blocks_of(self._writable(key, real), placement))
         if missing and strict:
             raise ValueError(
                 f"{self._folder} lacks {listed(missing)} of the model. Nothing was loaded: build the model that was "
@@ -173,7 +184,8 @@ class LoadTargets:
             state = held.new_state(described, options[place[held.name]])
             for key, value in state.items():
                 if "tensor" in described[key]:
-                    self.tensors[f"optimizer.{held.name}.{key}"] = held.blocks(value)
+                    name = f"optimizer.{held.name}.{key}"
+                    self.tensors[name] = held.blocks(self._writable(name, value))
                     if not held.is_shard:
                         self.of_replicas.add(f"optimizer.{held.name}.{key}")
             self._after.append(partial(held.give, state, described))
@@ -209,7 +221,15 @@ class LoadTargets:
         first = self.tensors.setdefault(name, blocks)
         if first is not blocks:
             # Two tensors of this model were one: the second gets the values of the first.
-            self._after.append(partial(_copy_blocks, first, blocks))
+            self._copies.append((first, blocks))
+
+    def _writable(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, or host memory from which it gets its values when all ranks have read."""
+        values = readable(tensor)
+        if values is not tensor:
+            self.in_host_memory.add(name)
+            self._host_copies.append((tensor, values))
+        return values
 
     def _decoded(self, name: str) -> Any:
         try:

@@ -67,4 +67,4 @@ def _python_state() -> tuple[int, torch.Tensor, float | None]:
 def _device_state() -> bytes:
     if not parallel_state.model_parallel_is_initialized():
         return b""
-    return device_of(parallel_state.local_device()).random_state()
+    return device_of(parallel_state.local_device()).saved_random_state()

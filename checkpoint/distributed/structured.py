@@ -19,6 +19,7 @@ import torch
 
 from nxdpp.checkpoint.distributed.scalars import dtype_named, is_scalar, read_scalar, written_scalar
 from nxdpp.checkpoint.files.checksummed import holds_dtype
+from nxdpp.devices.kinds import readable
 
 _NUMPY = (np.bool_, np.integer, np.floating, np.str_, np.bytes_)
 _LEVELS = 200
@@ -147,7 +148,7 @@ def _dense(value: torch.Tensor | np.ndarray, path: str) -> torch.Tensor:
             raise ValueError(f"{path} is a tensor of layout {value.layout}, which a checkpoint cannot hold: {_DENSE}")
         if value.is_meta:
             raise ValueError(f"{path} is a tensor on the meta device, which has no values.")
-        found = value.detach()
+        found = readable(value.detach())
     else:
         if type(value) is not np.ndarray:
             raise ValueError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: {_DENSE}")

@@ -8,6 +8,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 
+from nxdpp.devices.kinds import readable
+
 
 def check_dtypes(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
     """Raise ``ValueError`` for the first of ``dtypes`` (tensor name, dtype) that safetensors does not support."""
@@ -45,7 +47,9 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``tensors`` in the form that the library accepts: contiguous, and none in the memory of another."""
-    apart = {name: tensor.detach().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
+    apart = {
+        name: readable(tensor).detach().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()
+    }
     end = 0
     for name, tensor in sorted(apart.items(), key=lambda item: item[1].data_ptr()):
         if tensor.data_ptr() < end:

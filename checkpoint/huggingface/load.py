@@ -20,6 +20,7 @@ from nxdpp.checkpoint.huggingface.mismatch import Accepted, check_fits, fit
 from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wrapped, tensors_of
 from nxdpp.checkpoint.huggingface.quantised import check_no_parts, check_none_replaces, forget_quantisation
 from nxdpp.checkpoint.huggingface.replica_reads import ReplicaReads
+from nxdpp.devices.kinds import readable
 from nxdpp.initialization.allocation import with_type_of
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.parallel_layers.faults.board import board
@@ -167,8 +168,12 @@ def _read(plan: _Plan, reads: ReplicaReads, only_meta: bool) -> dict[Conversion,
 def _take_over(model: PipelinedModel, plan: _Plan, filled: Mapping[Conversion, list[torch.Tensor]]) -> None:
     replaced = list(plan.initial)
     for conversion, wanted in plan.conversions:
-        pairs = zip(wanted, filled[conversion], strict=True)
-        replaced += [(tensor, real) for (_, tensor), real in pairs if real is not tensor]
+        for (_, tensor), real in zip(wanted, filled[conversion], strict=True):
+            if tensor.is_meta:
+                replaced.append((tensor, real))
+            elif real is not tensor:
+                with torch.no_grad():
+                    tensor.copy_(real)
     model.replace_local_tensors(replaced)
     target = plan.target
     # A second directory brings the rest of an adapted model.
@@ -182,8 +187,7 @@ def _take_over(model: PipelinedModel, plan: _Plan, filled: Mapping[Conversion, l
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself, or a CPU tensor like it if it is on the meta device."""
-    if not tensor.is_meta:
-        return tensor
+    """``tensor`` itself, or a CPU tensor like it if it is on the meta device, or on one that records operations."""
     with torch.inference_mode(False):
-        return with_type_of(torch.empty_like(tensor, device="cpu", requires_grad=False), tensor)
+        values = torch.empty_like(tensor, device="cpu", requires_grad=False) if tensor.is_meta else readable(tensor)
+        return tensor if values is tensor else with_type_of(values, tensor)

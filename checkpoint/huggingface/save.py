@@ -16,6 +16,7 @@ from nxdpp.checkpoint.huggingface.model_tensors import PipelinedModel, check_wra
 from nxdpp.checkpoint.huggingface.save_adapter import SavedAdapter, holders_of, names_to_gather
 from nxdpp.checkpoint.huggingface.save_plan import Shard, plan_shards
 from nxdpp.checkpoint.huggingface.write_directory import SavedDirectory, start_save
+from nxdpp.devices.kinds import readable
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, together
 from nxdpp.parallel_layers.faults.board import board
@@ -93,7 +94,7 @@ def _save_adapter(
     try:
         together(lambda: start_save(directory, is_adapter) if rank == 0 else None, consequence)
         local = _local_tensors(model)
-        whole = {name: joined(local[name]) for name in names if name in local}
+        whole = {name: readable(joined(local[name])) for name in names if name in local}
         together(lambda: saved.write(rank, whole), consequence)
         together(lambda: saved.finish(module) if rank == 0 else None, consequence)
     except Exception:
@@ -147,6 +148,6 @@ def _tensors(model: PipelinedModel, local: Mapping[str, torch.Tensor], shard: Sh
     """Convert the ``local`` tensors to those of ``shard``."""
     made: dict[str, torch.Tensor] = {}
     for conversion in shard.conversions:
-        made |= conversion.convert(lambda name: joined(local[name]), model.original_module)
+        made |= conversion.convert(lambda name: readable(joined(local[name])), model.original_module)
     assert layouts_of(made) == shard.layouts
     return made

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nxdpp.devices.kinds import readable
 from nxdpp.pipeline.agreement.fingerprint import digest
 from nxdpp.pipeline.agreement.plain_attributes import check_same_attributes
 
@@ -228,9 +229,9 @@ def _shown(conversions: Conversions) -> str:
 
 def sample(tensor: torch.Tensor, elements: int = ELEMENTS) -> bytes:
     """A hash of about ``elements`` values of a tensor, 8 bytes; none for a subclass that wraps other tensors."""
-    tensor = tensor.detach()
     if is_traceable_wrapper_subclass(tensor):
         return b""
+    tensor = readable(tensor.detach())
     step = max(1, tensor.numel() // elements)
     if tensor.is_contiguous():
         few = tensor.view(-1)[::step].contiguous()
