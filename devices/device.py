@@ -1,13 +1,28 @@
 """Interface of a device, and the CPU as the device whose work is done when a call returns."""
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 # A time on the device: nanoseconds on the CPU, an event in the current stream on CUDA.
 Stamp = Any
+
+
+class Compilations(NamedTuple):
+    """Graphs that this process has compiled so far, and the seconds that they took."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+
+
+class Work(NamedTuple):
+    """Begin and end of work on the device, and of each compilation for it, in nanoseconds after an origin."""
+
+    start: int
+    end: int
+    compilations: list[tuple[int, int]]
 
 
 class Device:
@@ -37,6 +52,22 @@ class Device:
         """Return a stamp and its ``time.perf_counter_ns``; wait until the device is idle."""
         stamp = self.stamp()
         return stamp, stamp
+
+    def work(self, origin: Stamp, start: Stamp, end: Stamp) -> Work:
+        """Return the work between two stamps; wait until the device has reached both."""
+        return Work(self.between(origin, start), self.between(origin, end), [])
+
+    def busy(self, step: tuple[Stamp, Stamp], blocks: Sequence[tuple[Stamp, Stamp]]) -> int:
+        """Return the nanoseconds of a step in which the device computed; ``blocks`` are its calls that compute."""
+        return sum(self.between(*block) for block in blocks)
+
+    def compiled(self) -> Compilations:
+        """Return the compilations of this process so far; none where calls run at once."""
+        return Compilations()
+
+    def is_compiling(self) -> bool:
+        """Return whether this process compiles a graph at this moment; any thread may ask."""
+        return False
 
     @property
     def is_lazy(self) -> bool:

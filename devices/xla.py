@@ -7,7 +7,7 @@ it run again in the next graph. So each action of a schedule ends with ``submit`
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nxdpp.devices.device import Device
+from nxdpp.devices.device import Compilations, Device, Stamp, Work
+from nxdpp.devices.graph_times import GraphTimes, Samples
 
 _logger = logging.getLogger(__name__)
 
@@ -28,7 +29,41 @@ _INSTALL = (
 
 
 class XlaDevice(Device):
-    """An XLA device. A stamp is a time of the host: torch_xla has no events."""
+    """An XLA device. A stamp is a time of the host and the number of graphs that the device was given until then."""
+
+    def stamp(self) -> Stamp:
+        """Return a mark: its time is the end of the graphs so far, at the earliest the present time."""
+        return graph_times().mark()
+
+    def between(self, start: Stamp, end: Stamp) -> int:
+        """Return the nanoseconds from one mark to a later one; wait until the device has reached the later one."""
+        return graph_times().end(end) - graph_times().end(start)
+
+    def origin(self) -> tuple[Stamp, int]:
+        """Return a mark and its ``time.perf_counter_ns``; wait until the device is idle."""
+        self.synchronize()
+        mark = graph_times().mark()
+        return mark, graph_times().end(mark)
+
+    def work(self, origin: Stamp, start: Stamp, end: Stamp) -> Work:
+        """Return the begin of the first and the end of the last graph between two marks, and the compilations."""
+        times = graph_times()
+        zero, runs = times.end(origin), times.runs(start, end)
+        began, ended = (runs[0].start, runs[-1].end) if runs else (times.end(end),) * 2
+        return Work(began - zero, ended - zero, [(s - zero, e - zero) for s, e in times.compilations(start, end)])
+
+    def busy(self, step: tuple[Stamp, Stamp], blocks: Sequence[tuple[Stamp, Stamp]]) -> int:
+        """Return the nanoseconds in which the device ran the graphs that were started between the stamps of a step."""
+        return sum(end - start for start, end in graph_times().runs(*step))
+
+    def compiled(self) -> Compilations:
+        """Return the compilations of this process so far."""
+        graphs, nanoseconds, _ = _metric("CompileTime")
+        return Compilations(graphs, 1e-9 * nanoseconds)
+
+    def is_compiling(self) -> bool:
+        """Return whether this process compiles a graph at this moment."""
+        return graph_times().is_compiling()
 
     @property
     def kind(self) -> str:
@@ -52,6 +87,7 @@ class XlaDevice(Device):
         """
         state = self.random_state()
         _torch_xla().sync()
+        graph_times().settle()
         self.set_random_state(state)
 
     def expect_updates(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -170,6 +206,30 @@ def _pjrt_type() -> str:
 def _submit_optimizer_steps() -> None:
     """Make each step of an optimizer start at its end, not in the first action of the next step."""
     register_optimizer_step_post_hook(lambda *_: _torch_xla().sync())
+
+
+@cache
+def graph_times() -> GraphTimes:
+    """Return the times of the graphs of this process."""
+    return GraphTimes(_counter, _samples, _xla_model().wait_device_ops)
+
+
+def _counter(name: str) -> int:
+    from torch_xla.debug import metrics
+
+    return metrics.counter_value(name) or 0
+
+
+def _samples(name: str) -> Samples:
+    count, _, latest = _metric(name)
+    return count, latest
+
+
+def _metric(name: str) -> tuple[int, float, list[tuple[float, float]]]:
+    """Return the number of samples, their sum, and the latest ones with the time of each."""
+    from torch_xla.debug import metrics
+
+    return metrics.metric_data(name) or (0, 0.0, [])
 
 
 def _torch_xla() -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import current_state, failure_watch, launch
 from nxdpp.parallel_layers.debug_state import DebugState
 from nxdpp.parallel_layers.faults.board import board
@@ -202,6 +203,7 @@ def initialize_model_parallel(
     with failure_watch.reported():
         current_state.replace(build_groups(rank_mesh, started_world, own_device, store))
     _hang_timeout = hang_timeout
+    board.is_compiling = device_of(own_device).is_compiling
     board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
 
 

@@ -201,6 +201,14 @@ class NxDPPModel(LocalView):
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._pipeline.busy_share
 
+    @property
+    def last_compile_seconds(self) -> float:
+        """Seconds in which this process compiled graphs, from the end of the step before to the end of the last step.
+
+        They include the graph of an optimizer's step. 0.0 on devices that run operations at once.
+        """
+        return self._pipeline.compile_seconds
+
     def trace(self, *positional: Any, **inputs: Any) -> None:
         """Trace for ``inputs`` of a step, as ``run_train`` takes them, and verify the stages with the graph.
 

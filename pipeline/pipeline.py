@@ -216,6 +216,11 @@ class Pipeline:
         """Share of the last step, between 0 and 1, in which this rank computed."""
         return self._steps.busy_share
 
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds in which this process compiled graphs, from the end of the step before to the end of the last."""
+        return self._steps.compile_seconds
+
     def trace(self, inputs: Mapping[str, Any]) -> None:
         """Trace for ``inputs`` of a step, and verify the partition with the graph; not collective, sends nothing.
 

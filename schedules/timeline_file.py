@@ -29,6 +29,7 @@ class Activity(StrEnum):
 
     STEP = "step"
     COMPUTE = "compute"
+    COMPILE = "compile"
     WAIT = "wait"
     SEND = "send"
     RECEIVE = "receive"
@@ -39,8 +40,9 @@ class Activity(StrEnum):
 class Event(NamedTuple):
     """One activity of a rank from ``start`` to ``end``, in nanoseconds.
 
-    ``kind`` is the letter of a compute action; a transfer has ``F`` for activations, ``B`` for gradients. ``other`` is
-    the stage at the other end. A send or receive is the call that starts the transfer, not the transfer.
+    ``kind`` is the letter of a compute action, or of the one for which a graph is compiled; a transfer has ``F`` for
+    activations, ``B`` for gradients. ``other`` is the stage at the other end. A send or receive is the call that
+    starts the transfer, not the transfer.
     """
 
     activity: Activity
@@ -53,7 +55,7 @@ class Event(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``F s2 mb5``, ``send F s2 mb5 to s3``, ``wait B s2 mb5 from s3``."""
+        """``F s2 mb5``, ``compile F s2 mb5``, ``send F s2 mb5 to s3``, ``wait B s2 mb5 from s3``."""
         words = ["" if self.activity is Activity.COMPUTE else self.activity.value, self.kind, f"s{self.stage}"]
         words.append("" if self.microbatch is None else f"mb{self.microbatch}")
         if self.other is not None:

@@ -60,6 +60,7 @@ class Board:
         thread: the thread that made the last call; by default the main thread.
         members: the ranks of a scope, as far as they are known.
         interrupted: the last call that ended by an exception such as ``SystemExit``; ``""`` after one that ended well.
+        is_compiling: tells whether this process compiles a graph for its device; another thread asks.
         pipelines: number of models that are wrapped. Ranks tell models of one architecture apart by it.
     """
 
@@ -76,6 +77,7 @@ class Board:
         self.members: dict[str, frozenset[int]] = {}
         self.interrupted = ""
         self.pipelines = 0
+        self.is_compiling: Callable[[], bool] = lambda: False
         self._outermost: Call | None = None
         self._last = ""
         self._named: dict[str, int] = {}

@@ -76,7 +76,7 @@ class HangWatch:
             self._store.close_roll_call(call, goes_on=bool(verdict.sentence))
             self._next_limit = self._progress.unmoved_seconds + 0.25 * self._limit
             if verdict.sentence:
-                print_line(f"{verdict.sentence}. The job goes on: hang_timeout is a limit for steps")
+                print_line(f"{verdict.sentence}. The job goes on: {verdict.reason}")
                 self._postpone()
             return None
         print_line(verdict.report)

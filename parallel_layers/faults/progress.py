@@ -1,7 +1,8 @@
 """Progress of this rank: the time since its last move, and the Python code that it is in.
 
 A rank moves when a call or an action begins or ends, when a node of its stage's graph ends, and when a long call says
-so (``board.moved``). Time in a compiler is progress too: its stacks tell nothing.
+so (``board.moved``). Time in a compiler is progress too: its stacks tell nothing. A device compiles in C++, and tells
+it by ``board.is_compiling``.
 """
 
 import os
@@ -69,10 +70,12 @@ class Progress:
 
     Attributes:
         unmoved_seconds: time since the last move, as of the last sample.
+        compiling_seconds: time for which this rank compiles, as of the last sample; 0 when it does not.
     """
 
     def __init__(self, board: Board, longest: float) -> None:
         self.unmoved_seconds = 0.0
+        self.compiling_seconds = 0.0
         self._board = board
         self._longest = longest
         self._mark: tuple[int, int, int] = (-1, -1, -1)
@@ -83,10 +86,10 @@ class Progress:
         place = current_place(self._board.thread)
         mark = (self._board.moves, self._board.action, -1 if place is None else place.node)
         now = time.monotonic()
-        if mark != self._mark or (place is not None and place.compiles):
-            self.unmoved_seconds = 0.0
-        else:
-            self.unmoved_seconds += min(now - self._time, self._longest)
+        passed = min(now - self._time, self._longest)
+        compiles = self._board.is_compiling() or (place is not None and place.compiles)
+        self.compiling_seconds = self.compiling_seconds + passed if compiles else 0.0
+        self.unmoved_seconds = 0.0 if compiles or mark != self._mark else self.unmoved_seconds + passed
         self._mark, self._time = mark, now
 
 

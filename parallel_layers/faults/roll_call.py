@@ -5,6 +5,7 @@ a rank                  in                                                      
 ======================  ==========================================================  =======================
 waits                   communication with other ranks                              not the cause
 works                   a step, not in communication                                the cause
+compiles                a compiler                                                  no hang, a notice
 is outside              the program's own code, or a call that saves, loads, moves  no hang, a notice
 does not answer         stopped by a signal, or gone with its host                  the cause
 does not answer, runs   code that holds Python's lock                               no hang, a notice
@@ -39,6 +40,7 @@ class Answer:
         stack: the stack of the thread that trains.
         stopped: ranks of its host whose processes are stopped by a signal.
         running: ranks of its host whose processes run.
+        compiling_seconds: time for which it compiles; 0 when it does not.
     """
 
     state: Literal["waits", "works", "outside"]
@@ -49,6 +51,7 @@ class Answer:
     stack: list[str]
     stopped: list[int]
     running: list[int]
+    compiling_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The answer for JSON."""
@@ -65,6 +68,7 @@ class Verdict:
         sentence: the cause, in a line; empty when a rank has moved.
         report: a line for each rank, and stacks.
         stopped: ranks that cannot end themselves.
+        reason: why the job goes on, where the sentence names a rank that is not the cause.
     """
 
     hangs: bool
@@ -72,6 +76,7 @@ class Verdict:
     sentence: str = ""
     report: str = ""
     stopped: tuple[int, ...] = ()
+    reason: str = "hang_timeout is a limit for steps"
 
 
 def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
@@ -88,13 +93,14 @@ def own_answer(board: Board, progress: Progress, peers: LocalPeers) -> Answer:
         [] if place is None else place.stack,
         peers.stopped(),
         peers.running(),
+        progress.compiling_seconds,
     )
 
 
 def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, limit: float) -> Verdict:
     """Judge the answers to rank ``asking``, when ranks ``missing`` have not answered; ``limit`` in seconds."""
     if any(answer.unmoved_seconds < 0.8 * limit for answer in answers.values() if answer.state != "outside"):
-        return Verdict(False, asking)
+        return _moves(answers, asking, limit)
     stopped = sorted({rank for answer in answers.values() for rank in answer.stopped} & set(missing))
     running = {rank for answer in answers.values() for rank in answer.running}
     busy = sorted(set(missing) & running - set(stopped))
@@ -103,7 +109,7 @@ def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, li
     working = sorted(rank for rank, answer in answers.items() if answer.state == "works")
     waiting = sorted(rank for rank, answer in answers.items() if answer.state == "waits")
     seconds = max((answers[rank].unmoved_seconds for rank in working + waiting), default=limit)
-    waiters = f"; {names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+    waiters = f"; {_waits(waiting)}" if waiting else ""
     if gone:
         rank = gone[0]
         how = "is stopped by a signal (SIGSTOP)" if rank in stopped else "does not answer: it or its host is stopped"
@@ -124,6 +130,21 @@ def judge(answers: Mapping[int, Answer], missing: Sequence[int], asking: int, li
     return Verdict(True, rank, sentence, report, tuple(stopped))
 
 
+def _moves(answers: Mapping[int, Answer], asking: int, limit: float) -> Verdict:
+    """The judgement of a job that moves; it names the rank that compiles while others wait for the limit."""
+    compiling = [rank for rank, answer in answers.items() if answer.compiling_seconds]
+    waiting = sorted(r for r, answer in answers.items() if answer.state == "waits" and answer.unmoved_seconds >= limit)
+    if not compiling or not waiting:
+        return Verdict(False, asking)
+    rank = max(compiling, key=lambda rank: answers[rank].compiling_seconds)
+    sentence = f"rank {rank} compiles: {_line(answers[rank])}; {_waits(waiting)}"
+    return Verdict(False, rank, sentence, reason="compilation has no limit")
+
+
+def _waits(ranks: Sequence[int]) -> str:
+    return f"{names(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it"
+
+
 def names(ranks: Sequence[int]) -> str:
     """``"rank 1"``, ``"ranks 0, 1 and 3"`` or a number of ranks."""
     if len(ranks) == 1:
@@ -136,6 +157,8 @@ def names(ranks: Sequence[int]) -> str:
 def _line(answer: Answer) -> str:
     if answer.state == "waits":
         return f"{answer.position}, waits for {answer.unmoved_seconds:.0f} s"
+    if answer.compiling_seconds:
+        return f"{answer.position}, for {answer.compiling_seconds:.0f} s"
     where = f", in {answer.where}" if answer.where else ""
     return f"{answer.position}, for {answer.unmoved_seconds:.0f} s{where}"
 

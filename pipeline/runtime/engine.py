@@ -160,9 +160,9 @@ class Engine:
         and raised.
         """
         self._watch = watch
-        self.timer.start()
         # Operations of the program, such as the optimizer's step, are not part of the first action.
         self._device.submit()
+        self.timer.start()
         for runner in self._runners.values():
             runner.begin(inputs, scales)
         at = 0

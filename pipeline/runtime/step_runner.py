@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from nxdpp.devices.device import Compilations
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
@@ -65,6 +67,7 @@ class StepRunner:
         loss_gradient: LossGradient = torch.ones_like,
     ) -> None:
         self._timer: StepTimer | None = None
+        self._compiled, self._compile_seconds = Compilations(), 0.0
         # By the pairs of stages that exchange tensors, and whether backwards follow.
         self._lowered: dict[tuple[frozenset[StagePair], bool], tuple[LoweredProgram, int | None]] = {}
         self._schedule = schedule
@@ -84,6 +87,11 @@ class StepRunner:
     def busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed; waits for its end."""
         return 0.0 if self._timer is None else self._timer.busy_share
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds in which this process compiled graphs, from the end of the step before to the end of the last."""
+        return self._compile_seconds
 
     def transport(self, device: torch.device) -> Transport:
         """The transfers to other ranks of tensors on ``device``."""
@@ -189,6 +197,8 @@ class StepRunner:
             watch = None if average is None else average.begin(engine.last_backwards)
             results = engine.run(microbatches, scales, watch)
         self._timer = engine.timer
+        compiled = device_of(device).compiled()
+        self._compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled
         # Keep the engine of a new signature.
         if known is None:
             engines[signature] = engine, digest

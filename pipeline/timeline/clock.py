@@ -10,6 +10,7 @@ class StepTimer:
     """Time that a rank spends in blocks ``with timer``, as a share of the step; both are times of ``device``.
 
     On CUDA kernels, and the waits for NCCL's receives, run after the calls that start them. No block waits for them.
+    On XLA it is the time in which the device ran the graphs of the step, wherever they were started.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,6 +38,8 @@ class StepTimer:
 
     @property
     def busy_share(self) -> float:
-        """Share of the step, between 0 and 1, in which this rank computed; on CUDA wait for the end of the step."""
-        total = 0 if self._step is None else self._device.between(*self._step)
-        return min(1.0, sum(self._device.between(*block) for block in self._blocks) / total) if total else 0.0
+        """Share of the step, between 0 and 1, in which this rank computed; waits for its end on the device."""
+        if self._step is None:
+            return 0.0
+        total = self._device.between(*self._step)
+        return min(1.0, self._device.busy(self._step, self._blocks) / total) if total else 0.0

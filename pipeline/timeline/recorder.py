@@ -32,14 +32,26 @@ class StepRecorder:
         self._began, self._began_at = self._clock.origin()
 
     def end(self, ahead: int) -> list[Event]:
-        """Return the step itself, then its events, on a clock that is ``ahead`` nanoseconds ahead of this rank's."""
+        """Return the step itself, then its events, on a clock that is ``ahead`` nanoseconds ahead of this rank's.
+
+        A compute action has an event for each graph that was compiled for it. Other events may be in that time.
+        """
         events = [Event(Activity.STEP, "", 0, None, None, self._began, self._clock.stamp()), *self._events]
         shift = self._began_at + ahead
 
         def at(stamp: Stamp) -> int:
             return shift + self._clock.between(self._began, stamp)
 
-        return [event._replace(start=at(event.start), end=at(event.end)) for event in events]
+        placed = []
+        for event in events:
+            if event.activity is Activity.COMPUTE:
+                work = self._clock.work(self._began, event.start, event.end)
+                compiled = event._replace(activity=Activity.COMPILE)
+                placed += [compiled._replace(start=shift + s, end=shift + e) for s, e in work.compilations]
+                placed.append(event._replace(start=shift + work.start, end=shift + work.end))
+            else:
+                placed.append(event._replace(start=at(event.start), end=at(event.end)))
+        return placed
 
     def stamp(self) -> Stamp:
         """Return the present time, on CUDA that of the device's stream."""

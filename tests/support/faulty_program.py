@@ -1,6 +1,7 @@
 """Training on a pipeline of all ranks, in which one rank has a fault: ``faulty_program.py FAULT RANK HANG_TIMEOUT``.
 
-The faults are the functions below. ``in_layer`` ones happen in a forward of step 3, the others after step 3.
+A fourth argument ``xla`` is for XLA devices. The faults are the functions below. ``in_layer`` ones happen in a forward
+of step 3, the others after step 3.
 """
 
 import os
@@ -53,6 +54,7 @@ IN_LAYER: dict[str, Callable[[], None]] = {
     "SIGSTOP": _signal(signal.SIGSTOP),
     "os._exit": lambda: os._exit(0),
     "sys.exit in a layer": lambda: sys.exit(0),
+    "SIGINT": _signal(signal.SIGINT),
     "loop": loop_in_a_layer,
     "sleep": sleep_in_a_layer,
 }
@@ -73,9 +75,13 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.fault: Callable[[], None] | None = None
         self.seconds = 0.0
+        self.sorts = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``(B, 8)`` to ``(B, 8)``."""
+        for size in range(2, 2 + self.sorts):
+            # XLA compiles the sort of each size.
+            x = x + x.repeat(1, self.sorts)[:, :size].sort(dim=-1)[0].mean()
         if self.fault is not None:
             fails_now()
             self.fault()
@@ -106,21 +112,28 @@ def main() -> None:
     if has_fault and fault == "ImportError before the start":
         fails_now()
         raise ImportError("no module of that name")
+    device = sys.argv[4] if len(sys.argv) > 4 else None
+    if device == "xla":
+        os.environ["PJRT_DEVICE"] = "CPU"
     from nxdpp import NxDPPModel, parallel_state
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks, hang_timeout=hang_timeout)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=ranks, device=device, hang_timeout=hang_timeout
+    )
     torch.manual_seed(0)
     module = Model(ranks)
     model = NxDPPModel(module, transformer_layer_cls=Layer, num_microbatches=4, output_loss_value_spec=True)
+    model.move_model_to_device()
     steps = STEPS + (STEPS_OFF.get(fault, 0) if has_fault else 0)
     for step in range(1, steps + 1):
-        layer = module.layers[rank]
-        assert isinstance(layer, Layer)
+        (layer,) = (module for module in model.local_module.modules() if isinstance(module, Layer))
         if has_fault and step == FAULTY_STEP:
             layer.fault = IN_LAYER.get(fault)
+        layer.sorts = 40 if fault == "compiles long" and has_fault and step == FAULTY_STEP else 0
         layer.seconds = 0.5 * hang_timeout if fault == "slow" and has_fault and step <= 2 else 0.0
         model.run_train(x=torch.ones(8, 8))
         if has_fault and step == FAULTY_STEP:
+            print(f"rank {rank} compiled for {model.last_compile_seconds} s", flush=True)
             if fault == "evaluates alone":
                 time.sleep(3 * hang_timeout)
             elif fault in BETWEEN_STEPS:

@@ -121,3 +121,19 @@ def test_time_in_a_compiler_is_progress(clock: list[float], folder: str, unmoved
     leave.set()
     thread.join(30)
     assert progress.unmoved_seconds == 2 * unmoved
+
+
+def test_time_in_a_compilation_of_the_device_is_progress(clock: list[float]) -> None:
+    board = Board()
+    board.thread = None
+    progress = Progress(board, longest=20.0)
+    progress.sample()
+    board.is_compiling = lambda: True
+    for seconds in (10.0, 20.0):
+        clock[0] += 10.0
+        progress.sample()
+        assert (progress.unmoved_seconds, progress.compiling_seconds) == (0.0, seconds)
+    board.is_compiling = lambda: False
+    clock[0] += 10.0
+    progress.sample()
+    assert (progress.unmoved_seconds, progress.compiling_seconds) == (10.0, 0.0)

@@ -93,3 +93,15 @@ def test_a_rank_that_runs_and_does_not_answer_is_no_hang() -> None:
 )
 def test_names_of_ranks(ranks: list[int], text: str) -> None:
     assert names(list(ranks)) == text
+
+
+def test_a_rank_that_compiles_is_named_and_no_hang() -> None:
+    compiles = _answer("works", seconds=0.0, compiling_seconds=400.0)
+    verdict = judge({0: _answer("waits"), 1: compiles, 2: _answer("waits")}, [], 0, LIMIT)
+    assert (verdict.hangs, verdict.rank, verdict.reason) == (False, 1, "compilation has no limit")
+    assert verdict.sentence == "rank 1 compiles: run_train step 18, stage 2, for 400 s; ranks 0 and 2 wait for it"
+
+
+def test_a_rank_that_compiles_is_not_named_before_others_wait_for_the_limit() -> None:
+    compiles = _answer("works", seconds=0.0, compiling_seconds=20.0)
+    assert judge({0: _answer("waits", seconds=299.0), 1: compiles}, [], 0, LIMIT).sentence == ""
