@@ -9,6 +9,7 @@ from tests.support.run_ranks import run_ranks
 
 # Compilation of a stage takes a quarter of the time.
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+ENVIRONMENT = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": _FLAGS}
 
 
 def run_xla_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 200.0) -> list[Any]:
@@ -20,7 +21,7 @@ def run_xla_ranks(world_size: int, function: Callable[..., Any], *args: Any, tim
 
 
 def _on_xla(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    os.environ |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": _FLAGS}
+    os.environ |= ENVIRONMENT
     return function(rank, *args)
 
 
