@@ -74,6 +74,17 @@ def page(verdicts: Mapping[str, Mapping[str, Verdict]], commit: str = "unknown")
     return head + "\n".join(lines) + "\n"
 
 
+def section_of(text: str, title: str) -> str:
+    """The section of ``text`` with this heading, to the end of ``text``, after an empty line; or an empty string."""
+    found = text.find(f"\n{title}\n")
+    return text[found:] if found >= 0 else ""
+
+
+def table_of(found: Mapping[str, Verdict]) -> list[str]:
+    """Lines with the names of exact types, and a table with a row for each other type."""
+    return _section(found)
+
+
 def _rates(name: str, verdicts: Collection[Verdict]) -> str:
     counts = Counter(verdict.result for verdict in verdicts)
     built = len(verdicts) - counts["does not build"]
