@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -168,6 +169,7 @@ def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
             f"TPU, NEURON or another device of this host, or to CPU for a trial; or give device='cpu'."
         ) from error
     _submit_optimizer_steps()
+    _show_generator()
     if local_rank in (None, 0):
         level = logging.WARNING if is_default else logging.INFO
         chosen = "by default, as PJRT_DEVICE is not set" if is_default else "as PJRT_DEVICE says"
@@ -230,6 +232,37 @@ def _metric(name: str) -> tuple[int, float, list[tuple[float, float]]]:
     from torch_xla.debug import metrics
 
     return metrics.metric_data(name) or (0, 0.0, [])
+
+
+class Generator:
+    """The random generator of an XLA device as ``torch.xla``: ``torch.utils.checkpoint`` looks for it there."""
+
+    _initialized = True
+
+    @staticmethod
+    def device(index: int) -> AbstractContextManager[None]:
+        """Return a context of this process's one device."""
+        return nullcontext()
+
+    @staticmethod
+    def device_count() -> int:
+        """Return 1: a process has one device."""
+        return 1
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> int:
+        """Return the state: a number of 64 bits."""
+        return int(_xla_model().get_rng_state())
+
+    @staticmethod
+    def set_rng_state(state: int, device: Any = None) -> None:
+        """Set the state."""
+        _xla_model().set_rng_state(state)
+
+
+def _show_generator() -> None:
+    if not hasattr(torch, "xla"):
+        torch._register_device_module("xla", Generator)
 
 
 def _torch_xla() -> Any:

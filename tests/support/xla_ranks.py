@@ -1,6 +1,8 @@
 """Ranks of a test whose device is PJRT's CPU device."""
 
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,3 +55,13 @@ def executions(into: list[int]) -> Iterator[None]:
     before = _count("ExecuteTime")
     yield
     into.append(_count("ExecuteTime") - before)
+
+
+def recorded_bytes() -> int:
+    """Return the bytes of the tensors that the next submit computes and keeps, and of those that it reads."""
+    import torch_xla
+
+    report = torch_xla._XLAC._xla_tensors_report(0, str(torch_xla.device()))
+    sizes = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "pred": 1}
+    found = re.findall(r"^Tensor: id=\d+, shape=(\w+)\[([\d,]*)\]", report, re.M)
+    return sum(sizes[dtype] * math.prod(int(size) for size in shape.split(",") if size) for dtype, shape in found)
