@@ -67,7 +67,8 @@ class StepRunner:
         loss_gradient: LossGradient = torch.ones_like,
     ) -> None:
         self._timer: StepTimer | None = None
-        self._compiled, self._compile_seconds = Compilations(), 0.0
+        self._compiled: Compilations | None = None
+        self._compile_seconds = 0.0
         # By the pairs of stages that exchange tensors, and whether backwards follow.
         self._lowered: dict[tuple[frozenset[StagePair], bool], tuple[LoweredProgram, int | None]] = {}
         self._schedule = schedule
@@ -162,6 +163,8 @@ class StepRunner:
             RuntimeError: when the ranks are about to run different steps. An error of the step itself is raised as it
                 is, with a note.
         """
+        if self._compiled is None:
+            self._compiled = device_of(device).compiled()
         # Verify that all ranks run the same step.
         signature = StepSignature(_shapes(microbatches[0]), _autocast(device.type), train)
         engines = self._engines.setdefault(program, LastUsed())
