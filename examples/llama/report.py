@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers.all_ranks import from_all_ranks
 
 # Number of progress lines of a run without a terminal.
@@ -26,8 +27,8 @@ METRICS = "metrics.jsonl"
 UNFINISHED_METRICS = "metrics.unfinished.jsonl"
 # Lines of an earlier run while its checkpoint is replaced.
 EARLIER_METRICS = "metrics.earlier.jsonl"
-# Loss and tokens per second of each step, float64 of shape (steps, 2); here of none.
-NO_METRICS = torch.zeros(0, 2, dtype=torch.float64)
+# Loss, tokens per second and seconds of compilation of each step, float64 of shape (steps, 3); here of none.
+NO_METRICS = torch.zeros(0, 3, dtype=torch.float64)
 # Each of them shows that a run has saved.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -79,9 +80,10 @@ def print_stage_table(console: Console, model: NxDPPModel) -> None:
 class TrainingReport:
     """Context manager that shows and records each step on rank 0.
 
-    A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``. It becomes
-    ``metrics.jsonl`` in ``saving``. The one of an earlier run stays until then. ``earlier`` has the metrics of the
-    steps before those of a resumed run. The file begins with them, even if that of the earlier run is lost.
+    A file in ``folder`` gets a line for each step with ``step``, ``loss`` and ``tokens_per_second``, and with
+    ``compile_seconds`` where a device compiled graphs. It becomes ``metrics.jsonl`` in ``saving``. The one of an
+    earlier run stays until then. ``earlier`` has the metrics of the steps before those of a resumed run. The file
+    begins with them, even if that of the earlier run is lost.
     """
 
     def __init__(self, console: Console, folder: Path, steps: int, earlier: torch.Tensor = NO_METRICS) -> None:
@@ -100,14 +102,18 @@ class TrainingReport:
         self._done = len(earlier)
         self._task = self._bar.add_task("", total=steps, completed=self._done)
         self._folder = folder
-        self._history = torch.zeros(steps, 2, dtype=torch.float64)
-        self._history[: self._done] = earlier
+        self._history = torch.zeros(steps, 3, dtype=torch.float64)
+        # Checkpoints of earlier versions have no seconds of compilation.
+        self._history[: self._done, : earlier.shape[1]] = earlier
         self._metrics = self._begun() if self._shown else None
         self._last_end = time.perf_counter()
+        self._device = device_of(parallel_state.local_device())
+        self._compiled = self._device.compiled()
 
     def __enter__(self) -> "TrainingReport":
         self._bar.start()
         self._last_end = time.perf_counter()
+        self._compiled = self._device.compiled()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,27 +144,34 @@ class TrainingReport:
             earlier.unlink(missing_ok=True)
 
     def metrics(self, step: int) -> torch.Tensor:
-        """Loss and tokens per second of each step up to ``step``, float64 of shape ``(step, 2)``."""
+        """Loss, tokens per second and seconds of compilation up to ``step``, float64 of shape ``(step, 3)``."""
         return self._history[:step]
 
     def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
         """Report step ``step``, which had ``tokens`` tokens on all ranks; collective over all ranks.
 
-        ``busy_share`` is the share of the step, 0 to 1, in which this rank computed.
+        ``busy_share`` is the share of the step, 0 to 1, in which this rank computed. Time in which a device compiled
+        graphs is shown apart, and does not count in the tokens per second: of all ranks the one with the least other
+        time counts. It waited for the fewest others.
         """
-        shares = _stage_means(busy_share)
-        end = time.perf_counter()
-        tokens_per_second = tokens / (end - self._last_end)
-        self._last_end = end
-        self._history[step - 1] = torch.tensor([loss, tokens_per_second], dtype=torch.float64)
+        end, compiled = time.perf_counter(), self._device.compiled()
+        seconds, graphs = compiled.seconds - self._compiled.seconds, compiled.graphs - self._compiled.graphs
+        every = _from_all_ranks([busy_share, end - self._last_end - seconds, seconds, graphs])
+        shares = _stage_means(every[:, 0])
+        tokens_per_second = tokens / every[:, 1].min().item()
+        seconds, graphs = every[every[:, 2].argmax(), 2:].tolist()
+        self._last_end, self._compiled = end, compiled
+        self._history[step - 1] = torch.tensor([loss, tokens_per_second, seconds], dtype=torch.float64)
         self._done = step
         if self._metrics is None:
             return
-        self._metrics.write(_line(step, loss, tokens_per_second))
+        self._metrics.write(_line(step, loss, tokens_per_second, seconds))
         busy = " ".join(f"{share:.0%}" for share in shares)
         line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {busy}"
+        if seconds:
+            line = f"compiling {seconds:.1f} s ({graphs:.0f} graphs)  {line}"
         self._bar.update(self._task, completed=step, description=line)
-        if not self._console.is_terminal and step % max(1, self._steps // PLAIN_LINES) == 0:
+        if not self._console.is_terminal and (seconds or step % max(1, self._steps // PLAIN_LINES) == 0):
             self._console.print(f"step {step}/{self._steps}  {line}", highlight=False, soft_wrap=True)
 
     def _begun(self) -> TextIO:
@@ -179,8 +192,11 @@ class TrainingReport:
         new.replace(file)
 
 
-def _line(step: int, loss: float, tokens_per_second: float) -> str:
-    return json.dumps({"step": step, "loss": loss, "tokens_per_second": tokens_per_second}) + "\n"
+def _line(step: int, loss: float, tokens_per_second: float, compile_seconds: float) -> str:
+    line = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
+    if compile_seconds:
+        line["compile_seconds"] = compile_seconds
+    return json.dumps(line) + "\n"
 
 
 def _span(layers: list[str]) -> str:
@@ -190,13 +206,18 @@ def _span(layers: list[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1].rpartition('.')[2]}"
 
 
-def _stage_means(busy_share: float) -> list[float]:
-    """Mean busy share of each stage over its replicas, in stage order; collective over all ranks."""
+def _from_all_ranks(numbers: list[float]) -> torch.Tensor:
+    """The numbers of each rank, float64 of shape ``(ranks, numbers)``; collective over all ranks."""
     # In host memory for gloo, which takes no tensor of a device.
-    own = torch.tensor(busy_share, device=parallel_state.get_device_mesh().device_type)
-    shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(shares, own)
+    own = torch.tensor(numbers, dtype=torch.float64, device=parallel_state.get_device_mesh().device_type)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return torch.stack(every).cpu()
+
+
+def _stage_means(busy_shares: torch.Tensor) -> list[float]:
+    """Mean busy share of each stage over its replicas, in stage order, from that of each rank."""
     # Shape (pipeline, replicas).
-    by_stage = torch.stack(shares)[parallel_state.get_device_mesh().mesh.flatten(1).long()]
+    by_stage = busy_shares[parallel_state.get_device_mesh().mesh.flatten(1).long()]
     means: list[float] = by_stage.mean(dim=1).tolist()
     return means

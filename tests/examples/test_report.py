@@ -1,7 +1,9 @@
 """Metrics of a run beside its checkpoint: those of an earlier run are replaced together with it, whatever is killed."""
 
+import io
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+
+from nxdpp.devices.device import Compilations, Device
+
+KEYS = ("loss", "tokens_per_second", "compile_seconds")
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -88,7 +94,7 @@ def test_metrics_of_a_resumed_run_have_each_step_once(left: str | None, tmp_path
 
     if left is not None:
         (tmp_path / UNFINISHED_METRICS).write_text(left)
-    earlier = torch.tensor([[1 / 3, 1e6], [0.5, 7.0]], dtype=torch.float64)
+    earlier = torch.tensor([[1 / 3, 1e6, 12.5], [0.5, 7.0, 0.0]], dtype=torch.float64)
     with TrainingReport(Console(quiet=True), tmp_path, 3, earlier) as report:
         report.step_done(3, 0.1, 10, 0.5)
         last = report.metrics(3)[2].tolist()
@@ -98,7 +104,40 @@ def test_metrics_of_a_resumed_run_have_each_step_once(left: str | None, tmp_path
             pass
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
-    values = [[record["loss"], record["tokens_per_second"]] for record in records]
+    values = [[record.get(key, 0.0) for key in KEYS] for record in records]
     assert values == [*earlier.tolist(), last]
+    assert ["compile_seconds" in record for record in records] == [True, False, False]
     assert last[0] == 0.1
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_compilation_is_shown_apart_and_does_not_make_the_step_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from report import UNFINISHED_METRICS, TrainingReport
+
+    now = [0.0]
+    so_far = [Compilations(3, 1.0)]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Device, "compiled", lambda _: so_far[0])
+    written = io.StringIO()
+    console = Console(file=written, width=200)
+    with TrainingReport(console, tmp_path, 100) as report:
+        now[0], so_far[0] = 14.0, Compilations(9, 13.0)
+        report.step_done(1, 0.5, 100, 0.25)
+        for step, now[0] in ((2, 16.0), (3, 18.0), (4, 20.0), (5, 22.0)):
+            report.step_done(step, 0.5, 100, 0.25)
+        assert report.metrics(2).tolist() == [[0.5, 50.0, 12.0], [0.5, 50.0, 0.0]]
+        first, second = map(json.loads, (tmp_path / UNFINISHED_METRICS).read_text().splitlines()[:2])
+    assert (first["compile_seconds"], "compile_seconds" in second) == (12.0, False)
+    assert written.getvalue().splitlines() == [
+        "step 1/100  compiling 12.0 s (6 graphs)  loss 0.500  50 tokens/s  busy 25%",
+        "step 5/100  loss 0.500  50 tokens/s  busy 25%",
+    ]
+
+
+def test_metrics_of_a_checkpoint_without_compile_seconds(tmp_path: Path) -> None:
+    from report import TrainingReport
+
+    with TrainingReport(Console(quiet=True), tmp_path, 2, torch.ones(1, 2, dtype=torch.float64)) as report:
+        assert report.metrics(1).tolist() == [[1.0, 1.0, 0.0]]
