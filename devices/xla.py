@@ -8,7 +8,6 @@ it run again in the next graph. So each action of a schedule ends with ``submit`
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from nxdpp.devices.daemon_thread import DaemonThread
 from nxdpp.devices.device import Compilations, Device, Stamp, Work
 from nxdpp.devices.graph_times import GraphTimes, Samples
 
@@ -278,6 +278,6 @@ def _xla_model() -> Any:
 
 
 @cache
-def _copies() -> ThreadPoolExecutor:
+def _copies() -> DaemonThread:
     """The thread that copies to the host, in the order of the calls."""
-    return ThreadPoolExecutor(1, "copies to the host")
+    return DaemonThread("copies to the host")

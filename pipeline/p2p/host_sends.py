@@ -10,10 +10,12 @@ The thread waits for the copies and sends in the order of the calls.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
+
+from nxdpp.devices.daemon_thread import DaemonThread
 
 
 class Started(Protocol):
@@ -37,19 +39,64 @@ class HostSend:
 
 
 class HostSends:
-    """The sends of one rank, in order."""
+    """The sends of one rank, in order.
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "sends through host memory")
+    Args:
+        report: called in the thread with the first error. No message is sent after it, and a peer may wait for one.
+    """
+
+    def __init__(self, report: Callable[[BaseException], object]) -> None:
+        self._thread = DaemonThread("sends through host memory")
+        self._report = report
+        self._error: BaseException | None = None
 
     def start(self, copied: Callable[[], torch.Tensor], send: Callable[[torch.Tensor], Started]) -> HostSend:
-        """Start a send: ``copied`` waits for the tensor in host memory, and ``send`` starts to send it."""
+        """Start a send: ``copied`` waits for the tensor in host memory, and ``send`` starts to send it.
+
+        Raises the error of an earlier send.
+        """
+        self.raise_error()
 
         def sent() -> tuple[Started, torch.Tensor]:
-            message = copied()
-            return send(message), message
+            self.raise_error()
+            try:
+                message = copied()
+                return send(message), message
+            except BaseException as error:
+                error.add_note("in the thread that sends tensors of a device through host memory")
+                self._error = error
+                self._report(error)
+                raise
 
         return HostSend(self._thread.submit(sent))
+
+    def raise_error(self) -> None:
+        """Raise the error of a send in the thread, if there is one: it is the cause of errors after it."""
+        if self._error is not None:
+            raise self._error
+
+
+def unchanged(tensor: torch.Tensor, copied: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return ``copied``, a copy of ``tensor`` that has begun, with a check that nothing changes ``tensor`` meanwhile.
+
+    It raises ``RuntimeError`` then: the copy may have the values from before the change, or those from after it.
+    """
+    version = _version(tensor)
+
+    def checked() -> torch.Tensor:
+        message = copied()
+        if _version(tensor) != version:
+            raise RuntimeError(
+                f"a tensor of shape {list(tensor.shape)} was changed in place while it was copied to be sent to "
+                f"another stage. Change a copy of it (hidden = hidden + ..., hidden.clone())."
+            )
+        return message
+
+    return checked
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class HostBuffers:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends
+from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends, unchanged
 from nxdpp.pipeline.p2p.layout import TensorLayout
 from nxdpp.pipeline.p2p.missing_gradients import MISSING, is_mark
 
@@ -66,6 +66,7 @@ class Transport:
         groups: the process groups of the transfers.
         control: a group over the ranks of the pipeline that takes CPU tensors, for metadata.
         device: device of the tensors.
+        report: called with an error of a thread of this transport, in that thread: makes the other ranks stop.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Transport:
         groups: Groups,
         control: dist.ProcessGroup,
         device: torch.device,
+        report: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self._groups = groups
         self._control = control
@@ -80,7 +82,7 @@ class Transport:
         self._rank = dist.get_rank(control)
         self._wire_device = torch.device("cpu") if groups.backend == "gloo" else device
         self._through_host = groups.backend == "gloo" and device.type != "cpu"
-        self._sends, self._buffers = HostSends(), HostBuffers()
+        self._sends, self._buffers = HostSends(report), HostBuffers()
         self._tag = _wire_tag if groups.has_tags else _no_tag
         self._metadata_sends: deque[tuple[Work, torch.Tensor]] = deque()
 
@@ -104,7 +106,11 @@ class Transport:
         work = group.recv([_flat(buffer)], source, self._tag(direction, tag))
 
         def wait() -> torch.Tensor:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError:
+                self._sends.raise_error()
+                raise
             received = MISSING if looks_for_marks and is_mark(buffer) else buffer
             if self._through_host:
                 received = MISSING if received is MISSING else device_of(self._device).from_host(buffer)
@@ -122,7 +128,7 @@ class Transport:
         group, _, destination = self._groups.between(self._rank, destination)
         wire_tag = self._tag(direction, tag)
         if self._through_host and tensor.device.type != "cpu":
-            copied = device_of(self._device).to_host(tensor)
+            copied = unchanged(tensor, device_of(self._device).to_host(tensor))
             started = self._sends.start(copied, lambda message: group.send([_flat(message)], destination, wire_tag))
             return started, tensor
         tensor = tensor.to(self._wire_device)

@@ -98,7 +98,8 @@ class StepRunner:
         """The transfers to other ranks of tensors on ``device``."""
         if self._transport is None:
             groups = parallel_state.get_pipeline_transfer_groups()
-            self._transport = Transport(groups, parallel_state.get_pipeline_control_group(), device)
+            control = parallel_state.get_pipeline_control_group()
+            self._transport = Transport(groups, control, device, failure_watch.report)
         return self._transport
 
     @contextmanager
