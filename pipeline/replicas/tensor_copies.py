@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.step_hooks import run_before_steps
 from nxdpp.parallel_layers.tensor_attributes import is_tensor_parallel
@@ -110,6 +111,9 @@ class TensorCopies:
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in copies]
         if not stepped:
             return
+        # The norms are a graph of their own on a lazy device: the optimizer's step is one graph, with and without them.
+        device = device_of(stepped[0].device)
+        device.submit()
         number = self._optimizer_steps.get(optimizer, 0) + 1
         self._optimizer_steps[optimizer] = number
         if number & (number - 1):
@@ -122,6 +126,7 @@ class TensorCopies:
                 elif gradient.layout == torch.strided:
                     dtype = torch.promote_types(gradient.dtype, torch.float32)
                     self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype).double()
+        device.submit()
 
     def _copies(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._module.named_parameters() if not is_tensor_parallel(p)}
