@@ -79,6 +79,11 @@ class Device:
         """``True`` if an index outside of a tensor is an error; else a value that is there is taken."""
         return True
 
+    @property
+    def runs_grouped_products(self) -> bool:
+        """``True`` if the device runs ``torch.nn.functional.grouped_mm`` and what transformers computes for it."""
+        return True
+
     def submit(self) -> None:
         """Start all recorded operations, and wait for none; does nothing on a device that records none."""
 

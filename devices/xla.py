@@ -72,6 +72,11 @@ class XlaDevice(Device):
         return f"xla ({_pjrt_type()})"
 
     @property
+    def runs_grouped_products(self) -> bool:
+        """``False``: ``torch.histc`` of integers, which counts the rows of a group, raises."""
+        return False
+
+    @property
     def is_lazy(self) -> bool:
         """``True``: XLA records operations."""
         return True

@@ -28,6 +28,7 @@ from nxdpp.parallel_layers.sequence_parallel import StepGradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
+from nxdpp.pipeline.local.grouped_experts import refuse_grouped_experts
 from nxdpp.pipeline.local.local_module import stage_module
 from nxdpp.pipeline.local.next_step import NextStep
 from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
@@ -99,6 +100,7 @@ class Pipeline:
             raise TypeError("the model is a Pipeline already. Use it as it is (train_step), or build the model again.")
         config.check(module)
         refuse_other_wrappers(module)
+        refuse_grouped_experts(module, parallel_state.local_device())
         self.original_module = module
         self.config = config
         self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
