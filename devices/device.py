@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,10 @@ class Device:
     def compiled(self) -> Compilations:
         """Return the compilations of this process so far; none where calls run at once."""
         return Compilations()
+
+    def keep_graphs(self, folder: Path) -> None:
+        """Keep compiled graphs in ``folder`` from one start to the next; a device that compiles none refuses it."""
+        raise ValueError(f"compilation_cache={str(folder)!r}: {self.device} compiles no graphs. Leave it out.")
 
     def is_compiling(self) -> bool:
         """Return whether this process compiles a graph at this moment; any thread may ask."""

@@ -130,12 +130,17 @@ class GraphTimes:
         """Return whether a graph is compiled at this moment; another thread asks."""
         return self._unfinished() > self._failed
 
-    def settle(self) -> None:
-        """Note that no graph is compiled at this moment: those without a time have failed, or came from a cache."""
+    def settle(self) -> bool:
+        """Note that no graph is compiled at this moment: those without a time have failed.
+
+        Returns whether a graph was compiled since the last call.
+        """
         looked_up = self._counter("UncachedCompile")
-        if looked_up != self._looked_up:
+        is_new = looked_up != self._looked_up
+        if is_new:
             self._looked_up = looked_up
             self._failed = self._unfinished()
+        return is_new
 
     def _unfinished(self) -> int:
         return self._counter("UncachedCompile") - self._samples("CompileTime")[0]

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from nxdpp.devices.daemon_thread import DaemonThread
 from nxdpp.devices.device import Compilations, Device, Stamp, Work
 from nxdpp.devices.graph_times import GraphTimes, Samples
+from nxdpp.devices.kept_graphs import KeptGraphs
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +64,14 @@ class XlaDevice(Device):
         graphs, nanoseconds, _ = _metric("CompileTime")
         return Compilations(graphs, 1e-9 * nanoseconds)
 
+    def keep_graphs(self, folder: Path) -> None:
+        """Keep compiled graphs in ``folder``; before the first computation of this process.
+
+        Raises ``RuntimeError`` after it, for another folder than that of this process, and on a device that cannot
+        load graphs. A device that fails to load one warns.
+        """
+        _kept_graphs().keep_in(folder)
+
     def is_compiling(self) -> bool:
         """Return whether this process compiles a graph at this moment."""
         return graph_times().is_compiling()
@@ -93,7 +103,8 @@ class XlaDevice(Device):
         """
         state = self.random_state()
         _torch_xla().sync()
-        graph_times().settle()
+        if graph_times().settle():
+            _kept_graphs().check()
         self.set_random_state(state)
 
     def expect_updates(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -219,6 +230,16 @@ def _submit_optimizer_steps() -> None:
 def graph_times() -> GraphTimes:
     """Return the times of the graphs of this process."""
     return GraphTimes(_counter, _samples, _xla_model().wait_device_ops)
+
+
+@cache
+def _kept_graphs() -> KeptGraphs:
+    return KeptGraphs(
+        _pjrt_type,
+        import_module("torch_xla.runtime").initialize_cache,
+        _torch_xla()._XLAC._xla_computation_cache_is_initialized,
+        lambda: _counter("PersistentCacheDeserializeFailure"),
+    )
 
 
 def _counter(name: str) -> int:

@@ -13,12 +13,14 @@ Rank 1 is in tensor group [0, 1], data group [1, 3] and pipeline group [1, 5]. W
 In the debug mode (``initialize_debug``) one process acts as a single rank of a job, without process groups.
 """
 
+import os
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import current_state, failure_watch, launch
+from nxdpp.parallel_layers.compilation_cache import checked_folder
 from nxdpp.parallel_layers.debug_state import DebugState
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.faults.hang_timeout import check_hang_timeout
@@ -143,6 +145,7 @@ def initialize_model_parallel(
     backend: str | None = None,
     device: str | None = None,
     hang_timeout: float = 300.0,
+    compilation_cache: str | os.PathLike[str] | None = None,
 ) -> None:
     """Divide the world into tensor, data and pipeline groups; collective over all ranks.
 
@@ -164,17 +167,22 @@ def initialize_model_parallel(
         hang_timeout: seconds, at least 1. After that time in which no rank has moved, the position and the Python code
             of each rank are printed, and the job ends. 0 is for no limit. Code outside of nxdpp has no limit, see
             docs/faults.md. A process alone has no limit either.
+        compilation_cache: folder in which an XLA device keeps its compiled graphs from one start to the next; made if
+            absent. It must be given before the first computation on the device. PJRT's CPU device cannot load graphs
+            and refuses it; a device that fails to load one warns. See docs/xla.md.
 
     Raises:
         ValueError: for a size below 1, a world size that is no multiple of ``tensor * pipeline``, a size other than 1
             where 1 alone is possible, an ``order`` without each dimension once, a ``hang_timeout`` between 0 and 1 or
             below 0. For a backend or device that does not fit: an unknown one, NCCL without CUDA, two that exclude each
             other, or another one than that of a running world, which must not be of the backend ``"xla"``. Also for
-            other sizes or another order than those of another rank; all ranks then end.
-        TypeError: for a ``hang_timeout`` that is no number.
+            other sizes or another order than those of another rank; all ranks then end. For a ``compilation_cache``
+            with another device than XLA's, and for one that is no folder.
+        TypeError: for a ``hang_timeout`` that is no number, and a ``compilation_cache`` that is no path.
         RuntimeError: after a call with other arguments, in the debug mode, if the launcher's variables
             are incomplete, if CUDA is present and this rank cannot use a device of its own, or if torch_xla is absent
-            or cannot be used. Nothing is changed then. Also for ranks with devices of different kinds; all ranks end.
+            or cannot be used, or cannot use the ``compilation_cache``. Nothing is changed then. Also for ranks with
+            devices of different kinds; all ranks end.
     """
     global _hang_timeout
     state = current_state.running()
@@ -189,14 +197,19 @@ def initialize_model_parallel(
     check_ones(context_parallel_size, expert_model_parallel_size, lnc_size)
     rank_mesh = RankMesh(pipeline, world_size // (tensor * pipeline), tensor, checked_order(order))
     check_hang_timeout(hang_timeout)
+    cache = checked_folder(compilation_cache, device)
     if state is not None:
         check_same_mesh(state, rank_mesh)
         check_same_device(state, backend, device)
         _check_same_hang_timeout(hang_timeout)
+        if cache is not None:
+            device_of(local_device()).keep_graphs(cache)
         return
     failure_watch.refuse_after_failure()
     started_world = not dist.is_initialized()
     own_device = launch.choose_device(backend, device)
+    if cache is not None:
+        device_of(own_device).keep_graphs(cache)
     store = launch.start_world(own_device) if started_world else launch.join_world(own_device)
     if world_size > 1:
         failure_watch.start(store, hang_timeout)
