@@ -27,7 +27,8 @@ class _Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor (1, 8)."""
-        return self.linear(x + self.added).tanh()
+        y: torch.Tensor = self.linear(x + self.added)
+        return y.tanh()
 
 
 class _Model(nn.Module):
@@ -114,7 +115,7 @@ def _fail_in_thread(rank: int) -> None:
 
             return fail
 
-        XlaDevice.to_host = to_host  # type: ignore[method-assign]
+        XlaDevice.to_host = to_host  # type: ignore[method-assign, assignment]
     model.run_train(x=torch.ones(8, 8))
 
 

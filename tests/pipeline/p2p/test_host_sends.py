@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +27,14 @@ begun.wait()
 class _Work:
     def wait(self) -> None:
         """Return at once."""
+
+
+def _send_into(sent: list[Any]) -> Callable[[torch.Tensor], _Work]:
+    def send(message: torch.Tensor) -> _Work:
+        sent.append(message)
+        return _Work()
+
+    return send
 
 
 def _sends() -> tuple[HostSends, list[BaseException]]:
@@ -63,13 +72,14 @@ def test_an_error_is_reported_at_once_and_raised_by_all_that_follows(fails: str)
     def fail(*_: object) -> Any:
         raise RuntimeError("out of memory")
 
-    first = sends.start(fail if fails == "copy" else lambda: torch.ones(1), fail if fails == "send" else sent.append)
+    copied: Callable[[], torch.Tensor] = fail if fails == "copy" else lambda: torch.ones(1)
+    first = sends.start(copied, fail if fails == "send" else _send_into(sent))
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         first.wait()
     assert caught.value.__notes__ == ["in the thread that sends tensors of a device through host memory"]
     assert reported == [caught.value]
     with pytest.raises(RuntimeError, match="out of memory"):
-        sends.start(lambda: torch.ones(1), sent.append)
+        sends.start(lambda: torch.ones(1), _send_into(sent))
     with pytest.raises(RuntimeError, match="out of memory"):
         sends.raise_error()
     assert not sent
@@ -84,7 +94,7 @@ def test_no_message_follows_one_that_failed() -> None:
         allowed.wait()
         raise RuntimeError("out of memory")
 
-    started = [sends.start(fail, sent.append), sends.start(lambda: torch.ones(1), sent.append)]
+    started = [sends.start(fail, _send_into(sent)), sends.start(lambda: torch.ones(1), _send_into(sent))]
     allowed.set()
     for each in started:
         with pytest.raises(RuntimeError, match="out of memory"):
