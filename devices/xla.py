@@ -124,8 +124,12 @@ class XlaDevice(Device):
 
     def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start all recorded operations, and copy ``tensor`` in a thread; the result waits for the copy."""
+        value = tensor.detach()
+        # A view of an updated tensor is recorded at its first use. The thread must record nothing: torch_xla takes the
+        # operations of both threads into the graph that either of them submits, and fails.
+        torch._functionalize_sync(value)
         self.submit()
-        return _copies().submit(tensor.detach().cpu).result
+        return _copies().submit(value.cpu).result
 
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the storage object that a tensor shares with its views: it has no address."""

@@ -37,7 +37,7 @@ from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.mean_loss import mean_loss
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.microbatches.rows import join_outputs
+from nxdpp.pipeline.microbatches.rows import join_outputs, readable_inputs
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
@@ -469,6 +469,7 @@ class Pipeline:
         self._preparation.check_names(inputs)
         self._check_modules()
         self.check_materialised()
+        inputs = readable_inputs(inputs, self.device)
         self._preparation.refuse_packed(inputs)
         return self._preparation.split(inputs, self.device)
 

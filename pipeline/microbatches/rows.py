@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nxdpp.devices.kinds import device_of
-from nxdpp.tracing.input_dicts import InputDict
+from nxdpp.devices.kinds import device_of, readable
+from nxdpp.tracing.input_dicts import InputDict, close_inputs, open_inputs
 from nxdpp.tracing.nested import flatten, leaves_of
 
 _ACCEPTED = (torch.Tensor, int, float, str, type(None), InputDict)
@@ -29,6 +29,21 @@ def check_kinds(inputs: Mapping[str, Any], device: torch.device) -> None:
                 f"input {name} is on {value.device}, but this rank's stage is on {device}. Move the input with "
                 f".to({str(device)!r}), or the stage with move_model_to_device()."
             )
+
+
+def readable_inputs(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Return the inputs with tensors in host memory if a part of one on ``device`` would be a graph of its own.
+
+    A split there would make another graph for each microbatch, and a look at the values one more.
+    """
+    if not device_of(device).is_lazy:
+        return inputs
+    opened = open_inputs(inputs)
+    on_it = {
+        id(value): value for value in opened.values() if isinstance(value, torch.Tensor) and value.device == device
+    }
+    copies = {key: readable(tensor) for key, tensor in on_it.items()}
+    return close_inputs({name: copies.get(id(value), value) for name, value in opened.items()})
 
 
 def check_batch(inputs: Mapping[str, Any], microbatches: int) -> None:

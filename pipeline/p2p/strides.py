@@ -7,7 +7,7 @@ import torch
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` with the same strides, also where these are not those of dense memory."""
-    return with_strides(tensor, tensor.stride())
+    return tensor.clone() if tensor.is_contiguous() else with_strides(tensor, tensor.stride())
 
 
 def with_strides(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

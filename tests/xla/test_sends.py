@@ -85,6 +85,24 @@ def _change_while_it_is_copied(rank: int) -> str:
     return str(caught.value)
 
 
+def _copy_view_beside_graphs(rank: int) -> list[torch.Tensor]:
+    parallel_state.initialize_model_parallel(device="xla")
+    device = device_of(parallel_state.local_device())
+    ones = torch.ones(8, 8, device=device.device)
+    copied = []
+    for _ in range(50):
+        changed = torch.empty_like(ones).copy_(ones).add_(1)
+        device.submit()
+        started = device.to_host(changed.as_strided((4, 8), (8, 1)))
+        # The values of other graphs are computed while the thread copies.
+        for _ in range(5):
+            other = ones @ ones
+            device.submit()
+        del other
+        copied.append(started())
+    return copied
+
+
 def _lose_peer(rank: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device="xla")
     torch.manual_seed(0)
@@ -130,6 +148,11 @@ def test_a_gradient_that_is_a_parameters_too_is_sent_as_it_was_at_the_call(sched
 def test_a_change_in_place_before_the_copy_is_refused() -> None:
     (message,) = run_xla_ranks(1, _change_while_it_is_copied)
     assert "shape [4]" in message
+
+
+def test_a_view_is_copied_while_other_graphs_are_submitted() -> None:
+    (copied,) = run_xla_ranks(1, _copy_view_beside_graphs)
+    assert all(each.equal(torch.full((4, 8), 2.0)) for each in copied)
 
 
 def test_a_killed_peer_ends_the_others_in_bounded_time() -> None:
