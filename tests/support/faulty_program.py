@@ -7,6 +7,7 @@ of step 3, the others after step 3.
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,11 @@ def _signal(number: int) -> Callable[[], None]:
         time.sleep(60)
 
     return send
+
+
+def _killed() -> None:
+    fails_now()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _raise() -> None:
@@ -64,6 +70,10 @@ BETWEEN_STEPS: dict[str, Callable[[], None]] = {
     "sys.exit(0)": lambda: sys.exit(0),
     "sys.exit(3)": lambda: sys.exit(3),
 }
+# True where the faulty rank compiles a graph for seconds in step 3, False where the others do.
+COMPILES = {"compiles long": True, "SIGKILL in a compilation": True, "SIGKILL while others compile": False}
+KILLED_LATER = ("SIGKILL in a compilation", "SIGKILL while others compile")
+KILL_SECONDS = 1.0
 STEPS_OFF = {"one step more": 1, "one step fewer": -1}
 
 
@@ -129,7 +139,12 @@ def main() -> None:
         (layer,) = (module for module in model.local_module.modules() if isinstance(module, Layer))
         if has_fault and step == FAULTY_STEP:
             layer.fault = IN_LAYER.get(fault)
-        layer.sorts = 40 if fault == "compiles long" and has_fault and step == FAULTY_STEP else 0
+        if step == FAULTY_STEP:
+            layer.sorts = 40 if COMPILES.get(fault) == has_fault else 0
+            if has_fault and fault in KILLED_LATER:
+                threading.Timer(KILL_SECONDS, _killed).start()
+        else:
+            layer.sorts = 0
         layer.seconds = 0.5 * hang_timeout if fault == "slow" and has_fault and step <= 2 else 0.0
         model.run_train(x=torch.ones(8, 8))
         if has_fault and step == FAULTY_STEP:

@@ -31,11 +31,19 @@ def test_an_error_in_a_forward_ends_both_ranks() -> None:
     assert "in the pipeline: stage 1, forward of microbatch 0" in ended.outputs[1]
 
 
-@pytest.mark.parametrize("fault", ["SIGKILL", "SIGKILL between steps"])
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGKILL between steps", "SIGKILL in a compilation"])
 def test_a_killed_rank_is_named(fault: str) -> None:
     ended = _run(fault, 1)
     assert ended.codes == [1, -9], ended.output
     _check_end(ended, "rank 0 stops because rank 1 died")
+
+
+def test_a_rank_that_compiles_ends_with_a_killed_one() -> None:
+    ended = _run("SIGKILL while others compile", 0)
+    assert ended.codes == [-9, 1], ended.output
+    _check_end(ended, "rank 1 stops because rank 0 died")
+    # It has not ended its step.
+    assert "rank 1 ends well" not in ended.output
 
 
 def test_ctrl_c_on_a_rank_ends_both() -> None:
