@@ -13,6 +13,9 @@ from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import compilations, run_xla_ranks
 from tests.xla.tiny_llama import tiny_llama, tokens
 
+# Graphs of a rank's first step: forward with a check of its mask, two backwards, the mean loss, its broadcast.
+_GRAPHS = 6
+
 _CSV = [
     ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"],
     ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"],
@@ -212,6 +215,8 @@ def test_steps_of_many_kinds_give_the_numbers_of_the_cpu() -> None:
                 _check_close(found[kind], known[kind], f"{name}: {kind}")
             settled = _CASES[name].settled if name in _CASES else 1
             assert not any(found["compiled"][settled:]), (name, found["compiled"])
+        # As many as with inputs in host memory: no slice of the inputs is a graph.
+        assert xla["inputs on the device"]["compiled"][0] <= _GRAPHS
 
 
 def _check_close(found: Any, known: Any, name: str) -> None:
