@@ -66,6 +66,10 @@ class CudaDevice(Device):
 
         return copied
 
+    def fill(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Give ``tensor`` the values of ``host`` by way of pinned memory."""
+        tensor.copy_(self.from_host(host))
+
     def random_state(self) -> bytes:
         """Return the state of the device's generator."""
         return torch.cuda.get_rng_state(self.device).numpy().tobytes()

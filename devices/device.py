@@ -116,6 +116,15 @@ class Device:
         """Return ``tensor``, or its copy in host memory on a device where each part to read would be a graph."""
         return tensor
 
+    def to_host_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start to copy tensors of the device, as ``to_host`` does; the result returns them in their order."""
+        copies = [self.to_host(tensor) for tensor in tensors]
+        return lambda: [copied() for copied in copies]
+
+    def fill(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Give ``tensor`` of the device the values of ``host``, which may be changed after the call."""
+        tensor.copy_(host)
+
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return a number that tensors of one memory share; 0 for no memory."""
         return tensor.untyped_storage().data_ptr()

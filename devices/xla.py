@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -124,12 +124,19 @@ class XlaDevice(Device):
 
     def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start all recorded operations, and copy ``tensor`` in a thread; the result waits for the copy."""
-        value = tensor.detach()
-        # A view of an updated tensor is recorded at its first use. The thread must record nothing: torch_xla takes the
-        # operations of both threads into the graph that either of them submits, and fails.
-        torch._functionalize_sync(value)
+        copied = self.to_host_together([tensor])
+        return lambda: copied()[0]
+
+    def to_host_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Start all recorded operations, and copy ``tensors`` in a thread, in one transfer.
+
+        A view of an updated tensor is recorded at its first use. The thread must record nothing: torch_xla takes the
+        operations of both threads into the graph that either of them submits, and fails.
+        """
+        for tensor in tensors:
+            torch._functionalize_sync(tensor)
         self.submit()
-        return _copies().submit(value.cpu).result
+        return _copies().submit(partial(_copied, list(tensors))).result
 
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the storage object that a tensor shares with its views: it has no address."""
@@ -305,6 +312,11 @@ def _xla_model() -> Any:
     from torch_xla.core import xla_model
 
     return xla_model
+
+
+def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of ``tensors`` in host memory, which have no gradient."""
+    return [copy.detach() for copy in _torch_xla()._XLAC._xla_get_cpu_tensors(tensors)]
 
 
 @cache

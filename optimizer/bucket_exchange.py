@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from nxdpp.optimizer.sharded_bucket import ShardedBucket
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.gradient_average import Work
 
 # One bucket is sent while the next one is packed.
 _IN_FLIGHT = 2
@@ -15,7 +15,7 @@ _IN_FLIGHT = 2
 
 def average_buckets(buckets: Sequence[ShardedBucket]) -> None:
     """Average the gradients of the buckets, each rank its own part; collective over the replicas."""
-    reductions: deque[dist.Work | None] = deque()
+    reductions: deque[Work | None] = deque()
     for bucket in buckets:
         _wait(reductions, _IN_FLIGHT - 1)
         reductions.append(bucket.start_reduction())
@@ -25,7 +25,7 @@ def average_buckets(buckets: Sequence[ShardedBucket]) -> None:
 def gather_buckets(buckets: Sequence[ShardedBucket]) -> None:
     """Free the gradients of the buckets and give all replicas their values; collective over the replicas."""
     gathered: deque[tuple[ShardedBucket, torch.Tensor]] = deque()
-    works: deque[dist.Work | None] = deque()
+    works: deque[Work | None] = deque()
     for bucket in buckets:
         bucket.drop_gradients()
         if len(gathered) == _IN_FLIGHT:
@@ -37,7 +37,7 @@ def gather_buckets(buckets: Sequence[ShardedBucket]) -> None:
         _take(gathered, works)
 
 
-def _wait(works: deque[dist.Work | None], leave: int = 0) -> None:
+def _wait(works: deque[Work | None], leave: int = 0) -> None:
     while len(works) > leave:
         work = works.popleft()
         if work is not None:
@@ -45,7 +45,7 @@ def _wait(works: deque[dist.Work | None], leave: int = 0) -> None:
         board.moved()
 
 
-def _take(gathered: deque[tuple[ShardedBucket, torch.Tensor]], works: deque[dist.Work | None]) -> None:
+def _take(gathered: deque[tuple[ShardedBucket, torch.Tensor]], works: deque[Work | None]) -> None:
     _wait(works, len(works) - 1)
     bucket, flat = gathered.popleft()
     bucket.take(flat)

@@ -6,7 +6,8 @@ The parameters lie one after the other in a flat vector, padded to a multiple of
     rank 0           a a a a a a b
     rank 1                         b b b c c c ·
 
-Gradients are reduce-scattered in this layout, and parameters all-gathered. The pieces are what the optimizer sees.
+Gradients are reduce-scattered in this layout, and parameters all-gathered. The pieces are what the optimizer sees. The
+flat vectors are in host memory where the group cannot send from the parameters' device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.optimizer.master_copy import master_dtype, take_changes
+from nxdpp.parallel_layers.gradient_average import Work
 from nxdpp.parallel_layers.gradient_dtype import gradient_dtype
+from nxdpp.parallel_layers.host_wire import begin_on_host, from_wire, needs_host
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -86,9 +90,14 @@ class ShardedBucket:
         self.averaged_dtype = own if sharding.averaged is None else torch.promote_types(own, sharding.averaged)
         self._numel = sum(member.parameter.numel() for member in members)
         self._shard_numel = -(-self._numel // sharding.size)
+        self._through_host = sharding.group is not None and needs_host(first, sharding.group)
         dtype = master_dtype(self._dtype, sharding.dtype)
+        self._values_dtype = dtype
+        # A view of a lazy device has no memory in common with its parameter: each piece is a copy, without the vector.
+        self._is_lazy = device_of(self._device).is_lazy
         self._master: torch.Tensor | None = None
-        if dtype != self._dtype or not all(member.parameter.is_contiguous() for member in members):
+        is_view = dtype == self._dtype and all(member.parameter.is_contiguous() for member in members)
+        if not is_view and not self._is_lazy:
             self._master = torch.zeros(self._shard_numel, dtype=dtype, device=self._device)
         self.pieces = list(self._cut())
         self._reduced: torch.Tensor | None = None
@@ -106,10 +115,11 @@ class ShardedBucket:
                     f"optimizer was made, and is {parameter.dtype} on {parameter.device}: make the optimizer after the "
                     f"model is moved."
                 )
-            if self._master is None:
-                values = _part(parameter, piece.start, piece.stop)
-                if piece.tensor.data_ptr() != values.data_ptr():
-                    piece.tensor.data = values
+            values = _part(parameter, piece.start, piece.stop)
+            if self._is_lazy:
+                take_changes(piece.tensor, values)
+            elif self._master is None and piece.tensor.data_ptr() != values.data_ptr():
+                piece.tensor.data = values
         if self._master is not None and self.pieces:
             # A change of parameter.data leaves no other trace. The pieces lie one after the other.
             present = torch.cat([_flat(piece.member.parameter)[piece.start : piece.stop] for piece in self.pieces])
@@ -119,22 +129,34 @@ class ShardedBucket:
         """Return whether a parameter has a gradient on any rank, by ``present`` for all parameters by index."""
         return any(present[member.index] for member in self.members)
 
-    def start_reduction(self) -> dist.Work | None:
+    def start_reduction(self) -> Work | None:
         """Start to average the gradients over the ranks; each gets its own part. Missing gradients count as zeros."""
-        size = self._sharding.size
-        flat = torch.zeros(self._shard_numel * size, dtype=self.averaged_dtype, device=self._device)
+        if self._sharding.size == 1:
+            self._reduced = self._packed(self._gradients(), self._device)
+            return None
+        wire = torch.device("cpu") if self._through_host else self._device
+        reduced = self._reduced = torch.empty(self._shard_numel, dtype=self.averaged_dtype, device=wire)
+
+        def scatter(gradients: Sequence[torch.Tensor]) -> dist.Work | None:
+            # Divided before they are summed, as the average without sharding does.
+            flat = self._packed(gradients, wire).div_(self._sharding.size)
+            work: dist.Work | None = _reduce_scatter(reduced, flat, group=self._sharding.group, async_op=True)
+            return work
+
+        return begin_on_host(self._gradients(), scatter) if self._through_host else scatter(self._gradients())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [member.parameter.grad for member in self.members if member.parameter.grad is not None]
+
+    def _packed(self, gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """A flat vector of ``gradients``, in the order of the members; those without a gradient have zeros."""
+        flat = torch.zeros(self._shard_numel * self._sharding.size, dtype=self.averaged_dtype, device=device)
         parts = flat[: self._numel].split([member.parameter.numel() for member in self.members])
+        given = iter(gradients)
         for member, part in zip(self.members, parts, strict=True):
             if member.parameter.grad is not None:
-                part.view_as(member.parameter).copy_(member.parameter.grad)
-        if size == 1:
-            self._reduced = flat
-            return None
-        # Divided before they are summed, as the average without sharding does.
-        flat.div_(size)
-        self._reduced = torch.empty_like(flat[: self._shard_numel])
-        work: dist.Work | None = _reduce_scatter(self._reduced, flat, group=self._sharding.group, async_op=True)
-        return work
+                part.view_as(member.parameter).copy_(next(given))
+        return flat
 
     def give_gradients(self, present: Sequence[bool]) -> None:
         """Give the averaged gradients to the pieces, in the dtype of their values."""
@@ -142,7 +164,7 @@ class ShardedBucket:
         for piece in self.pieces:
             if present[piece.member.index]:
                 own = self._reduced[piece.offset : piece.offset + piece.stop - piece.start]
-                piece.tensor.grad = own.to(piece.tensor.dtype).view_as(piece.tensor)
+                piece.tensor.grad = from_wire(own.to(piece.tensor.dtype).view_as(piece.tensor), self._device)
         self._reduced = None
 
     def drop_gradients(self) -> None:
@@ -150,25 +172,40 @@ class ShardedBucket:
         for piece in self.pieces:
             piece.tensor.grad = None
 
-    def start_gathering(self) -> tuple[torch.Tensor, dist.Work | None]:
+    def start_gathering(self) -> tuple[torch.Tensor, Work | None]:
         """Start to send all ranks the pieces; return the flat vector that receives them."""
-        own = torch.zeros(self._shard_numel, dtype=self._dtype, device=self._device)
-        for piece in self.pieces:
-            own[piece.offset : piece.offset + piece.stop - piece.start] = piece.tensor.detach()
+        values = [piece.tensor.detach() for piece in self.pieces]
         if self._sharding.size == 1:
-            return own, None
-        flat = torch.empty(self._shard_numel * self._sharding.size, dtype=self._dtype, device=self._device)
-        return flat, _all_gather(flat, own, group=self._sharding.group, async_op=True)
+            return self._joined(values, self._device), None
+        wire = torch.device("cpu") if self._through_host else self._device
+        flat = torch.empty(self._shard_numel * self._sharding.size, dtype=self._dtype, device=wire)
+
+        def gather(own: Sequence[torch.Tensor]) -> dist.Work | None:
+            joined = self._joined(own, wire)
+            work: dist.Work | None = _all_gather(flat, joined, group=self._sharding.group, async_op=True)
+            return work
+
+        return flat, begin_on_host(values, gather) if self._through_host else gather(values)
+
+    def _joined(self, values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """This rank's part of the flat vector, of the ``values`` of its pieces."""
+        own = torch.zeros(self._shard_numel, dtype=self._dtype, device=device)
+        for piece, value in zip(self.pieces, values, strict=True):
+            own[piece.offset : piece.offset + piece.stop - piece.start] = value
+        return own
 
     def take(self, flat: torch.Tensor) -> None:
         """Give the parameters the values of ``flat``, the gathered vector."""
         parts = flat[: self._numel].split([member.parameter.numel() for member in self.members])
         for member, part in zip(self.members, parts, strict=True):
-            member.parameter.detach().copy_(part.view_as(member.parameter))
+            if self._through_host:
+                device_of(self._device).fill(member.parameter, part.view_as(member.parameter))
+            else:
+                member.parameter.detach().copy_(part.view_as(member.parameter))
 
     def masters(self) -> Iterator[Piece]:
         """The pieces that are no views of their parameters."""
-        return iter(self.pieces if self._master is not None else ())
+        return iter(self.pieces if self._master is not None or self._is_lazy else ())
 
     def _cut(self) -> Iterator[Piece]:
         """Cut this rank's part of the flat vector into pieces."""
@@ -180,7 +217,9 @@ class ShardedBucket:
             if start < stop:
                 values = _part(member.parameter, start, stop)
                 offset = at + start - begin
-                if self._master is not None:
+                if self._is_lazy:
+                    values = values.to(self._values_dtype, copy=True)
+                elif self._master is not None:
                     own = self._master[offset : offset + stop - start]
                     values = own.view_as(values).copy_(values)
                 yield Piece(member, start, stop, offset, nn.Parameter(values))

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.host_wire import on_wire
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -131,8 +133,9 @@ class GradScaler(torch.amp.GradScaler):
                 # Stages have other parameters; replicas have the same.
                 own[5], own[6] = shapes, -shapes
             if dist.get_world_size(group) > 1:
-                own = own.cpu() if dist.get_backend(group) == "gloo" else own
+                own = on_wire(own, group)
                 dist.all_reduce(own, dist.ReduceOp.MAX, group)
+        device_of(device).submit()
         overflows, largest, negative_smallest, *identities = own.tolist()
         if identities[0] != -identities[1] or identities[2] != -identities[3]:
             raise RuntimeError(
@@ -145,7 +148,8 @@ class GradScaler(torch.amp.GradScaler):
                 f"the ranks scale the loss by different numbers, {-negative_smallest} to {largest}. Give update() and "
                 f"load_state_dict() the same values on every rank."
             )
-        return torch.full((), float(overflows > 0), device=device)
+        # A lazy device takes 0 and 1 without a dimension for constants, and would compile a graph for each.
+        return device_of(device).from_host(torch.tensor([float(overflows > 0)])).view(())
 
 
 def check_grad_scaler(value: Any) -> None:

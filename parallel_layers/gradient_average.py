@@ -7,15 +7,17 @@ on Accelerating Data Parallel Training" (Li et al., 2020). ``overlapped_average`
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_dtype import zero_gradient
+from nxdpp.parallel_layers.host_wire import HostWork, begin_on_host, needs_host
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -24,28 +26,56 @@ _BUCKETS_IN_FLIGHT = 2
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
+Memory = Callable[[torch.device, int], torch.Tensor]
+"""A function of a device and a number of bytes that gives uint8 memory."""
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+        ...
+
+    def wait(self) -> object:
+        """Block until the collective is finished."""
+        ...
+
 
 @dataclass(frozen=True)
 class Reduction:
-    """A bucket whose all-reduce is in flight."""
+    """A bucket whose all-reduce is in flight.
+
+    ``flat`` is in host memory for gradients that cannot be sent from their device.
+    """
 
     gradients: list[torch.Tensor]
     flat: torch.Tensor
-    work: dist.Work
+    work: Work
+    is_in_place: bool = False
 
     @property
     def copied_bytes(self) -> int:
         """Memory of the flat copy; 0 for a sum in place."""
-        return 0 if self.flat.data_ptr() == self.gradients[0].data_ptr() else self.flat.nbytes
+        return 0 if self.is_in_place else self.flat.nbytes
+
+    def wait_begun(self) -> None:
+        """Block until the message is in flight: a later one over the same group then follows it."""
+        if isinstance(self.work, HostWork):
+            self.work.wait_begun()
 
     def finish(self) -> None:
         """Wait for the mean and copy it back into the gradients."""
         self.work.wait()
-        if not self.copied_bytes:
+        if self.is_in_place:
             return
         parts = self.flat.split([gradient.numel() for gradient in self.gradients])
+        device = device_of(self.gradients[0].device)
         for gradient, part in zip(self.gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+            if self.flat.device == gradient.device:
+                gradient.copy_(part.view_as(gradient))
+            else:
+                device.fill(gradient, part.view_as(gradient))
 
 
 def average_gradients(
@@ -156,23 +186,46 @@ def start(
     group: ProcessGroup,
     size: int,
     in_place: bool = True,
-    memory: Callable[[int], torch.Tensor] | None = None,
+    memory: Memory | None = None,
 ) -> Reduction:
     """Start the all-reduce of ``bucket``. With ``in_place`` the only gradient of a bucket is summed in its memory.
 
-    ``memory`` gives a tensor of that many bytes, uint8, for the flat copy: by default a new one.
+    ``memory`` gives a tensor of that many bytes on a device, uint8, for the flat copy: by default a new one.
     """
+    if needs_host(bucket[0], group):
+        return _start_on_host(bucket, group, size, memory)
     # Divided before they are summed: the sum of many float16 gradients may overflow where their mean does not.
-    if in_place and len(bucket) == 1 and bucket[0].is_contiguous():
+    is_in_place = in_place and len(bucket) == 1 and bucket[0].is_contiguous()
+    if is_in_place:
         flat = bucket[0].view(-1).div_(size)
     else:
-        numbers = [gradient.numel() for gradient in bucket]
-        if memory is None:
-            flat = torch.empty(sum(numbers), dtype=bucket[0].dtype, device=bucket[0].device)
-        else:
-            flat = memory(sum(numbers) * bucket[0].element_size()).view(bucket[0].dtype)
-        for gradient, part in zip(bucket, flat.split(numbers), strict=True):
-            torch.div(gradient.reshape(-1), size, out=part)
+        flat = _flat_memory(bucket, bucket[0].device, memory)
+        _pack(bucket, flat, size)
     work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None
-    return Reduction(bucket, flat, work)
+    return Reduction(bucket, flat, work, is_in_place)
+
+
+def _start_on_host(bucket: list[torch.Tensor], group: ProcessGroup, size: int, memory: Memory | None) -> Reduction:
+    """Start the all-reduce of ``bucket`` in host memory, as ``start`` does."""
+    flat = _flat_memory(bucket, torch.device("cpu"), memory)
+
+    def collective(copies: list[torch.Tensor]) -> dist.Work | None:
+        _pack(copies, flat, size)
+        work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
+        return work
+
+    return Reduction(bucket, flat, begin_on_host(bucket, collective))
+
+
+def _flat_memory(bucket: list[torch.Tensor], device: torch.device, memory: Memory | None) -> torch.Tensor:
+    count = sum(gradient.numel() for gradient in bucket)
+    if memory is None:
+        return torch.empty(count, dtype=bucket[0].dtype, device=device)
+    return memory(device, count * bucket[0].element_size()).view(bucket[0].dtype)
+
+
+def _pack(gradients: list[torch.Tensor], flat: torch.Tensor, size: int) -> None:
+    """Divide ``gradients`` by ``size``, each into its part of ``flat``."""
+    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        torch.div(gradient.reshape(-1), size, out=part)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.host_wire import from_wire, on_wire
 
 
 @torch.no_grad()
@@ -130,10 +131,9 @@ def _over(groups: Sequence[ProcessGroup], value: torch.Tensor, operation: dist.R
     device = value.device
     for group in groups:
         if dist.get_world_size(group) > 1:
-            # Ranks that share a CUDA device communicate over gloo, in CPU memory.
-            value = value.cpu() if dist.get_backend(group) == "gloo" else value
+            value = on_wire(value, group)
             dist.all_reduce(value, operation, group)
-    return value.to(device)
+    return from_wire(value, device)
 
 
 def _checked_order(max_norm: float, norm_type: float) -> float:

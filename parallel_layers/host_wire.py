@@ -1,14 +1,24 @@
 """Collectives of device tensors over gloo, by way of host memory.
 
 gloo takes tensors in host memory. A device tensor may come back from it unchanged, without an error.
+
+::
+
+    program     start bucket 0 ─▶ start bucket 1 ─▶ ...                              wait ─▶ copy back
+    device          └─ copy 0 ─┐      └─ copy 1 ─┐
+    thread                     └─▶ pack, begin 0 └─▶ pack, begin 1
+    gloo                                └─ all-reduce 0 ─┴─ all-reduce 1 ─▶
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nxdpp.devices.daemon_thread import DaemonThread
 from nxdpp.devices.kinds import device_of
 
 
@@ -17,9 +27,19 @@ def needs_host(tensor: torch.Tensor, group: ProcessGroup) -> bool:
     return tensor.device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO
 
 
+def wire_device(device: torch.device, group: ProcessGroup) -> torch.device:
+    """Return the device of the tensors that ``group`` sends for ``device``."""
+    return torch.device("cpu") if dist.get_backend(group) == dist.Backend.GLOO else device
+
+
 def on_wire(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Return ``tensor``, or its copy in host memory if ``group`` needs that."""
     return device_of(tensor.device).to_host(tensor)() if needs_host(tensor, group) else tensor
+
+
+def from_wire(message: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``message`` on ``device``: itself, or a copy if it is in host memory for a group that needs that."""
+    return message if message.device == device else device_of(device).from_host(message)
 
 
 def in_place(tensor: torch.Tensor, group: ProcessGroup, collective: Callable[[torch.Tensor], object]) -> None:
@@ -28,4 +48,52 @@ def in_place(tensor: torch.Tensor, group: ProcessGroup, collective: Callable[[to
     collective(message)
     if message is not tensor:
         with torch.no_grad():
-            tensor.copy_(device_of(tensor.device).from_host(message))
+            device_of(tensor.device).fill(tensor, message)
+
+
+class HostWork:
+    """A collective that begins once its tensors are in host memory."""
+
+    def __init__(self, begun: "Future[dist.Work]") -> None:
+        self._begun = begun
+
+    def wait_begun(self) -> None:
+        """Block until the collective has begun: one that the caller makes then follows it. Raises its error."""
+        self._begun.result()
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` returns or raises at once."""
+        return self._begun.done() and (self._begun.exception() is not None or self._begun.result().is_completed())
+
+    def wait(self) -> None:
+        """Block until the collective is finished; raises the error of the copies or of the collective."""
+        self._begun.result().wait()
+
+
+def begin_on_host(
+    tensors: Sequence[torch.Tensor], collective: Callable[[list[torch.Tensor]], dist.Work | None]
+) -> HostWork:
+    """Start to copy ``tensors`` of one device to host memory, and begin ``collective`` of the copies in a thread.
+
+    Collectives begin in the order of the calls. Before a collective of its own over the same group, a rank calls
+    ``wait_begun``: ranks that begin two in different orders would give each the other's values.
+
+    Args:
+        tensors: not changed before the collective is finished. There may be none.
+        collective: gets the copies, and returns the work in flight.
+    """
+    copied = device_of(tensors[0].device).to_host_together(tensors) if tensors else list
+
+    @torch.no_grad()
+    def begin() -> dist.Work:
+        work = collective(copied())
+        assert work is not None, "collectives in flight have a work"
+        return work
+
+    return HostWork(_thread().submit(begin))
+
+
+@cache
+def _thread() -> DaemonThread:
+    """The thread that begins collectives."""
+    return DaemonThread("collectives of host copies")

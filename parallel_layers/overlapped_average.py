@@ -11,14 +11,13 @@ final once autograd has accumulated it. Buckets are sent in one order, that of t
 The order is the same on all replicas: it follows from the parameters, the schedule and the step before, and a hash of
 it is compared. The message of that comparison begins with the step, so that replicas seldom wait for it. Nothing else
 waits for another replica before the last action. So transfers of the pipeline, in other groups, never wait for the
-average.
+average. On a lazy device the buckets of a stage are sent once its last backward has been submitted.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers.average_plan import NO_STAGE, AveragePlan, LastBackward, make_plan
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.flat_memory import FlatMemory
@@ -103,6 +103,7 @@ class OverlappedAverage:
         self._in_flight: deque[Reduction] = deque()
         self._memory = FlatMemory()
         self._stage = NO_STAGE
+        self._sends_in_backwards = True
         self._stages_left = 0
         self._agree: Callable[[], bool] | None = None
         self._has_order = True
@@ -135,6 +136,8 @@ class OverlappedAverage:
         self._stage_of = self._plan.stage_of
         self._buckets = [_Bucket(bucket, {id(parameter) for parameter in bucket}) for bucket in self._plan.buckets]
         self._of_parameter = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        # A message within a backward would end the graph that a lazy device records.
+        self._sends_in_backwards = not device_of(self._trained[0].device).is_lazy
         self._stages_left = len(last)
         self._early_bytes = 0
         self._has_order = True
@@ -178,6 +181,8 @@ class OverlappedAverage:
             if self._next < len(self._buckets):
                 self._finish_first()
         # Find the gradients that are missing on some replicas, or were not expected.
+        for reduction in self._in_flight:
+            reduction.wait_begun()
         anywhere = largest_flags(self._trained, self._control)
         sent_ids = set(self._of_parameter)
         missing = {
@@ -248,7 +253,8 @@ class OverlappedAverage:
             )
         if self._stage_of.get(id(parameter), NO_STAGE) == self._stage != NO_STAGE:
             bucket.remaining.discard(id(parameter))
-            self._send_ready()
+            if self._sends_in_backwards:
+                self._send_ready()
 
     def _send_ready(self) -> None:
         """Send the buckets whose gradients are final, in order, while memory allows."""
@@ -263,8 +269,7 @@ class OverlappedAverage:
             gradients = [zero_gradient(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
             # Memory that a view shares may be that of a gradient on its way through the graph.
             in_place = self._stage == NO_STAGE or _has_own_memory(gradients[0])
-            memory = partial(self._memory.take, gradients[0].device)
-            bucket.reduction = start(gradients, self._group, self._size, in_place, memory)
+            bucket.reduction = start(gradients, self._group, self._size, in_place, self._memory.take)
         bucket.is_sent = True
         self._in_flight.append(bucket.reduction)
         if self._stages_left:

@@ -16,7 +16,9 @@ from nxdpp.checkpoint.distributed import ranks
 from nxdpp.checkpoint.distributed.ranks import Exchange
 from nxdpp.checkpoint.distributed.shares import owners
 from nxdpp.checkpoint.distributed.tensor_blocks import TensorBlocks
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.host_wire import needs_host
 
 _PIECE_BYTES = 8 << 20
 
@@ -54,6 +56,9 @@ class SharedReads:
 def broadcast(values: torch.Tensor, source: int) -> None:
     """Broadcast ``values`` in pieces, in place; those that are not contiguous through a copy of a piece."""
     group = parallel_state.get_data_parallel_group()
+    if needs_host(values, group):
+        _broadcast_through_host(values, source)
+        return
     # A backend of devices alone, such as NCCL, takes no memory of the host.
     takes_host = dist.get_backend(group) == dist.Backend.GLOO
     device = values.device if takes_host or values.is_cuda else parallel_state.local_device()
@@ -62,6 +67,15 @@ def broadcast(values: torch.Tensor, source: int) -> None:
         dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
         if sent is not piece:
             piece.copy_(sent)
+
+
+def _broadcast_through_host(values: torch.Tensor, source: int) -> None:
+    """Broadcast ``values`` of a device through a copy of all of it: a piece of a lazy device is a graph of its own."""
+    device, is_source = device_of(values.device), parallel_state.get_data_parallel_rank() == source
+    host = device.to_host(values)() if is_source else torch.empty_like(values, device="cpu")
+    broadcast(host, source)
+    if not is_source:
+        device.fill(values, host)
 
 
 def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:

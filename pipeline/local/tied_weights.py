@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.parallel_layers.gradient_dtype import gradient_dtype
 from nxdpp.pipeline.agreement.same_values import Copy, sample
@@ -195,7 +196,9 @@ def _check_alike(everyones: Sequence[Mapping[int, _Copy]]) -> None:
 def _send(parameter: nn.Parameter, weight: TiedWeight, transport: Transport, rank: int) -> None:
     first, *others = weight.ranks
     values = parameter.detach().contiguous()
-    for piece in values.view(-1).split(max(1, _PIECE_BYTES // values.element_size())):
+    # Each piece of a lazy device would be a graph of its own.
+    is_whole = device_of(values.device).is_lazy
+    for piece in [values] if is_whole else values.view(-1).split(max(1, _PIECE_BYTES // values.element_size())):
         if rank == first:
             for work, _ in [transport.send(piece, other, Direction.ACTIVATION, weight.number) for other in others]:
                 work.wait()

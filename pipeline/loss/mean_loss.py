@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.host_wire import in_place
+from nxdpp.parallel_layers.host_wire import from_wire, on_wire, wire_device
 
 
 def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device) -> torch.Tensor:
@@ -20,13 +20,13 @@ def mean_loss(losses: Sequence[torch.Tensor], source: int, device: torch.device)
     Returns:
         A float32 tensor of shape ().
     """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
     if parallel_state.get_pipeline_model_parallel_rank() == source:
-        loss = torch.stack(list(losses)).mean().float()
         replicas = parallel_state.get_data_parallel_group()
-        in_place(loss, replicas, lambda message: dist.all_reduce(message, group=replicas))
+        loss = on_wire(torch.stack(list(losses)).mean().float(), replicas)
+        dist.all_reduce(loss, group=replicas)
         loss /= parallel_state.get_data_parallel_size()
     else:
-        loss = torch.empty((), dtype=torch.float32, device=device)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    in_place(loss, pipeline, lambda message: dist.broadcast(message, group=pipeline, group_src=source))
-    return loss
+        loss = torch.empty((), dtype=torch.float32, device=wire_device(device, pipeline))
+    dist.broadcast(loss, group=pipeline, group_src=source)
+    return from_wire(loss, device)

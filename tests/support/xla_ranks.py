@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.support.host_guard import guard_gloo
 from tests.support.run_ranks import run_ranks
 
 # Compilation of a stage takes a quarter of the time.
@@ -17,13 +18,15 @@ ENVIRONMENT = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": _FLAGS}
 def run_xla_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 200.0) -> list[Any]:
     """Return the results of ``function(rank, *args)`` in ``world_size`` processes of one thread each, as ``run_ranks``.
 
-    They have PJRT's CPU device: ``function`` calls ``initialize_model_parallel(device="xla")``.
+    They have PJRT's CPU device: ``function`` calls ``initialize_model_parallel(device="xla")``. A tensor of that device
+    that reaches gloo raises.
     """
     return run_ranks(world_size, _on_xla, function, *args, timeout=timeout)
 
 
 def _on_xla(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     os.environ |= ENVIRONMENT
+    guard_gloo()
     return function(rank, *args)
 
 

@@ -165,6 +165,7 @@ def _averages_that_differ(wait: Callable[[LateWork], None]) -> list[str]:
         patch.setattr(LateWork, "wait", wait)
         patch.setattr(dist, "all_reduce", all_reduce)
         patch.setattr(dist, "get_world_size", lambda group: 2)
+        patch.setattr(dist, "get_backend", lambda group: dist.Backend.NCCL)
         patch.setattr(gradient_average, "_BUCKET_BYTES", 24)
         gradient_average.average_gradients(parameters.values(), group=None, control=None)  # type: ignore[arg-type]
     return [name for name, p in parameters.items() if not torch.equal(_gradient(p).cpu(), values[name])]
