@@ -132,7 +132,11 @@ def test_each_replica_has_its_file(tmp_path: Path) -> None:
 
 def train_alone(rank: int, path: str) -> None:
     parallel_state.initialize_model_parallel()
-    NxDPPModel(make("llama"), num_microbatches=2, trace_file_path=path).run_train(**padded_batch(2))
+    model = NxDPPModel(make("llama"), num_microbatches=2, trace_file_path=path)
+    model.run_train(**padded_batch(2))
+    assert 0.0 < model.last_busy_share <= 1.0
+    # A device that runs operations at once.
+    assert model.last_compile_seconds == 0.0
 
 
 def test_a_pipeline_of_one_rank(tmp_path: Path) -> None:
