@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nxdpp import NxDPPModel, parallel_state
+from tests.support.models import make
 from tests.support.training_distance import relative
 from tests.support.xla_process import start_xla
 from tests.support.xla_ranks import run_xla_ranks
@@ -38,6 +39,8 @@ def _train_unwrapped(rank: int) -> dict[str, dict[str, Trained]]:
 
 def _train_over_ranks(rank: int, stages: int) -> dict[str, Trained]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, device="xla")
+    with pytest.raises(ValueError, match=r"set_experts_implementation\('batched_mm'\)"):
+        NxDPPModel(make("mixtral"), num_microbatches=1)
     return {name: _train(name) for name in MODELS}
 
 
@@ -60,16 +63,21 @@ def _train(name: str) -> Trained:
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, dict[str, Trained]]:
     """Trainings without nxdpp, by device and model."""
-    (trained,) = run_xla_ranks(1, _train_unwrapped)
+    (trained,) = run_xla_ranks(1, _train_unwrapped, timeout=400)
     return trained  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [pytest.param(1, 1, id="one rank"), pytest.param(2, 2, id="two ranks"), pytest.param(4, 4, id="four ranks")],
+    [
+        pytest.param(1, 1, id="one rank"),
+        pytest.param(2, 2, id="two ranks"),
+        pytest.param(4, 4, id="four ranks"),
+        pytest.param(4, 2, id="two ranks of two replicas"),
+    ],
 )
 def test_numbers_are_those_of_one_process(one_process: dict[str, dict[str, Trained]], ranks: int, stages: int) -> None:
-    found = run_xla_ranks(ranks, _train_over_ranks, stages)
+    found = run_xla_ranks(ranks, _train_over_ranks, stages, timeout=400)
     for name in MODELS:
         trained = [rank[name] for rank in found]
         model = build(name)
