@@ -1,9 +1,12 @@
 """Move of a model to a device that keeps the classes, attributes and ties of its parameters."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from nxdpp.devices import cuda
+from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 
 _REMEDY = "Make the optimizer after move_model_to_device(), from the parameters that the model has then."
@@ -24,10 +27,25 @@ def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> 
     if all(tensor.device == target for tensor in (*model.parameters(), *model.buffers())):
         return
     _check_have_values(model, target)
+    convert_parameters(model, lambda tensor: tensor.to(target), lambda: model.to(target))
+
+
+def convert_parameters(
+    model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], run: Callable[[], object]
+) -> bool:
+    """Call ``run``, in which torch applies ``convert`` to the parameters of ``model``; return whether it replaced any.
+
+    Replaced parameters keep their classes, attributes and ties. Raises ``RuntimeError`` for an optimizer that holds
+    one of them, before anything is changed.
+    """
     before = dict(model.named_parameters(remove_duplicate=False))
-    replaced = {name: parameter for name, parameter in before.items() if _is_replaced(parameter, target)}
+    is_replaced = {
+        kind: _is_replaced(torch.empty(0, device=kind[0], dtype=kind[1]), convert)
+        for kind in {(parameter.device, parameter.dtype) for parameter in before.values()}
+    }
+    replaced = {name: each for name, each in before.items() if is_replaced[each.device, each.dtype]}
     check_no_optimizer_holds(replaced, _REMEDY)
-    model.to(target)
+    run()
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         old = before[name]
@@ -40,6 +58,7 @@ def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> 
         keep_attributes(old, parameter)
         moved[old] = parameter
     watch_replaced(replaced)
+    return bool(moved)
 
 
 def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -63,15 +82,21 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 
 
 def _example_device() -> str:
+    if parallel_state.model_parallel_is_initialized():
+        return str(parallel_state.local_device())
     return "cuda:0" if cuda.find().count else "cpu"
 
 
-def _is_replaced(parameter: nn.Parameter, target: torch.device) -> bool:
-    """Return whether ``Module.to`` makes a new object, by the same check as in torch."""
+def _is_replaced(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Return whether ``Module._apply`` makes a new object of a parameter like ``tensor``, by the check of torch."""
     if torch.__future__.get_swap_module_params_on_conversion():
         return False
-    empty = torch.empty(0, dtype=parameter.dtype, device=target)
-    shares = torch._has_compatible_shallow_copy_type(parameter, empty)
+    try:
+        converted = convert(tensor)
+    except NotImplementedError:
+        # From the meta device only to_empty gives memory.
+        return False
+    shares = torch._has_compatible_shallow_copy_type(tensor, converted)
     return not shares or torch.__future__.get_overwrite_module_params_on_conversion()
 
 

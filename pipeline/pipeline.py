@@ -30,6 +30,7 @@ from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.local.grouped_experts import refuse_grouped_experts
 from nxdpp.pipeline.local.local_module import stage_module
+from nxdpp.pipeline.local.lost_ties import refuse_lost_ties
 from nxdpp.pipeline.local.next_step import NextStep
 from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
@@ -101,6 +102,7 @@ class Pipeline:
         config.check(module)
         refuse_other_wrappers(module)
         refuse_grouped_experts(module, parallel_state.local_device())
+        refuse_lost_ties(module)
         self.original_module = module
         self.config = config
         self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())

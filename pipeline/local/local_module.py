@@ -8,10 +8,12 @@
     model.layers.1                       0, 1
 """
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Self
 
 from torch import nn
+
+from nxdpp.parallel_layers.move_model_to_device import convert_parameters
 
 
 class LocalModule(nn.Module):
@@ -21,7 +23,7 @@ class LocalModule(nn.Module):
     needs them for moves and modes.
 
     Attributes:
-        replacements: number of replacements by full names.
+        replacements: number of replacements by full names, and of moves that replaced parameters.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,12 @@ class LocalModule(nn.Module):
             raise KeyError(f"there is no module {name!r} on this rank to replace; there are {list(self._names())}.")
         above.add_module(key, module)
         self.replacements += 1
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move or convert; parameters that torch must replace keep their classes, attributes and ties."""
+        if convert_parameters(self, fn, lambda: super(LocalModule, self)._apply(fn, recurse)):  # type: ignore[no-untyped-call]
+            self.replacements += 1
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "." in name and isinstance(value, nn.Module):
