@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.backward import structure
+from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import compilations, run_xla_ranks
@@ -68,6 +71,31 @@ def _close(found: Any, known: Any, tolerance: float) -> None:
 
 def test_each_family_over_two_ranks() -> None:
     _compare(2, 4, list(FAMILIES))
+
+
+def _split(rank: int, world: int, layers: int, names: list[str]) -> dict[str, Any]:
+    """Train as a torch that shows the hooks of saved tensors: weight-gradients are computed by calls of nodes."""
+    deferred: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(structure, "unpack_hook", lambda saved: None)
+        weight_gradients = SplitBackward.weight_gradients
+
+        def counted(split: SplitBackward) -> None:
+            deferred.append(sum(len(work.split_nodes) for work in split._work or ()))
+            weight_gradients(split)
+
+        patch.setattr(SplitBackward, "weight_gradients", counted)
+        return _train_all(rank, "xla", world, layers, names) | {"deferred": deferred}
+
+
+def test_split_backwards_have_the_gradients_of_one_process() -> None:
+    names = ["zb-h1", "zb-v"]
+    for found in run_xla_ranks(2, _split, 2, 4, names, timeout=300):
+        assert any(found["deferred"])
+        for name in names:
+            own = found[name]["gradients"]
+            _close(own, {parameter: found["alone"][parameter] for parameter in own}, 1e-6)
+            assert found[name]["in steps"][1:] == [0] * (_STEPS - 1), name
 
 
 def test_families_of_several_stages_a_rank_over_four_ranks() -> None:
