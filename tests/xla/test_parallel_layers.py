@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, mappings, parallel_state
@@ -13,6 +15,7 @@ from nxdpp.parallel_layers.layer_norm import LayerNorm
 from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.parallel_layers.pad import pad_model
 from nxdpp.parallel_layers.padding import whole_of
+from nxdpp.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxdpp.parallel_layers.sequence_parallel import allreduce_sequence_parallel_gradients
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import compilations, executions, run_xla_ranks
@@ -92,6 +95,44 @@ class _Padded(nn.Module):
         return y
 
 
+class _Recomputed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.gated = _Gated(True)
+        self._use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.gated, x, use_reentrant=self._use_reentrant)
+        return y
+
+
+def _masks_of_recomputed_layer(use_reentrant: bool) -> list[torch.Tensor]:
+    """Masks that a layer with a collective between them draws, in its forward and again in its backward.
+
+    Numbers that were drawn before the layer, since the last end of a graph, do not matter.
+    """
+    device = parallel_state.local_device()
+    model_parallel_xla_manual_seed(7)
+    masks = []
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        with get_xla_rng_tracker().fork():
+            hidden = functional.dropout(hidden, 0.5)
+            masks.append(hidden.detach() != 0)
+            hidden = mappings.reduce_from_tensor_model_parallel_region(hidden)
+            hidden = functional.dropout(hidden + 1, 0.5)
+            masks.append(hidden.detach() != 0)
+        hidden = functional.dropout(hidden + 1, 0.5)
+        masks.append(hidden.detach() != 0)
+        return hidden * hidden
+
+    hidden = functional.dropout(torch.ones(64, device=device, requires_grad=True))
+    output = checkpoint(layer, hidden + 1, use_reentrant=use_reentrant)
+    torch.rand(3, device=device)
+    output.sum().backward()
+    return [mask.cpu() for mask in masks]
+
+
 def _padded() -> Tensors:
     torch.manual_seed(1)
     model = _Padded().to(parallel_state.local_device())
@@ -142,6 +183,8 @@ def _linears() -> dict[str, Callable[[], Tensors]]:
         "query, key, value of sequences": lambda: qkv(given=_own(x, 0), sequence_parallel_enabled=True),
         "gated": lambda: _layer(_Gated, False, given=x),
         "gated, of sequences": lambda: _layer(_Gated, True, given=_own(x, 1)),
+        "recomputed": lambda: _layer(_Recomputed, False, given=_own(x, 1)),
+        "recomputed, reentrant": lambda: _layer(_Recomputed, True, given=_own(x, 1)),
         "padded": _padded,
         "cross-entropy": partial(_cross_entropy, 0.0),
         "cross-entropy, smoothed": partial(_cross_entropy, 0.1),
@@ -190,6 +233,7 @@ def _cases(rank: int, device: str | None) -> dict[str, Any]:
     if device is not None:
         found["graphs"] = _graphs()
         found["outside"] = _outside()
+        found["masks"] = [_masks_of_recomputed_layer(use_reentrant) for use_reentrant in (False, True)]
     parallel_state.destroy_model_parallel()
     return found
 
@@ -224,7 +268,7 @@ def _outside() -> list[bool]:
 def test_two_ranks_equal_two_ranks_of_the_cpu() -> None:
     on_cpu, on_xla = run_ranks(2, _cases, None), run_xla_ranks(2, _cases, "xla")
     for expected, found in zip(on_cpu, on_xla, strict=True):
-        graphs, outside = found.pop("graphs"), found.pop("outside")
+        graphs, outside, masks = (found.pop(name) for name in ("graphs", "outside", "masks"))
         assert expected.keys() == found.keys()
         for case, tensors in expected.items():
             assert tensors.keys() == found[case].keys(), case
@@ -237,3 +281,7 @@ def test_two_ranks_equal_two_ranks_of_the_cpu() -> None:
         # A collective ends a graph, if there were operations before it.
         assert graphs["run"][2:] == [14, 14]
         assert outside == [False, True, True] * 2
+        for first, second, third, *again in masks:
+            assert len({tuple(mask.tolist()) for mask in (first, second, third)}) == 3
+            assert all(map(torch.equal, (first, second, third), again))
+            assert len(again) == 3
