@@ -1,0 +1,1 @@
+"""Steps of several jobs, one step of each in turn."""
