@@ -30,6 +30,9 @@ _INSTALL = (
     "the torch that torch_xla fits; or give device='cpu'."
 )
 
+# Each gives a process some chips of a TPU. The second one is the older name.
+_CHIPS = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
+
 
 class XlaDevice(Device):
     """An XLA device. A stamp is a time of the host and the number of graphs that the device was given until then."""
@@ -218,11 +221,11 @@ def _import_problem(error: ImportError) -> str:
 
 def _check_own_chip(local_world_size: int | None) -> None:
     """Raise ``RuntimeError`` for several processes of a host that would each take all chips of a TPU."""
-    if _pjrt_type() == "TPU" and (local_world_size or 1) > 1 and not os.environ.get("TPU_VISIBLE_CHIPS"):
+    if _pjrt_type() == "TPU" and (local_world_size or 1) > 1 and not any(os.environ.get(name) for name in _CHIPS):
         raise RuntimeError(
             f"device='xla': {local_world_size} local ranks would each take all TPU chips of the host. Give each a chip "
             f"before it starts: TPU_VISIBLE_CHIPS=$LOCAL_RANK TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 "
-            f"TPU_PROCESS_BOUNDS=1,1,1, see docs/xla.md."
+            f"TPU_PROCESS_BOUNDS=1,1,1, as docs/xla.md shows."
         )
 
 

@@ -32,7 +32,7 @@ class FakeXla:
 
     def install(self, patch: pytest.MonkeyPatch, pjrt_device: str | None = None) -> "FakeXla":
         """Replace ``torch_xla``, and set or remove ``PJRT_DEVICE``."""
-        for name in ("PJRT_DEVICE", "TPU_VISIBLE_CHIPS"):
+        for name in ("PJRT_DEVICE", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
             patch.setenv(name, "")
             patch.delenv(name)
         if pjrt_device is not None:
