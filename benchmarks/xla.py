@@ -4,9 +4,9 @@
     python benchmarks/xla.py --write docs/xla.md    # also writes the tables into the page
     python benchmarks/xla.py --quick                # a tiny model and 2 ranks, to try the command
 
-All jobs are started together, and run one step each in turn. Tables have medians. Every second step is one in which each
-copy to the host begins after the device has ended its work, and the rank waits for it: it shows what copies cost alone,
-and its time beside that of a step shows what is saved when they overlap. Ranks have one thread; XLA has its own.
+All jobs are started together, and run one step each in turn. Tables have medians. In every second step each copy to
+the host begins after the device has ended its work, and the rank waits for it. Such a step shows what copies alone
+cost, and its time what is saved where they overlap. Ranks have one thread; XLA has its own.
 """
 
 import argparse
