@@ -71,6 +71,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     _check_model(config, flags.seq_length, pipeline_parallel_size)
     _check_parts(config, flags.tensor_parallel_size)
     _check_sequence(flags)
+    _fit_attention(config, flags)
     corpus = read_corpus(flags.data or standard_library_files())
     _check_length(corpus, flags.seq_length)
     flags.checkpoint_dir = flags.checkpoint_dir or flags.output / CHECKPOINTS
@@ -150,6 +151,12 @@ def _check_model(config: LlamaConfig, seq_length: int, pipeline_parallel_size: i
             f"--seq-length {seq_length} is longer than the model's max_position_embeddings of "
             f"{config.max_position_embeddings}"
         )
+
+
+def _fit_attention(config: LlamaConfig, flags: argparse.Namespace) -> None:
+    """Take attention of single operations where autocast on XLA leaves the inputs of the fused one in two dtypes."""
+    if flags.device == "xla" and DTYPES[flags.dtype] != torch.float32:
+        config._attn_implementation = "eager"
 
 
 def _check_parts(config: LlamaConfig, tensor_parallel_size: int) -> None:

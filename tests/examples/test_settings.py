@@ -60,6 +60,7 @@ def test_every_flag_is_used(tmp_path: Path) -> None:
     assert settings.max_grad_norm == 0.25
     assert settings.dtype == torch.bfloat16
     assert settings.device == "xla"
+    assert settings.config._attn_implementation == "eager"
     assert (tmp_path / "a" / "b").is_dir()
 
 

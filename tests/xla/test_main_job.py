@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tests.examples.conftest  # noqa: F401  # the import path of the example
-from tests.examples.test_train import FLAGS, _losses, _saved, _train
+from tests.examples.test_train import FLAGS, STEPS, _saved, _train
 from tests.examples.tiny import TINY_LLAMA
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import run_xla_ranks
@@ -39,10 +39,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
     return found
 
 
+def _losses(folder: Path) -> torch.Tensor:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    return torch.tensor([record["loss"] for record in records])
+
+
 @pytest.mark.parametrize("job", ["whole", "halves"])
 def test_losses_and_weights_are_those_of_the_cpu(folders: dict[str, tuple[Path, dict[str, str]]], job: str) -> None:
     (cpu, _), (xla, printed) = folders["cpu"], folders["xla"]
-    torch.testing.assert_close(torch.tensor(_losses(xla / job)), torch.tensor(_losses(cpu / job)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(_losses(xla / job), _losses(cpu / job), rtol=0, atol=1e-5)
     torch.testing.assert_close(_saved(xla / job), _saved(cpu / job), rtol=0, atol=1e-4)
     held_out = [re.findall(r"held-out loss .*: ([\d.]+)", folders[device][1][job]) for device in ("cpu", "xla")]
     assert held_out[0] == held_out[1]
@@ -57,7 +63,7 @@ def test_a_resumed_job_goes_on_from_step_3(folders: dict[str, tuple[Path, dict[s
 
 def test_bfloat16_is_autocast(folders: dict[str, tuple[Path, dict[str, str]]]) -> None:
     (cpu, _), (xla, _) = folders["cpu"], folders["xla"]
-    losses, wide = torch.tensor(_losses(xla / "bfloat16")), torch.tensor(_losses(xla / "whole"))
+    losses, wide = _losses(xla / "bfloat16"), _losses(xla / "whole")
     assert not torch.equal(losses, wide)
-    torch.testing.assert_close(losses, torch.tensor(_losses(cpu / "bfloat16")), rtol=0, atol=2e-2)
+    torch.testing.assert_close(losses, _losses(cpu / "bfloat16"), rtol=0, atol=2e-2)
     assert {tensor.dtype for tensor in _saved(xla / "bfloat16").values()} == {torch.float32}
