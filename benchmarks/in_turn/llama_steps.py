@@ -165,7 +165,8 @@ def _pipeline_step(size: Size, ranks: int, device: str) -> Callable[[int], tuple
 
 def _plain_step(size: Size) -> Callable[[int], tuple[float, float]]:
     device = device_of(xla.start(0, 1))
-    model = _model(size).to(device.device)
+    model: Any = _model(size)
+    model.to(device.device)
     optimizer = _optimizer(model.parameters())
 
     def step(number: int) -> tuple[float, float]:
