@@ -1,0 +1,160 @@
+"""Sharded optimizers, clipping, scaling and averages by hand over XLA ranks: the numbers of the CPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxdpp import GradScaler, NxDPPModel, parallel_state
+from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer
+from nxdpp.parallel_layers import gradient_average
+from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
+from tests.support.run_ranks import run_ranks
+from tests.support.xla_ranks import run_xla_ranks
+from tests.xla.data_parallel_cases import Block, Case, Decoder, own_batch, plain_step, run, run_step
+
+_Named = Sequence[tuple[str, nn.Parameter]]
+# AdamW divides a gradient by its size: the rounding of one near zero shows without this.
+_ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
+
+
+def _zero1(named: _Named) -> Zero1Optimizer:
+    return Zero1Optimizer(named, torch.optim.AdamW, max_norm=0.3, bucket_cap_mb=0.0005, **_ADAMW)
+
+
+def _neuron_zero1(named: _Named) -> NeuronZero1Optimizer:
+    return NeuronZero1Optimizer(named, torch.optim.AdamW, max_norm=0.3, higher_cc_precision=True, **_ADAMW)
+
+
+def _norm_and_step(model: NxDPPModel, optimizer: Any, number: int) -> tuple[float, float]:
+    loss = plain_step(model, optimizer, number)
+    return loss, optimizer.grad_norm.item()
+
+
+def _clipped(model: NxDPPModel, optimizer: Any, number: int) -> tuple[float, float]:
+    loss = run_step(model, number)
+    norm = model.clip_grad_norm_(0.3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm.item()
+
+
+def _by_hand(model: NxDPPModel, optimizer: Any, number: int) -> float:
+    with model.no_sync():
+        loss = run_step(model, number)
+    bucket_allreduce_gradients([p.grad for p in model.local_parameters() if p.grad is not None])
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _accumulated(model: NxDPPModel, optimizer: Any, number: int) -> float:
+    with model.no_sync():
+        run_step(model, 50 + number)
+    return plain_step(model, optimizer, number)
+
+
+def _uneven(model: NxDPPModel, optimizer: Any, number: int) -> float:
+    """Take a gradient away on the second replica: it counts as zeros there."""
+    with model.no_sync():
+        loss = run_step(model, number)
+    if parallel_state.get_data_parallel_rank() == 1:
+        next(iter(model.local_parameters())).grad = None
+    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+    gradient_average.average_gradients(model.local_parameters(), *groups)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _small_buckets(model: NxDPPModel, optimizer: Any, number: int) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_average, "_BUCKET_BYTES", 100)
+        return plain_step(model, optimizer, number)
+
+
+CASES = {
+    "zero1": Case(options={"use_zero1_optimizer": True}, make_optimizer=_zero1, step=_norm_and_step),
+    "neuron zero1, tied": Case(
+        tied=True, options={"use_zero1_optimizer": True}, make_optimizer=_neuron_zero1, step=_norm_and_step
+    ),
+    "zero1, bfloat16": Case(
+        dtype=torch.bfloat16,
+        options={"use_zero1_optimizer": True},
+        make_optimizer=_neuron_zero1,
+        step=_norm_and_step,
+    ),
+    "clipped": Case(tied=True, step=_clipped),
+    "by hand": Case(step=_by_hand),
+    "accumulated": Case(tied=True, step=_accumulated),
+    "uneven": Case(step=_uneven),
+    "small buckets": Case(step=_small_buckets),
+}
+
+
+def _all(rank: int, device: str | None) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device)
+    return {name: run(case) for name, case in CASES.items()} | {"scaled": _scaled()}
+
+
+def _scaled() -> list[Any]:
+    """Train with a scale that overflows once; return the losses, the scales, and whether each step changed a value."""
+    torch.manual_seed(0)
+    scaler = GradScaler(init_scale=2.0**8, growth_interval=2)
+    model = NxDPPModel(
+        Decoder(False),
+        transformer_layer_cls=Block,
+        num_microbatches=2,
+        broadcast_and_average_loss=True,
+        grad_scaler=scaler,
+    )
+    model.move_model_to_device()
+    parameters = list(model.local_parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    found = []
+    for number in range(5):
+        loss = model.run_train(**own_batch(number))
+        assert isinstance(loss, torch.Tensor)
+        if number == 2 and parallel_state.get_pipeline_model_parallel_rank() == 0:
+            assert parameters[0].grad is not None
+            parameters[0].grad.fill_(float("inf"))
+        before = parameters[-1].detach().cpu().clone()
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((loss.item(), scaler.get_scale(), torch.equal(before, parameters[-1].detach().cpu())))
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[dict[str, Any]]:
+    return run_ranks(4, _all, None)
+
+
+@pytest.fixture(scope="module")
+def on_xla() -> list[dict[str, Any]]:
+    return run_xla_ranks(4, _all, "xla", timeout=400)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_the_cpu(name: str, on_cpu: list[dict[str, Any]], on_xla: list[dict[str, Any]]) -> None:
+    distance = 3e-2 if CASES[name].dtype == torch.bfloat16 else 1e-5
+    for cpu, xla in zip(on_cpu, on_xla, strict=True):
+        torch.testing.assert_close(xla[name].results, cpu[name].results, rtol=0, atol=distance)
+        torch.testing.assert_close(xla[name].parameters, cpu[name].parameters, rtol=0, atol=distance)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "zero1, bfloat16"])
+def test_no_graph_after_two_steps(name: str, on_xla: list[dict[str, Any]]) -> None:
+    for rank in on_xla:
+        assert rank[name].graphs[2:] == [0, 0, 0]
+
+
+def test_an_overflow_skips_one_step_on_all_ranks(on_cpu: list[dict[str, Any]], on_xla: list[dict[str, Any]]) -> None:
+    for cpu, xla in zip(on_cpu, on_xla, strict=True):
+        torch.testing.assert_close(xla["scaled"], cpu["scaled"], rtol=0, atol=1e-5)
+        assert [unchanged for *_, unchanged in xla["scaled"]] == [False, False, True, False, False]
