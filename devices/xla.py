@@ -141,6 +141,14 @@ class XlaDevice(Device):
         self.submit()
         return _copies().submit(partial(_copied, list(tensors))).result
 
+    def fill(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Give ``tensor`` the values of ``host``, which are copied at the call.
+
+        torch_xla makes 0 and 1 without a dimension constants of a graph, and equal numbers one input of it. Another
+        value would then be another graph. With a dimension each number is an input of its own.
+        """
+        tensor.copy_(host if host.dim() else host.view(1).to(self.device).view(()))
+
     def memory_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the storage object that a tensor shares with its views: it has no address."""
         return int(tensor.untyped_storage()._cdata)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nxdpp.devices.kinds import device_of
 from nxdpp.optimizer.bucket_exchange import average_buckets, gather_buckets
 from nxdpp.optimizer.elementwise import check_elementwise
 from nxdpp.optimizer.grad_norm import clip_pieces
@@ -84,7 +85,10 @@ class Zero1Optimizer(Optimizer):
             raise ValueError(f"max_norm must be above 0, not {max_norm}. grad_clipping=False does not clip.")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be above 0, not {bucket_cap_mb}.")
-        options = check_elementwise(optimizer_class, optimizer_defaults, parallel_state.local_device())
+        device = parallel_state.local_device()
+        # On a lazy device each step of the check would be a graph.
+        checked_on = torch.device("cpu") if device_of(device).is_lazy else device
+        options = check_elementwise(optimizer_class, optimizer_defaults, checked_on)
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None

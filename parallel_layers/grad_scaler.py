@@ -148,8 +148,9 @@ class GradScaler(torch.amp.GradScaler):
                 f"the ranks scale the loss by different numbers, {-negative_smallest} to {largest}. Give update() and "
                 f"load_state_dict() the same values on every rank."
             )
-        # A lazy device takes 0 and 1 without a dimension for constants, and would compile a graph for each.
-        return device_of(device).from_host(torch.tensor([float(overflows > 0)])).view(())
+        anywhere = torch.zeros((), device=device)
+        device_of(device).fill(anywhere, torch.tensor(float(overflows > 0)))
+        return anywhere
 
 
 def check_grad_scaler(value: Any) -> None:

@@ -61,6 +61,7 @@ class Case:
 class Outcome:
     """The results of one rank, in host memory. ``graphs`` are the compilations of each step."""
 
+    first_loss: float
     results: list[Any]
     gradients: dict[str, torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
@@ -102,7 +103,7 @@ def run(case: Case) -> Outcome:
     model = NxDPPModel(module, transformer_layer_cls=Block, **settings)
     model.move_model_to_device()
     named = list(model.local_named_parameters())
-    run_step(model, 100)
+    first_loss = run_step(model, 100)
     gradients = {name: None if p.grad is None else p.grad.cpu() for name, p in named}
     model.zero_grad()
     optimizer = case.make_optimizer(named)
@@ -112,7 +113,7 @@ def run(case: Case) -> Outcome:
         before = compiled() if is_xla else 0
         results.append(case.step(model, optimizer, number))
         graphs.append((compiled() if is_xla else 0) - before)
-    return Outcome(results, gradients, {name: p.detach().cpu() for name, p in named}, graphs)
+    return Outcome(first_loss, results, gradients, {name: p.detach().cpu() for name, p in named}, graphs)
 
 
 def in_one_process(tied: bool) -> tuple[float, dict[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nxdpp import parallel_state
 from tests.support.run_ranks import run_ranks
@@ -18,9 +19,19 @@ CASES = {
 }
 
 
+def _refusal() -> str:
+    """Return the error of the guard for a device tensor that reaches gloo, on the CPU an empty text."""
+    try:
+        dist.all_reduce(torch.ones(2, device=parallel_state.local_device()))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def _all(rank: int, device: str | None) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, device=device)
     found: dict[str, Any] = {name: run(case) for name, case in CASES.items()}
+    found["guard"] = _refusal()
     found["one process"] = in_one_process(tied=True)
     return found
 
@@ -54,6 +65,12 @@ def test_no_graph_after_the_second_optimizer_step(name: str, on_xla: list[dict[s
 
 def test_one_process_with_the_same_microbatches(on_xla: list[dict[str, Any]]) -> None:
     for rank in on_xla:
-        _, gradients = rank["one process"]
+        loss, gradients = rank["one process"]
+        torch.testing.assert_close(rank["tied"].first_loss, loss, rtol=0, atol=1e-6)
         for name, found in rank["tied"].gradients.items():
             torch.testing.assert_close(found, gradients[name], rtol=0, atol=1e-6)
+
+
+def test_a_device_tensor_at_gloo_ends_these_tests(on_cpu: list[dict[str, Any]], on_xla: list[dict[str, Any]]) -> None:
+    assert {rank["guard"] for rank in on_cpu} == {""}
+    assert all("of xla:0 reaches gloo" in rank["guard"] for rank in on_xla)
