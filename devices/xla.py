@@ -244,8 +244,14 @@ def _pjrt_type() -> str:
 
 @cache
 def _submit_optimizer_steps() -> None:
-    """Make each step of an optimizer start at its end, not in the first action of the next step."""
-    register_optimizer_step_post_hook(lambda *_: _torch_xla().sync())
+    """Make each step of an optimizer of XLA tensors start at its end, not in the first action of the next step."""
+
+    def submit(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+        if device is not None and device.type == "xla":
+            XlaDevice(device).submit()
+
+    register_optimizer_step_post_hook(submit)
 
 
 @cache

@@ -34,12 +34,12 @@ def present_anywhere(present: Sequence[bool], own: Position) -> list[bool]:
     """
     control = parallel_state.get_data_parallel_control_group()
     # The first message has a length that all replicas know.
-    head = torch.tensor([*own, *(-number for number in own)], dtype=torch.int64)
+    head = torch.tensor([*own, *(-number for number in own)], dtype=torch.int64, device="cpu")
     dist.all_reduce(head, dist.ReduceOp.MAX, control)
     largest, negative = head.chunk(2)
     if not torch.equal(largest, -negative):
         raise RuntimeError(_difference(Position(*(-negative).tolist()), Position(*largest.tolist())))
-    flags = torch.tensor(present, dtype=torch.uint8)
+    flags = torch.tensor(present, dtype=torch.uint8, device="cpu")
     dist.all_reduce(flags, dist.ReduceOp.MAX, control)
     return [bool(flag) for flag in flags.tolist()]
 

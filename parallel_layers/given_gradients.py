@@ -44,7 +44,7 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
 def _check_alike(gradients: Sequence[torch.Tensor]) -> None:
     text = repr([(tuple(gradient.shape), gradient.dtype) for gradient in gradients])
     numbers = (len(gradients), zlib.crc32(text.encode()))
-    both = torch.tensor([*numbers, *(-number for number in numbers)])
+    both = torch.tensor([*numbers, *(-number for number in numbers)], device="cpu")
     dist.all_reduce(both, dist.ReduceOp.MAX, parallel_state.get_data_parallel_control_group())
     largest, negative = both.chunk(2)
     if not torch.equal(largest, -negative):

@@ -136,7 +136,7 @@ def average_buckets(made: Iterable[list[torch.Tensor]], group: ProcessGroup) -> 
 def largest_flags(trained: Sequence[nn.Parameter], control: ProcessGroup, notes: Sequence[int] = ()) -> list[int]:
     """Return the largest ``notes`` of all ranks, then 1 for each parameter that has a gradient on any rank, else 0."""
     present = [parameter.grad is not None for parameter in trained]
-    flags = torch.tensor([*notes, *present], dtype=torch.int32)
+    flags = torch.tensor([*notes, *present], dtype=torch.int32, device="cpu")
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control)
     largest: list[int] = flags.tolist()
     return largest

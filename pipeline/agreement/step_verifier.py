@@ -71,9 +71,9 @@ class StepVerifier:
         self._size = dist.get_world_size(group)
         self._heard: LastUsed[int, StepIdentity] = LastUsed()
         self._sends: list[Any] = []
-        self._received = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64)
-        self._sent = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64)
-        self._text = torch.empty(0)
+        self._received = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64, device="cpu")
+        self._sent = torch.empty(_HEAD + 2 * SLOTS, dtype=torch.int64, device="cpu")
+        self._text = torch.empty(0, device="cpu")
         self._values = Values()
 
     def check(
@@ -157,7 +157,7 @@ class StepVerifier:
 
     def _receive_text(self, step_digest: int, length: int) -> str | None:
         """Receive the previous rank's text; return the step that it refused, if any."""
-        text = torch.empty(length, dtype=torch.uint8)
+        text = torch.empty(length, dtype=torch.uint8, device="cpu")
         self._group.recv([text], self._rank - 1, _TAG).wait()
         known, refused = pickle.loads(text.numpy().tobytes())
         if known is not None:

@@ -45,7 +45,7 @@ def verify_tensor_ranks(
         leaves_average: ``True`` for a step in ``no_sync()``.
     """
     kind = int.from_bytes(digest(repr((signature, is_new, leaves_average)).encode()), "little", signed=True)
-    own = torch.tensor([number, kind, *inputs.words()])
+    own = torch.tensor([number, kind, *inputs.words()], device="cpu")
     both = torch.cat([own, ~own])
     dist.all_reduce(both, dist.ReduceOp.MAX, group)
     largest, inverted = both.chunk(2)

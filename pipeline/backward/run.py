@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 # A received tensor enters the graph together with this one, which makes it require a gradient and gets none.
-_ANCHOR = torch.empty(0, requires_grad=True)
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 # References to a storage that only one tensor uses: the tensor's own, and the storage object's.
 _OWN_USES = 2

@@ -173,10 +173,10 @@ def _run_split_nodes(
 
 def _run_while_asking_for(edges: list[GradientEdge], function: Callable[[torch.Tensor], None]) -> None:
     """Call ``function`` while autograd's engine wants the gradients of ``edges``: nodes then compute no other ones."""
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
     anchor.register_hook(function)
     edge = get_gradient_edge(anchor)
-    run_backward([edge], [torch.zeros(())], [edge, *edges], retain=True, accumulate=False)
+    run_backward([edge], [torch.zeros((), device="cpu")], [edge, *edges], retain=True, accumulate=False)
 
 
 def _start(root: GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor:

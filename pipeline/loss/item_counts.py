@@ -94,7 +94,7 @@ def of_all_replicas(values: list[float], exchanges: ReplicaExchanges, name: str)
     if replicas == 1:
         return [values]
     exchanges.begin(name)
-    own = torch.tensor(values, dtype=torch.float64)
+    own = torch.tensor(values, dtype=torch.float64, device="cpu")
     everyones = [torch.empty_like(own) for _ in range(replicas)]
     with failure_watch.reported():
         dist.all_gather(everyones, own, group=parallel_state.get_data_parallel_control_group())

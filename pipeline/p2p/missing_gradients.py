@@ -10,7 +10,7 @@ import ctypes
 import torch
 
 # The gradient that a receive returns for a mark.
-MISSING = torch.empty(0)
+MISSING = torch.empty(0, device="cpu")
 
 # A not-a-number of each floating dtype of this size; those of computations have other bits.
 _PATTERNS = {2: -0x1B, 4: -0x1A5A5B, 8: -0x25A5A5A5A5A5B}

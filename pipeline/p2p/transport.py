@@ -142,17 +142,17 @@ class Transport:
     def send_object(self, value: Any, destination: int, tag: int, direction: Direction) -> None:
         """Start to send any picklable value, its length first; ``direction`` is that of the tensors it describes."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        length = torch.tensor([payload.numel()], dtype=torch.int64)
+        length = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
         for message in (length, payload):
             work = self._control.send([message], destination, _wire_tag(len(Direction) + direction, tag))
             self._metadata_sends.append((work, message))
 
     def receive_object(self, source: int, tag: int, direction: Direction) -> Any:
         """Receive the value of a ``send_object``."""
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         wire_tag = _wire_tag(len(Direction) + direction, tag)
         self._control.recv([length], source, wire_tag).wait()
-        payload = torch.empty(int(length), dtype=torch.uint8)
+        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._control.recv([payload], source, wire_tag).wait()
         return pickle.loads(payload.numpy().tobytes())
 

@@ -45,7 +45,7 @@ class ReplicaExchanges:
         """
         lines = [name, *self._settings, *details, *map(str, notes)]
         number = int.from_bytes(digest("\n".join(lines).encode()), "little") >> 2
-        both = torch.tensor([number, -number])
+        both = torch.tensor([number, -number], device="cpu")
         group = parallel_state.get_data_parallel_control_group()
         work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
 
@@ -58,7 +58,7 @@ class ReplicaExchanges:
                 difference = _difference(name, self._settings, list(details), group)
                 if difference is not None:
                     raise RuntimeError(difference)
-                largest = torch.tensor(notes)
+                largest = torch.tensor(notes, device="cpu")
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             found: list[int] = largest.tolist()
             return found

@@ -122,7 +122,7 @@ class TensorCopies:
             for parameter in stepped:
                 gradient = parameter.grad
                 if gradient is None:
-                    self._norms[parameter] = torch.full((), _MISSING, dtype=torch.float64)
+                    self._norms[parameter] = torch.full((), _MISSING, dtype=torch.float64, device="cpu")
                 elif gradient.layout == torch.strided:
                     dtype = torch.promote_types(gradient.dtype, torch.float32)
                     self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype).double()
@@ -147,7 +147,7 @@ def _tolerance(parameter: torch.Tensor) -> float:
 
 def _largest(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
     """The largest of all ranks of ``group`` for each number; collective over ``group``, which takes CPU tensors."""
-    values = torch.tensor(numbers, dtype=torch.float64)
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     dist.all_reduce(values, dist.ReduceOp.MAX, group)
     result: list[float] = values.tolist()
     return result

@@ -1,0 +1,61 @@
+"""Steps of a program that has set torch's default device: messages of the host stay in host memory."""
+
+import torch
+from torch import nn
+
+from nxdpp import NxDPPModel, parallel_state
+from tests.support.run_ranks import run_ranks
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _losses(rank: int) -> list[list[float]]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    try:
+        # On the meta device a message would have no values.
+        return [_train(default) for default in ("cpu", "meta")]
+    finally:
+        torch.set_default_device("cpu")
+
+
+def _train(default: str) -> list[float]:
+    torch.set_default_device("cpu")
+    torch.manual_seed(0)
+    model = NxDPPModel(
+        Model(), transformer_layer_cls=Layer, num_microbatches=2, broadcast_and_average_loss=True, schedule="zb1p"
+    )
+    x = torch.randn(4, 8)
+    optimizer = torch.optim.SGD(list(model.local_parameters()), lr=0.1)
+    torch.set_default_device(default)
+    losses = []
+    for _ in range(3):
+        loss = model.run_train(x=x)
+        assert isinstance(loss, torch.Tensor)
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_steps_do_not_depend_on_the_default_device() -> None:
+    for with_cpu, with_meta in run_ranks(4, _losses):
+        assert with_meta == with_cpu
