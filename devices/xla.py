@@ -189,7 +189,8 @@ def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
         local_rank: number of this rank on its host; ``None`` if unknown.
         local_world_size: number of ranks on this host; ``None`` if unknown.
 
-    Raises ``RuntimeError`` if torch_xla is absent or does not fit torch, or if the device cannot be used.
+    Raises ``RuntimeError`` if torch_xla is absent or does not fit torch, if the device cannot be used, and after a
+    backward in this process.
     """
     is_default = "PJRT_DEVICE" not in os.environ
     try:
@@ -206,6 +207,7 @@ def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
             f"device='xla': PJRT_DEVICE={os.environ.get('PJRT_DEVICE')!r} cannot be used: {reason}. Set PJRT_DEVICE to "
             f"TPU, NEURON or another device of this host, or to CPU for a trial; or give device='cpu'."
         ) from error
+    _check_backward(device)
     _submit_optimizer_steps()
     _show_generator()
     if local_rank in (None, 0):
@@ -235,6 +237,22 @@ def _check_own_chip(local_world_size: int | None) -> None:
             f"before it starts: TPU_VISIBLE_CHIPS=$LOCAL_RANK TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 "
             f"TPU_PROCESS_BOUNDS=1,1,1, as docs/xla.md shows."
         )
+
+
+def _check_backward(device: torch.device) -> None:
+    """Raise ``RuntimeError`` if autograd cannot use ``device``; records two operations, and compiles none.
+
+    The first backward of a process starts autograd's threads for the devices that exist then, and never others.
+    """
+    probe = torch.zeros((), device=device, requires_grad=True)
+    try:
+        torch.autograd.grad(probe.view(1).sum(), probe)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "device='xla': this process has run a backward before its XLA device started, and torch's autograd then "
+            "knows no other device. Call initialize_model_parallel(device='xla') before the first backward of the "
+            "process, or torch_xla.device() if the backward must come first."
+        ) from error
 
 
 def _pjrt_type() -> str:

@@ -66,3 +66,25 @@ def _kinds(rank: int) -> str:
 def test_a_rank_on_the_cpu_beside_one_on_xla_is_refused() -> None:
     for error in run_xla_ranks(2, _kinds):
         assert "different kinds: xla (CPU) on rank 0, cpu on rank 1. Give all ranks the same" in error
+
+
+def _after_a_backward(rank: int, starts_device: bool) -> str:
+    if starts_device:
+        import torch_xla
+
+        torch_xla.device()
+    torch.ones(3, requires_grad=True).sum().backward()
+    try:
+        parallel_state.initialize_model_parallel(device="xla")
+    except RuntimeError as error:
+        return str(error)
+    value = torch.ones(3, device=parallel_state.local_device(), requires_grad=True)
+    value.sum().backward()
+    assert value.grad is not None
+    return f"{value.grad.sum().item():g}"
+
+
+def test_a_backward_before_the_device_is_refused_unless_torch_xla_has_started_it() -> None:
+    (refused,) = run_xla_ranks(1, _after_a_backward, False)
+    assert "Call initialize_model_parallel(device='xla') before the first backward" in refused
+    assert run_xla_ranks(1, _after_a_backward, True) == ["3"]
