@@ -90,7 +90,10 @@ class Device:
         return True
 
     def submit(self) -> None:
-        """Start all recorded operations, and wait for none; does nothing on a device that records none."""
+        """Start all recorded operations, and wait for none; does nothing on a device that records none.
+
+        The random numbers that follow are those without it.
+        """
 
     def expect_updates(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make the graphs before the first change in place of ``tensors`` equal to those after it."""
@@ -108,9 +111,6 @@ class Device:
         """Start to copy a tensor of the device; the result waits for the copy, and returns it in host memory."""
         copied = tensor.to("cpu")
         return lambda: copied
-
-    def settle(self) -> None:
-        """Start all recorded operations as ``submit`` does, with the same random numbers after it as without it."""
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, or its copy in host memory on a device where each part to read would be a graph."""
@@ -135,10 +135,6 @@ class Device:
     def random_state(self) -> bytes:
         """Return the state of the device's own random generator; the CPU's generator is torch's global one."""
         return b""
-
-    def saved_random_state(self) -> bytes:
-        """Return the state from which this training goes on, and one that loads a checkpoint of it."""
-        return self.random_state()
 
     def set_random_state(self, state: bytes) -> None:
         """Set the state that ``random_state`` returned."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,10 @@ from nxdpp.devices.daemon_thread import DaemonThread
 from nxdpp.devices.device import Compilations, Device, Stamp, Work
 from nxdpp.devices.graph_times import GraphTimes, Samples
 from nxdpp.devices.kept_graphs import KeptGraphs
+from nxdpp.devices.refused_collectives import refuse_collectives
+from nxdpp.devices.xla_checks import INSTALL, check_backward, check_own_chip, import_problem
 
 _logger = logging.getLogger(__name__)
-
-_INSTALL = (
-    "Install nxdpp in a virtual environment of its own with pip install '.[xla]' -c constraints-xla.txt, which takes "
-    "the torch that torch_xla fits; or give device='cpu'."
-)
-
-# Each gives a process some chips of a TPU. The second one is the older name.
-_CHIPS = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
 
 
 class XlaDevice(Device):
@@ -102,7 +95,7 @@ class XlaDevice(Device):
     def submit(self) -> None:
         """Start all recorded operations, and wait for none of them; compiles a graph at its first time.
 
-        The random numbers that follow are those without it: torch_xla's own step in the generator is taken back.
+        torch_xla then makes a step in its generator, which is taken back: the random numbers are those without it.
         """
         state = self.random_state()
         _torch_xla().sync()
@@ -165,21 +158,10 @@ class XlaDevice(Device):
         """Set the state of the device's generator."""
         _xla_model().set_rng_state(int.from_bytes(state, "little"))
 
-    def settle(self) -> None:
-        """Start all recorded operations; ``submit`` would advance the random generator too."""
-        _torch_xla()._XLAC._xla_sync_live_tensors(str(self.device), [], False)
-
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in host memory, of which any part is read without a graph."""
-        self.settle()
+        self.submit()
         return tensor.detach().cpu()
-
-    def saved_random_state(self) -> bytes:
-        """Return the generator's state, and go on from it: XLA has a second one for the operations of a graph."""
-        self.settle()
-        state = self.random_state()
-        self.set_random_state(state)
-        return state
 
 
 def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
@@ -196,8 +178,8 @@ def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
     try:
         _torch_xla()
     except ImportError as error:
-        raise RuntimeError(f"device='xla': {_import_problem(error)}. {_INSTALL}") from error
-    _check_own_chip(local_world_size)
+        raise RuntimeError(f"device='xla': {import_problem(error)}. {INSTALL}") from error
+    check_own_chip(_pjrt_type(), local_world_size)
     try:
         device: torch.device = _torch_xla().device()
     # PJRT_DEVICE of a library that is absent is an OSError or an ImportError, others are RuntimeError.
@@ -207,52 +189,15 @@ def start(local_rank: int | None, local_world_size: int | None) -> torch.device:
             f"device='xla': PJRT_DEVICE={os.environ.get('PJRT_DEVICE')!r} cannot be used: {reason}. Set PJRT_DEVICE to "
             f"TPU, NEURON or another device of this host, or to CPU for a trial; or give device='cpu'."
         ) from error
-    _check_backward(device)
+    check_backward(device)
     _submit_optimizer_steps()
+    refuse_collectives()
     _show_generator()
     if local_rank in (None, 0):
         level = logging.WARNING if is_default else logging.INFO
         chosen = "by default, as PJRT_DEVICE is not set" if is_default else "as PJRT_DEVICE says"
         _logger.log(level, "device='xla' is PJRT's %s, %s; the ranks communicate over gloo", _pjrt_type(), chosen)
     return device
-
-
-def _import_problem(error: ImportError) -> str:
-    """Return the reason why torch_xla cannot be imported."""
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch_xla":
-        return "torch_xla is not installed"
-    try:
-        found = version("torch_xla")
-    except PackageNotFoundError:
-        found = "of an unknown version"
-    reason = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"torch_xla {found} cannot be imported beside torch {torch.__version__}: {reason}"
-
-
-def _check_own_chip(local_world_size: int | None) -> None:
-    """Raise ``RuntimeError`` for several processes of a host that would each take all chips of a TPU."""
-    if _pjrt_type() == "TPU" and (local_world_size or 1) > 1 and not any(os.environ.get(name) for name in _CHIPS):
-        raise RuntimeError(
-            f"device='xla': {local_world_size} local ranks would each take all TPU chips of the host. Give each a chip "
-            f"before it starts: TPU_VISIBLE_CHIPS=$LOCAL_RANK TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 "
-            f"TPU_PROCESS_BOUNDS=1,1,1, as docs/xla.md shows."
-        )
-
-
-def _check_backward(device: torch.device) -> None:
-    """Raise ``RuntimeError`` if autograd cannot use ``device``; records two operations, and compiles none.
-
-    The first backward of a process starts autograd's threads for the devices that exist then, and never others.
-    """
-    probe = torch.zeros((), device=device, requires_grad=True)
-    try:
-        torch.autograd.grad(probe.view(1).sum(), probe)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "device='xla': this process has run a backward before its XLA device started, and torch's autograd then "
-            "knows no other device. Call initialize_model_parallel(device='xla') before the first backward of the "
-            "process, or torch_xla.device() if the backward must come first."
-        ) from error
 
 
 def _pjrt_type() -> str:

@@ -67,4 +67,7 @@ def _python_state() -> tuple[int, torch.Tensor, float | None]:
 def _device_state() -> bytes:
     if not parallel_state.model_parallel_is_initialized():
         return b""
-    return device_of(parallel_state.local_device()).saved_random_state()
+    device = device_of(parallel_state.local_device())
+    # Then this training goes on from the state as one that loads it: XLA has another one for operations of a graph.
+    device.submit()
+    return device.random_state()

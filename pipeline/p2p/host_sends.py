@@ -99,8 +99,12 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+# Of the steps of several shapes; memory of others is not kept.
+_MOST_LAYOUTS = 64
+
+
 class HostBuffers:
-    """Memory of received tensors, used again for those of the same bytes."""
+    """Memory of received tensors, used again for those of the same size, strides and dtype."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
@@ -108,8 +112,15 @@ class HostBuffers:
     def take(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised host memory for a tensor."""
         free = self._free.get((size, stride, dtype))
-        return free.pop() if free else torch.empty_strided(size, stride, dtype=dtype)
+        if free:
+            return free.pop()
+        # A later step may train with memory that an evaluation has made.
+        with torch.inference_mode(mode=False):
+            return torch.empty_strided(size, stride, dtype=dtype)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Free ``buffer``, which no copy reads any more."""
-        self._free.setdefault((buffer.size(), buffer.stride(), buffer.dtype), []).append(buffer)
+        layout = buffer.size(), buffer.stride(), buffer.dtype
+        self._free[layout] = [*self._free.pop(layout, []), buffer]
+        if len(self._free) > _MOST_LAYOUTS:
+            del self._free[next(iter(self._free))]

@@ -72,3 +72,14 @@ def test_each_local_rank_needs_a_chip_of_a_tpu(monkeypatch: pytest.MonkeyPatch) 
     # The remedy.
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "1")
     assert xla.start(1, 4).type == "xla"
+
+
+def test_steps_of_optimizers_on_the_cpu_submit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This torch_xla has no function to submit.
+    FakeXla().install(monkeypatch, "CPU")
+    xla.start(0, 1)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], lr=0.5).step()
+    assert parameter.tolist() == [0.5, 0.5]
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(0))]).step()

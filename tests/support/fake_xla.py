@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.devices import xla
+from nxdpp.devices import xla, xla_checks
 
 _NAMES = ("torch_xla", "torch_xla.runtime")
 
@@ -41,7 +41,7 @@ class FakeXla:
             patch.delitem(sys.modules, name, raising=False)
         if self.import_error is not None:
             patch.setattr(sys, "meta_path", [_Failing(self.import_error), *sys.meta_path])
-            patch.setattr(xla, "version", self._version)
+            patch.setattr(xla_checks, "version", self._version)
             return self
         package, runtime = (ModuleType(name) for name in _NAMES)
         contents: dict[str, Any] = {"device": self._device, "runtime": runtime}
@@ -49,6 +49,8 @@ class FakeXla:
         vars(runtime).update(device_type=self._type)
         for name, module in zip(_NAMES, (package, runtime), strict=True):
             patch.setitem(sys.modules, name, module)
+        # torch has no tensors of this device.
+        patch.setattr(xla, "check_backward", lambda device: None)
         return self
 
     def _version(self, package: str) -> str:

@@ -1,5 +1,6 @@
 """Start of ranks on XLA: in nxdpp's world or the caller's, beside scripts that import torch_xla's own backend."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ def _start(rank: int) -> list[str]:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(device="xla")
     shown.append(_shown())
+    shown += _refused_collectives()
     # Groups of this rank alone are made at their first use.
     parallel_state.get_context_model_parallel_group()
     parallel_state.get_model_parallel_group()
@@ -39,6 +41,21 @@ def _start(rank: int) -> list[str]:
     return shown
 
 
+def _refused_collectives() -> list[str]:
+    """The error of a program's own collective of an XLA tensor, and the result of its remedy."""
+    group = parallel_state.get_data_parallel_group()
+    tensor = torch.full((2,), 3.0, device=parallel_state.local_device())
+    with pytest.raises(RuntimeError, match="a tensor on an XLA device: gloo"):
+        dist.broadcast(tensor, 0, group)
+    with pytest.raises(RuntimeError, match="a tensor on an XLA device: gloo"):
+        dist.all_gather([torch.empty(2), torch.empty(2)], tensor, group)
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_reduce(tensor, group=group)
+    copied = tensor.cpu()
+    dist.all_reduce(copied, group=group)
+    return [str(raised.value), f"{copied.to(tensor.device).sum().item():g}"]
+
+
 def _shown() -> str:
     device, group = parallel_state.local_device(), parallel_state.get_data_parallel_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -48,7 +65,10 @@ def _shown() -> str:
 
 def test_the_world_is_nxdpps_or_the_callers_over_gloo() -> None:
     for shown in run_xla_ranks(2, _start):
-        own, other_device, other_backend, callers, refused = shown
+        own, other_device, other_backend, callers, collective, remedy, refused = shown
+        assert "allreduce of a tensor on an XLA device: gloo sends host memory alone" in collective
+        assert "tensor.cpu()" in collective
+        assert remedy == "12"
         assert (own, callers) == ("xla gloo 1 2", "xla gloo 2 2")
         assert "already initialized on device='xla', which differs from device='cpu': call destroy" in other_device
         assert "already initialized on device='xla', which differs from backend='gloo': call destroy" in other_backend

@@ -33,9 +33,8 @@ an XLA device. Dropout is off.
 Rates are those of the types that build and that one XLA process trains. Experts are computed by transformers'
 `batched_mm` (`model.set_experts_implementation("batched_mm")`), noted in the row: its shapes do not depend on the data.
 
-`torch.topk` takes others of equal values on XLA than on the CPU. Routers and indexers whose scores are zeros at first
-(`afmoe`, `deepseek_v32`) differ by that: their ranks are as the XLA process. A process that is "not done" had other
-programs beside it.
+A row of "XLA's own" tells how far the ranks are from the XLA process. A process that is "not done" had other programs
+beside it.
 """
 _COLUMNS = ("exact", "to rounding", "refused", "failing, WRONG", "XLA's own", "does not build")
 

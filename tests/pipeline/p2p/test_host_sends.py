@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nxdpp.pipeline.p2p import host_sends
 from nxdpp.pipeline.p2p.host_sends import HostBuffers, HostSends, unchanged
 
 _BLOCKED = """
@@ -145,3 +146,17 @@ def test_buffers_are_used_again_after_they_are_given_back_alone() -> None:
         for each in (*taken, other):
             buffers.give_back(each)
     assert len(addresses) == 3
+
+
+def test_memory_of_the_layouts_used_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_sends, "_MOST_LAYOUTS", 2)
+    buffers = HostBuffers()
+    made = {rows: buffers.take(torch.Size([rows]), (1,), torch.float32) for rows in (1, 2, 3)}
+    for rows in (1, 2, 1, 3):
+        buffers.give_back(made[rows] if rows != 1 else torch.empty(1))
+    assert {size.numel() for size, *_ in buffers._free} == {1, 3}
+
+
+def test_memory_of_an_evaluation_serves_a_training() -> None:
+    with torch.inference_mode():
+        assert not HostBuffers().take(torch.Size([2]), (1,), torch.float32).is_inference()
