@@ -1,4 +1,4 @@
-"""Move of a model to a device that keeps the classes, attributes and ties of its parameters."""
+"""Move of a model to a device that keeps the classes, attributes, hooks and ties of its parameters."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ def move_model_to_device(model: nn.Module, device: torch.device | str | int) -> 
     """Move all parameters, their gradients and all buffers of ``model`` to ``device``; not collective.
 
     Between some device types torch must make a new ``Parameter``. It replaces the old one in all modules that
-    share it. It gets the class and the attributes of the old one, such as ``parameter.tensor_model_parallel``. A
-    parameter that is already on ``device`` stays the same object.
+    share it. It gets the class, the hooks and the attributes of the old one, such as
+    ``parameter.tensor_model_parallel``. A parameter that is already on ``device`` stays the same object.
 
     Raises:
         ValueError: for a device that does not exist here, and for parameters or buffers on the meta device.
@@ -35,8 +35,8 @@ def convert_parameters(
 ) -> bool:
     """Call ``run``, in which torch applies ``convert`` to the parameters of ``model``; return whether it replaced any.
 
-    Replaced parameters keep their classes, attributes and ties. Raises ``RuntimeError`` for an optimizer that holds
-    one of them, before anything is changed.
+    Replaced parameters keep their classes, attributes, hooks and ties. Raises ``RuntimeError`` for an optimizer that
+    holds one of them, before anything is changed.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
     is_replaced = {
@@ -56,6 +56,7 @@ def convert_parameters(
             setattr(model.get_submodule(owner), attribute, moved[old])
             continue
         keep_attributes(old, parameter)
+        _keep_hooks(old, parameter)
         moved[old] = parameter
     watch_replaced(replaced)
     return bool(moved)
@@ -66,6 +67,14 @@ def keep_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
     if type(new) is not type(old):
         new.__class__ = type(old)
     vars(new).update(vars(old))
+
+
+def _keep_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give ``new`` the hooks of the gradient of ``old``; the handles of the hooks remove them there."""
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, kind)
+        if hooks:
+            setattr(new, kind, hooks)
 
 
 def checked_device(device: torch.device | str | int) -> torch.device:

@@ -44,6 +44,22 @@ def test_attributes_of_a_top_level_parameter_are_kept() -> None:
     assert model.bias.note == "kept"  # type: ignore[attr-defined]
 
 
+def test_new_parameters_keep_hooks_of_their_gradients() -> None:
+    model = _Tied()
+    calls = []
+    handles = [
+        model.head.weight.register_hook(lambda gradient: calls.append("gradient")),
+        model.head.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated")),
+    ]
+    move_model_to_device(model, "meta")
+    model.head.weight.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+    for handle in handles:
+        handle.remove()
+    model.head.weight.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+
+
 class _Own(nn.Parameter):
     """Parameter class of a user."""
 
