@@ -98,6 +98,12 @@ class GradScaler(torch.amp.GradScaler):
             )
         return super()._check_scale_growth_tracker(funcname)
 
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale as torch's scaler does; not collective. A device that records operations starts them."""
+        super().update(new_scale)
+        if self._scale is not None:
+            device_of(self._scale.device).submit()
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,

@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, Self
 
 from torch import nn
@@ -56,7 +57,7 @@ class LocalModule(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Move or convert; parameters that torch must replace keep their classes, attributes and ties."""
-        if convert_parameters(self, fn, lambda: super(LocalModule, self)._apply(fn, recurse)):  # type: ignore[no-untyped-call]
+        if convert_parameters(self, fn, partial(super()._apply, fn, recurse)):
             self.replacements += 1
         return self
 

@@ -105,7 +105,7 @@ def _other_dropout(model: NxDPPModel, state: bytes) -> list[bool]:
     losses = []
     for each in (state, state, bytes(8)):
         device.set_random_state(each)
-        losses.append(model.run_train(**batch(0)).item())  # type: ignore[union-attr]
+        losses.append(model.run_train(**batch(0)).item())  # type: ignore[union-attr]  # a tensor here
     return [loss == losses[0] for loss in losses]
 
 

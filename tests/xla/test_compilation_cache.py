@@ -25,7 +25,7 @@ def _computed(rank: int, folder: str) -> tuple[float, list[str]]:
     """As on a device that is not known to be unable: a result, and the warnings."""
     warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]  # replaced for the test
     logging.getLogger(kept_graphs.__name__).addHandler(handler)
     kept_graphs.LOADS_NO_GRAPHS.clear()
     for _ in range(2):

@@ -64,7 +64,7 @@ def _train(name: str) -> Trained:
 def one_process() -> dict[str, dict[str, Trained]]:
     """Trainings without nxdpp, by device and model."""
     (trained,) = run_xla_ranks(1, _train_unwrapped, timeout=400)
-    return trained  # type: ignore[no-any-return]
+    return trained  # type: ignore[no-any-return]  # of a generic function
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def _lose_peer(rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
             return submit(thread, call)
 
-        DaemonThread.submit = die  # type: ignore[method-assign, assignment]
+        DaemonThread.submit = die  # type: ignore[method-assign, assignment]  # replaced for the test
     model.run_train(x=torch.ones(8, 8))
 
 
@@ -133,7 +133,7 @@ def _fail_in_thread(rank: int) -> None:
 
             return fail
 
-        XlaDevice.to_host = to_host  # type: ignore[method-assign, assignment]
+        XlaDevice.to_host = to_host  # type: ignore[method-assign, assignment]  # replaced for the test
     model.run_train(x=torch.ones(8, 8))
 
 
