@@ -81,6 +81,8 @@ def run_program(
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], output: Path, timeout: float) -> NoReturn:
     signal.alarm(int(timeout) + 5)
+    # A job in the background of a shell ignores it, and so would its programs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())

@@ -20,7 +20,7 @@ CASES = {
 
 
 def _refusal() -> str:
-    """Return the error of the guard for a device tensor that reaches gloo, on the CPU an empty text."""
+    """Return the refusal of a device tensor that reaches gloo, on the CPU an empty text."""
     try:
         dist.all_reduce(torch.ones(2, device=parallel_state.local_device()))
     except RuntimeError as error:
@@ -71,6 +71,6 @@ def test_one_process_with_the_same_microbatches(on_xla: list[dict[str, Any]]) ->
             torch.testing.assert_close(found, gradients[name], rtol=0, atol=1e-6)
 
 
-def test_a_device_tensor_at_gloo_ends_these_tests(on_cpu: list[dict[str, Any]], on_xla: list[dict[str, Any]]) -> None:
+def test_a_device_tensor_at_gloo_is_refused(on_cpu: list[dict[str, Any]], on_xla: list[dict[str, Any]]) -> None:
     assert {rank["guard"] for rank in on_cpu} == {""}
-    assert all("of xla:0 reaches gloo" in rank["guard"] for rank in on_xla)
+    assert all("of a tensor on an XLA device" in rank["guard"] for rank in on_xla)
