@@ -206,11 +206,10 @@ def requests_a_second(seconds: float = 1.0, connections: int = 4) -> float:
 def rows(backend: str, ranks: int, pipeline: int, shards: int, gigabytes: float, rate: float) -> dict[str, str]:
     """The figures of a world on ``backend``, 8 ranks a host; ``rate`` is the requests a second of the store."""
     groups = groups_of_a_rank(backend, ranks, pipeline, rank=1)
-    start = (
-        requests_at(start_store.store_of_start, ranks) + 3
-    )  # the sizes of rank 0, and the wait for the groups of all ranks
-    gloo = sum(requests_at(start_gloo, group.size) for group in groups.own if group.backend == "gloo")
     exchanges = requests_at(exchange, ranks)
+    # An exchange of the kinds of devices, the sizes of rank 0, and the wait for the groups of all ranks.
+    start = requests_at(start_store.store_of_start, ranks) + exchanges + 3
+    gloo = sum(requests_at(start_gloo, group.size) for group in groups.own if group.backend == "gloo")
     return {
         "groups of a rank": f"{len(groups.own)}",
         "calls that make groups, seconds": f"{groups.calls:,}, {groups.seconds:.1f}",

@@ -1,29 +1,36 @@
 """Refusal of collectives and sends of XLA tensors.
 
-gloo does not see their memory: ``torch.distributed`` would return them unchanged, without an error.
+gloo does not see their memory: ``torch.distributed`` would return them unchanged, without an error. torch's functional
+collectives would be XLA's own, of one process, whatever the group.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
 
-_NAMESPACE = "c10d"
+# Operators with a kernel for one of these move tensors between ranks.
+_KEYS = ("CPU", "XLA")
+_NAMESPACES = ("c10d", "_c10d_functional")
 
 
 @cache
-def refuse_collectives() -> torch.library.Library:
+def refuse_collectives() -> list[torch.library.Library]:
     """Make collectives and sends of ``torch.distributed`` raise ``RuntimeError`` for an XLA tensor, in this process.
 
     Those of other tensors are as before. torch_xla's own backend does not call these operators. The refusals last as
     long as the result, which is kept.
     """
-    library = torch.library.Library(_NAMESPACE, "IMPL")
+    return [_refused(namespace) for namespace in _NAMESPACES]
+
+
+def _refused(namespace: str) -> torch.library.Library:
+    library = torch.library.Library(namespace, "IMPL")
     for full_name in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = full_name.partition("::")
-        if namespace == _NAMESPACE and torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CPU"):
-            library.impl(name, _refusal(name), "XLA")
+        of, _, name = full_name.partition("::")
+        if of == namespace and any(map(partial(torch._C._dispatch_has_kernel_for_dispatch_key, full_name), _KEYS)):
+            library.impl(name, _refusal(name), "XLA", allow_override=True)
     return library
 
 

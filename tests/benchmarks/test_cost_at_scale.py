@@ -50,8 +50,8 @@ def test_a_save_makes_the_exchanges_that_the_table_counts(tmp_path: Path, monkey
         exchanges.append(value)
         return gather(self, value)
 
-    monkeypatch.setattr(StoreExchange, "gather", counted)
     parallel_state.initialize_model_parallel()
+    monkeypatch.setattr(StoreExchange, "gather", counted)
     try:
         save_pretrained(NxDPPModel(LlamaForCausalLM(SMALL), num_microbatches=1), tmp_path)
     finally:

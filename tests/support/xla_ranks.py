@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.support.host_guard import guard_functional
 from tests.support.run_ranks import run_ranks
 
 # Compilation of a stage takes a quarter of the time.
@@ -26,7 +25,6 @@ def run_xla_ranks(world_size: int, function: Callable[..., Any], *args: Any, tim
 
 def _on_xla(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     os.environ |= ENVIRONMENT
-    guard_functional()
     return function(rank, *args)
 
 

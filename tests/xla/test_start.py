@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
 from nxdpp import parallel_state
 from tests.support.xla_ranks import run_xla_ranks
@@ -49,6 +50,10 @@ def _refused_collectives() -> list[str]:
         dist.broadcast(tensor, 0, group)
     with pytest.raises(RuntimeError, match="a tensor on an XLA device: gloo"):
         dist.all_gather([torch.empty(2), torch.empty(2)], tensor, group)
+    with pytest.raises(RuntimeError, match="a tensor on an XLA device: gloo"):
+        all_reduce(tensor, "sum", group)
+    with pytest.raises(RuntimeError, match="a tensor on an XLA device: gloo"):
+        all_gather_tensor(tensor, 0, group)
     with pytest.raises(RuntimeError) as raised:
         dist.all_reduce(tensor, group=group)
     copied = tensor.cpu()
