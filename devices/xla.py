@@ -8,7 +8,6 @@ it run again in the next graph. So each action of a schedule ends with ``submit`
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +21,7 @@ from nxdpp.devices.device import Compilations, Device, Stamp, Work
 from nxdpp.devices.graph_times import GraphTimes, Samples
 from nxdpp.devices.kept_graphs import KeptGraphs
 from nxdpp.devices.refused_collectives import refuse_collectives
+from nxdpp.devices.shown_generator import ShownGenerator
 from nxdpp.devices.xla_checks import INSTALL, check_backward, check_own_chip, import_problem
 
 _logger = logging.getLogger(__name__)
@@ -251,35 +251,9 @@ def _metric(name: str) -> tuple[int, float, list[tuple[float, float]]]:
     return metrics.metric_data(name) or (0, 0.0, [])
 
 
-class Generator:
-    """The random generator of an XLA device as ``torch.xla``: ``torch.utils.checkpoint`` looks for it there."""
-
-    _initialized = True
-
-    @staticmethod
-    def device(index: int) -> AbstractContextManager[None]:
-        """Return a context of this process's one device."""
-        return nullcontext()
-
-    @staticmethod
-    def device_count() -> int:
-        """Return 1: a process has one device."""
-        return 1
-
-    @staticmethod
-    def get_rng_state(device: Any = None) -> int:
-        """Return the state: a number of 64 bits."""
-        return int(_xla_model().get_rng_state())
-
-    @staticmethod
-    def set_rng_state(state: int, device: Any = None) -> None:
-        """Set the state."""
-        _xla_model().set_rng_state(state)
-
-
 def _show_generator() -> None:
     if not hasattr(torch, "xla"):
-        torch._register_device_module("xla", Generator)
+        torch._register_device_module("xla", ShownGenerator(_xla_model().get_rng_state, _xla_model().set_rng_state))
 
 
 def _torch_xla() -> Any:

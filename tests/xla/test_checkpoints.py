@@ -100,7 +100,7 @@ def _restart(rank: int, folder: str) -> dict[str, Any]:
 
 
 def _other_dropout(model: NxDPPModel, state: bytes) -> list[bool]:
-    """Whether the loss of a step is that of ``state``, of the same state again, and of another one."""
+    """Losses of a step from ``state``, from the same state again, and from another one, compared."""
     device = device_of(parallel_state.local_device())
     losses = []
     for each in (state, state, bytes(8)):

@@ -260,7 +260,7 @@ def _graphs() -> dict[str, list[int]]:
 
 
 def _outside() -> list[bool]:
-    """Whether ids and labels outside of the vocabulary show as not-a-number: the device has no assertion."""
+    """Return which results of ids and labels in and outside of the vocabulary are not-a-number."""
     device = parallel_state.local_device()
     embedded = ParallelEmbedding(VOCABULARY, SIZE).to(device)(torch.tensor([1, VOCABULARY, -1], device=device))
     logits = _own(_random(3, VOCABULARY), -1).to(device)
