@@ -49,8 +49,9 @@ class FakeXla:
         vars(runtime).update(device_type=self._type)
         for name, module in zip(_NAMES, (package, runtime), strict=True):
             patch.setitem(sys.modules, name, module)
-        # torch has no tensors of this device.
+        # torch has no tensors of this device, and the module of the type would stay for the process.
         patch.setattr(xla, "check_backward", lambda device: None)
+        patch.setattr(xla, "_show_generator", lambda: None)
         return self
 
     def _version(self, package: str) -> str:
