@@ -1,4 +1,4 @@
-"""Plans of ours: for types whose configuration carries none, and rules that plans of transformers lack.
+"""The plan of a model, and rules that plans of transformers lack.
 
 Names are those in the base model. Heads have their own names in the whole model.
 """
@@ -6,55 +6,7 @@ Names are those in the base model. Heads have their own names in the whole model
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-PLANS: dict[str, dict[str, str]] = {
-    "bert": {
-        "embeddings.word_embeddings": "embedding_rowwise",
-        "encoder.layer.*.attention.self.query": "colwise",
-        "encoder.layer.*.attention.self.key": "colwise",
-        "encoder.layer.*.attention.self.value": "colwise",
-        "encoder.layer.*.attention.output.dense": "rowwise",
-        "encoder.layer.*.crossattention.self.query": "colwise",
-        "encoder.layer.*.crossattention.self.key": "colwise",
-        "encoder.layer.*.crossattention.self.value": "colwise",
-        "encoder.layer.*.crossattention.output.dense": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
-    },
-    "gpt2": {
-        "wte": "embedding_rowwise",
-        "h.*.attn.c_attn": "packed_colwise",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.crossattention.c_attn": "packed_colwise",
-        "h.*.crossattention.q_attn": "colwise",
-        "h.*.crossattention.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "t5": {
-        "shared": "embedding_rowwise",
-        **{
-            f"{stack}.block.*.layer.*.{attention}.{key}": style
-            for stack, attention in (
-                ("encoder", "SelfAttention"),
-                ("decoder", "SelfAttention"),
-                ("decoder", "EncDecAttention"),
-            )
-            for key, style in (
-                ("q", "colwise"),
-                ("k", "colwise"),
-                ("v", "colwise"),
-                ("o", "rowwise"),
-                ("relative_attention_bias", "embedding_heads"),
-            )
-        },
-        **{
-            f"{stack}.block.*.layer.*.DenseReluDense.{key}": style
-            for stack in ("encoder", "decoder")
-            for key, style in (("wi", "colwise"), ("wi_0", "colwise"), ("wi_1", "colwise"), ("wo", "rowwise"))
-        },
-    },
-}
-"""Plan of each type that has none."""
+from nxdpp.tensor_parallel.type_plans import PLANS
 
 
 class Rule(NamedTuple):
@@ -114,6 +66,10 @@ ADDED: dict[str, tuple[Rule, ...]] = {
 
 COUNTS_OF_HEADS: dict[str, tuple[str, ...]] = {
     "GPT2Attention": ("split_size",),
+    "GPTJAttention": ("num_attention_heads",),
+    "GPTJFlashAttention2": ("num_attention_heads",),
+    "GPTNeoFlashAttention2": ("num_heads",),
+    "GPTNeoSelfAttention": ("num_heads",),
     "T5Attention": ("n_heads", "inner_dim"),
 }
 """Attributes of an attention module that its code takes for the size of its own heads."""

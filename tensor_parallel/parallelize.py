@@ -13,16 +13,22 @@ from nxdpp.tensor_parallel.adapters import adapted_plan, base_of
 from nxdpp.tensor_parallel.apply import apply_plan
 from nxdpp.tensor_parallel.compared_types import COMPARED, is_compared
 from nxdpp.tensor_parallel.loss import divide_loss
-from nxdpp.tensor_parallel.own_plans import PLANS, check_added, plan_of
+from nxdpp.tensor_parallel.own_plans import check_added, plan_of
 from nxdpp.tensor_parallel.plan import check_plan, expanded
 from nxdpp.tensor_parallel.refused_methods import refuse_methods
 from nxdpp.tensor_parallel.sequence import check_layers, check_type, divide_sequence
+from nxdpp.tensor_parallel.type_plans import PLANS
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def tensor_parallelize(
-    model: M, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False, pad_heads: bool = False
+    model: M,
+    plan: Mapping[str, str] | None = None,
+    *,
+    sequence_parallel: bool = False,
+    pad_heads: bool = False,
+    gather_logits: bool = False,
 ) -> M:
     """Divide the linear layers and embeddings of ``model`` over the tensor-parallel ranks, in place; not collective.
 
@@ -45,6 +51,8 @@ def tensor_parallelize(
         pad_heads: adds heads of zeros where the heads of keys and values do not divide (``docs/tensor_models.md`` lists
             the types). They compute and hold memory for nothing; numbers and files stay those of the model.
             Not together with ``sequence_parallel``.
+        gather_logits: each rank has all logits ``(B, T, V)``, as ``generate`` needs them. The loss then takes them
+            all: more memory, and a message of their size.
 
     Returns:
         ``model`` itself.
@@ -68,7 +76,7 @@ def tensor_parallelize(
         _check_compared(model, chosen)
         if sequence_parallel:
             check_type(model, chosen)
-    result = parallelize(model, chosen, sequence_parallel, plan is None, pad_heads)
+    result = parallelize(model, chosen, sequence_parallel, plan is None and not gather_logits, pad_heads)
     if plan is not None and parallel_state.get_tensor_model_parallel_size() > 1 and not is_compared(type(model), plan):
         _warn_unseen(model)
     return result

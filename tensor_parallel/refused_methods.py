@@ -36,5 +36,5 @@ def _resize_token_embeddings(*args: Any, **kwargs: Any) -> NoReturn:
 def _generate(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
         "generate would choose tokens from this rank's part of the vocabulary: the head returns divided logits for the "
-        "loss. Give tensor_parallelize(model, plan=dict(model.tp_plan)), whose head returns all of them."
+        "loss. Give tensor_parallelize(model, gather_logits=True), whose head returns all of them."
     )

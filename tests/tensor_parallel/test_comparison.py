@@ -7,29 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMultipleChoice,
-    BertForNextSentencePrediction,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertLMHeadModel,
-    BertModel,
-    GPT2Config,
-    GPT2DoubleHeadsModel,
-    GPT2ForQuestionAnswering,
-    GPT2ForSequenceClassification,
-    GPT2ForTokenClassification,
-    GPT2Model,
-    LlamaForCausalLM,
-    T5Config,
-    T5EncoderModel,
-    T5ForQuestionAnswering,
-    T5ForSequenceClassification,
-    T5ForTokenClassification,
-)
+from transformers import LlamaForCausalLM
 
 from nxdpp import check_tensor_parallel, parallel_state, tensor_parallelize
 from tests.support.run_ranks import run_ranks
@@ -37,47 +15,6 @@ from tests.support.tensor_models import VOCABULARY, batch, llama, make
 from tests.zoo import build, inputs
 
 TYPES = ("doge", "gemma3n_text", "inkling_text", "inkling2_text")
-_BERT = (
-    BertForMultipleChoice,
-    BertForNextSentencePrediction,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertLMHeadModel,
-    BertModel,
-)
-_GPT2 = (
-    GPT2DoubleHeadsModel,
-    GPT2ForQuestionAnswering,
-    GPT2ForSequenceClassification,
-    GPT2ForTokenClassification,
-    GPT2Model,
-)
-_T5 = (T5EncoderModel, T5ForQuestionAnswering, T5ForSequenceClassification, T5ForTokenClassification)
-
-
-def _other_heads() -> dict[str, Any]:
-    """Models with plans of ours and other heads than in ``test_parallelize.py``."""
-    bert = BertConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    bert.num_attention_heads = 4
-    gpt2 = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=16, pad_token_id=0)
-    t5 = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, eos_token_id=1)
-    t5.decoder_start_token_id = 0
-    found = {}
-    kinds: list[tuple[Any, tuple[Any, ...]]] = [(bert, _BERT), (gpt2, _GPT2), (t5, _T5)]
-    for config, classes in kinds:
-        for each in classes:
-            torch.manual_seed(0)
-            found[each.__name__] = each(config)
-    return found
-
-
-def _tokens(name: str) -> dict[str, torch.Tensor]:
-    ids = batch()["input_ids"]
-    if "T5" in name and "Sequence" in name:
-        ids[:, -1] = 1
-    return {"input_ids": ids[:, None].repeat(1, 2, 1) if "Choice" in name or "Double" in name else ids}
 
 
 def _doge(**changes: Any) -> Any:
@@ -100,8 +37,6 @@ def _differences(rank: int) -> dict[str, float]:
     for name, model in models.items():
         whole = model()
         found[name] = check_tensor_parallel(whole, inputs("causal-lm", whole, 1))[0]
-    for name, other in _other_heads().items():
-        found[name] = check_tensor_parallel(other, _tokens(name))[0]
     return found
 
 

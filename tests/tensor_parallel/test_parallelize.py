@@ -56,7 +56,8 @@ def _resize(model: Any) -> None:
 def _check_tokens() -> None:
     """A gathered head, which the refusal of ``generate`` names, gives the tokens of one process."""
     whole = make("llama")
-    model = tensor_parallelize(make("llama"), dict(whole.tp_plan))
+    model = tensor_parallelize(make("llama"), gather_logits=True)
+    assert model(**batch()).logits.shape[-1] == VOCABULARY
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
     ours, theirs = (each.eval().generate(batch(1)["input_ids"], **options) for each in (model, whole))
     assert torch.equal(ours, theirs)
