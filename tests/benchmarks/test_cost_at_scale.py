@@ -14,6 +14,8 @@ from nxdpp.parallel_layers import start_store
 from nxdpp.parallel_layers.store_exchange import StoreExchange
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 DESIGN = Path(__file__).parents[2] / "docs/design.md"
 SMALL = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
 

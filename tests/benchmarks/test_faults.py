@@ -8,6 +8,8 @@ from benchmarks import faults
 from benchmarks.faults import CASES, Case, Outcome, _outcome, main, run_plain
 from benchmarks.report import session_line
 
+pytestmark = pytest.mark.one_python
+
 
 def test_a_plain_run_names_the_faulty_rank() -> None:
     outcome = run_plain(Case("SIGKILL", 2))

@@ -8,6 +8,8 @@ from benchmarks.acceptance.cases import Case, Job, Result, Size
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 JOB = Job(2, "gloo", "cpu")
 
 

@@ -19,6 +19,8 @@ from nxdpp.checkpoint.files.checksummed import write_checksummed
 from tests.examples.tiny import TINY_LLAMA
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
 STEPS = 6
 FLAGS = f"--steps {STEPS} --batch-size 8 --seq-length 16 --num-microbatches 2 --checkpoint-every 2".split()

@@ -17,6 +17,8 @@ from nxdpp.parallel_layers.faults.board import board
 from nxdpp.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 SHAPES = ((7, 3), (5,), (), (0, 4), (40, 10), (1,), (16, 2, 2))
 STEPS = 16
 TRAININGS = r"replica has made 6 training steps before step 0 of its Zero1Optimizer, and another 8: their gradients"

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +12,8 @@ from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer
 from nxdpp.parallel_layers import clip_grad_norm
 from tests.support.models import make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
 
 STEPS, MAX_NORM = 16, 0.5
 

@@ -24,6 +24,8 @@ from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer, sharded_bucket
 from tests.optimizer.test_zero1 import assert_same, make, set_gradients, set_means
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 STEPS = 5
 
 

@@ -10,6 +10,8 @@ from nxdpp.parallel_layers.all_ranks import from_all_ranks, from_first_rank, tog
 from nxdpp.parallel_layers.parallel_state import initialize_model_parallel
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 
 def _fail(error: Exception) -> NoReturn:
     raise error

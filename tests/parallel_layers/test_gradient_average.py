@@ -14,6 +14,8 @@ from nxdpp.parallel_layers.gradient_average import average_gradients
 from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 SHAPES = ((7,), (3, 5), (), (40, 10), (1,), (0, 4), (16, 2, 2))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

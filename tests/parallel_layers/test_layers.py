@@ -21,6 +21,8 @@ from nxdpp.parallel_layers.padding import whole_of
 from nxdpp.parallel_layers.utils import local_slice
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 SHAPES = {2: (12, 8), 3: (8, 3, 8), 4: (8, 2, 3, 8)}
 INPUT, OUTPUT = 8, 24
 

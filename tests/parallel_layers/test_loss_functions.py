@@ -16,6 +16,8 @@ from nxdpp.parallel_layers.loss_functions import parallel_cross_entropy
 from nxdpp.parallel_layers.utils import split_tensor_along_last_dim
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 

@@ -17,6 +17,8 @@ from nxdpp.parallel_layers.padding import own_ranges, whole_of
 from nxdpp.parallel_layers.utils import divide
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 HEAD, INNER = 4, 24
 # Heads, key-value heads, form of the attention's layers, and whether only the attention is padded.
 CASES = {

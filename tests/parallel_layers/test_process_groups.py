@@ -11,6 +11,8 @@ from nxdpp.parallel_layers import parallel_state, process_groups, transfer_group
 from nxdpp.parallel_layers.rank_mesh import RankMesh
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 
 def _initialize(rank: int) -> tuple[float, float]:
     """Time at which this rank has its own groups, and time at which it goes on."""

@@ -13,6 +13,8 @@ from nxdpp.parallel_layers import move_model_to_device, replaced_parameters
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:

@@ -19,6 +19,8 @@ from nxdpp import (
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import batch, differing, make
 
+pytestmark = pytest.mark.one_python
+
 peft: Any = pytest.importorskip("peft")
 
 TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "lm_head"]

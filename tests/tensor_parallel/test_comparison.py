@@ -14,6 +14,8 @@ from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, llama, make
 from tests.zoo import build, inputs
 
+pytestmark = pytest.mark.one_python
+
 TYPES = ("doge", "gemma3n_text", "inkling_text", "inkling2_text")
 
 

@@ -18,6 +18,8 @@ from nxdpp.tensor_parallel.sequence_types import COMPARED_SEQUENCES
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, batch, gradient_distance, make
 
+pytestmark = pytest.mark.one_python
+
 TYPES = sorted(f"{name}ForCausalLM" for name in ("Gemma", "Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3"))
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

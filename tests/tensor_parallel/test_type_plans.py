@@ -13,6 +13,8 @@ from nxdpp.tensor_parallel.type_plans import PLANS
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY
 
+pytestmark = pytest.mark.one_python
+
 _ENCODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

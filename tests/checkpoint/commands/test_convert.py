@@ -31,6 +31,8 @@ from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import gpt2, llama, make, t5
 
+pytestmark = pytest.mark.one_python
+
 
 def _mixtral() -> MixtralForCausalLM:
     config = MixtralConfig(

@@ -16,6 +16,8 @@ from nxdpp.checkpoint.distributed.document import DOCUMENT, parsed_document, rea
 from nxdpp.parallel_layers import parallel_state
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 DOCS = Path(nxdpp.__file__).parents[1] / "docs" / "checkpoints.md"
 _PROMPT = "$ python -m nxdpp "
 # Sizes of the configuration and of the generators' states differ between versions and machines.

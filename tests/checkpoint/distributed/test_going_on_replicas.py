@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from nxdpp import parallel_state
@@ -9,6 +10,8 @@ from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
 from tests.checkpoint.distributed.layouts import Layout, Training
 from tests.support.run_ranks import run_ranks
 from tests.support.tensor_models import VOCABULARY, make
+
+pytestmark = pytest.mark.one_python
 
 
 def _go_on(rank: int, path: Path) -> list[str]:

@@ -13,6 +13,8 @@ from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.claim import LOCK
 from tests.checkpoint.distributed.small_training import Training, is_same
 
+pytestmark = pytest.mark.one_python
+
 _EVENTS = ("open", "os.")
 _watched: list[Callable[[], None]] = []
 

@@ -23,6 +23,8 @@ from tests.checkpoint.huggingface.checkpointed_models import differing, make, on
 from tests.support.run_ranks import run_ranks
 from tests.zoo import build
 
+pytestmark = pytest.mark.one_python
+
 
 @pytest.fixture(autouse=True)
 def no_groups_left() -> Iterator[None]:

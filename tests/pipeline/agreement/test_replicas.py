@@ -6,6 +6,8 @@ from nxdpp import parallel_state
 from nxdpp.pipeline.agreement.replicas import check_replicas
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 
 def replicas(rank: int) -> str:
     parallel_state.initialize_model_parallel()

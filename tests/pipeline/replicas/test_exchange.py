@@ -16,6 +16,8 @@ from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
 from tests.support.run_ranks import run_ranks
 
+pytestmark = pytest.mark.one_python
+
 
 def message(exchanges: ReplicaExchanges, name: str, details: list[str] | None = None) -> str:
     with pytest.raises(RuntimeError) as raised:

@@ -4,6 +4,7 @@ import gc
 from collections import defaultdict
 from typing import Any
 
+import pytest
 import torch
 
 from nxdpp import parallel_state
@@ -13,6 +14,8 @@ from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import in_flight_peaks
 from tests.pipeline.runtime.scheduled_models import Chain, Skips, make, rows, v_schedule, wrap
 from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
 
 MICROBATCHES = 9
 
