@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.config import PipelineConfig
     from nxdpp.pipeline.model import NxDPPModel
     from nxdpp.pipeline.pipeline import Pipeline
+    from nxdpp.pipeline.traced_layers import TracedLayers, trace_layers
     from nxdpp.tensor_parallel.comparison import check_tensor_parallel
     from nxdpp.tensor_parallel.parallelize import tensor_parallelize
     from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
@@ -31,6 +32,7 @@ __all__ = [
     "NxDPPModel",
     "Pipeline",
     "PipelineConfig",
+    "TracedLayers",
     "apply_checkpoint",
     "check_tensor_parallel",
     "deferred_init",
@@ -46,6 +48,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "tensor_parallelize",
+    "trace_layers",
 ]
 
 _MODULES = {
@@ -54,6 +57,7 @@ _MODULES = {
     "NxDPPModel": "nxdpp.pipeline.model",
     "Pipeline": "nxdpp.pipeline.pipeline",
     "PipelineConfig": "nxdpp.pipeline.config",
+    "TracedLayers": "nxdpp.pipeline.traced_layers",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
     "check_tensor_parallel": "nxdpp.tensor_parallel.comparison",
     "deferred_init": "nxdpp.initialization.deferred_init",
@@ -68,6 +72,7 @@ _MODULES = {
     "save_checkpoint": "nxdpp.trainer.checkpoint",
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
     "tensor_parallelize": "nxdpp.tensor_parallel.parallelize",
+    "trace_layers": "nxdpp.pipeline.traced_layers",
 }
 
 _PACKAGES = ("modules", "optimizer", "parallel_layers", "pipeline", "trainer", "utils")
