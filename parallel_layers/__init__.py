@@ -10,6 +10,7 @@ from nxdpp.parallel_layers.move_model_to_device import move_model_to_device
 
 if TYPE_CHECKING:
     from nxdpp.parallel_layers.checkpointing import load, save
+    from nxdpp.parallel_layers.followed_optimizers import followed_by_optimizers
     from nxdpp.parallel_layers.gradient_norm import clip_grad_norm
     from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
@@ -18,6 +19,7 @@ __all__ = [
     "ParallelEmbedding",
     "RowParallelLinear",
     "clip_grad_norm",
+    "followed_by_optimizers",
     "load",
     "move_model_to_device",
     "save",
@@ -28,6 +30,7 @@ _MODULES = {
     "ParallelEmbedding": "layers",
     "RowParallelLinear": "layers",
     "clip_grad_norm": "gradient_norm",
+    "followed_by_optimizers": "followed_optimizers",
     "load": "checkpointing",
     "save": "checkpointing",
 }

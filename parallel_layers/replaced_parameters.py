@@ -6,7 +6,8 @@ step. An optimizer made before wrapping is found too; it would also keep the par
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,24 +21,35 @@ _replaced = WeakIdKeyDictionary()
 
 _step_check: Callable[[], None] | None = None
 
+# Ids of parameters whose optimizers follow their replacement.
+_let_pass: set[int] = set()
+
 
 def check_no_optimizer_holds(parameters: Mapping[str, nn.Parameter], remedy: str) -> None:
     """Raise ``RuntimeError`` if a live optimizer holds one of ``parameters``, which are about to be replaced.
 
     The message names the optimizer's class and the first parameter, and ends with ``remedy``.
     """
-    if not parameters or not _holders(parameters):
-        return
-    # An unreachable optimizer may still wait for the garbage collector.
-    gc.collect()
-    holders = _holders(parameters)
-    if holders:
-        optimizer, names = max(holders, key=lambda holder: len(holder[1]))
+    parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) not in _let_pass}
+    found = holders(parameters)
+    if found:
+        optimizer, names = max(found, key=lambda holder: len(holder[1]))
         raise RuntimeError(
             f"an optimizer, {type(optimizer).__name__}, holds {len(names)} of the {len(parameters)} parameters that "
             f"are about to be replaced ({names[0]} is the first) and would continue to update the old ones, which are "
             f"not trained. {remedy}"
         )
+
+
+@contextmanager
+def let_pass(ids: Collection[int]) -> Iterator[None]:
+    """Let ``check_no_optimizer_holds`` pass parameters with these ``ids`` inside the block."""
+    before = set(_let_pass)
+    _let_pass.update(ids)
+    try:
+        yield
+    finally:
+        _let_pass.intersection_update(before)
 
 
 def watch_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -59,7 +71,7 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
             _step_check()
             _step_check = None
         return
-    names = [_replaced[parameter] for parameter in _parameters_of(optimizer) if parameter in _replaced]
+    names = [_replaced[parameter] for parameter in parameters_of(optimizer) if parameter in _replaced]
     if names:
         raise RuntimeError(
             f"an optimizer, {type(optimizer).__name__}, holds {len(names)} parameters that are not this rank's "
@@ -68,15 +80,24 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
         )
 
 
+def holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, list[str]]]:
+    """The live optimizers that hold some of ``parameters``, with the names of these."""
+    if not parameters or not _holders(parameters):
+        return []
+    # An unreachable optimizer may still wait for the garbage collector.
+    gc.collect()
+    return _holders(parameters)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters of all groups. An optimizer whose constructor failed has no groups."""
+    groups = getattr(optimizer, "param_groups", [])
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def _holders(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Optimizer, list[str]]]:
     names = {id(parameter): name for name, parameter in parameters.items()}
     # By type: the __class__ of a proxy object may run any code.
     optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
-    held = [(o, [names[id(p)] for p in _parameters_of(o) if id(p) in names]) for o in optimizers]
+    held = [(o, [names[id(p)] for p in parameters_of(o) if id(p) in names]) for o in optimizers]
     return [(optimizer, found) for optimizer, found in held if found]
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Any]:
-    # An optimizer whose constructor failed has no groups.
-    groups = getattr(optimizer, "param_groups", [])
-    return [parameter for group in groups for parameter in group["params"]]
