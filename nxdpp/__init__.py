@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nxdpp.checkpoint.distributed.whole_state import gather_state_dict
     from nxdpp.checkpoint.huggingface.load import load_pretrained
     from nxdpp.checkpoint.huggingface.load_report import LoadReport
     from nxdpp.checkpoint.huggingface.save import save_pretrained
@@ -37,6 +38,7 @@ __all__ = [
     "check_tensor_parallel",
     "deferred_init",
     "finalize_checkpoint",
+    "gather_state_dict",
     "has_checkpoint",
     "init_on_device",
     "initialize_parallel_model",
@@ -62,6 +64,7 @@ _MODULES = {
     "check_tensor_parallel": "nxdpp.tensor_parallel.comparison",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "finalize_checkpoint": "nxdpp.trainer.checkpoint",
+    "gather_state_dict": "nxdpp.checkpoint.distributed.whole_state",
     "has_checkpoint": "nxdpp.trainer.checkpoint",
     "init_on_device": "nxdpp.initialization.init_on_device",
     "initialize_parallel_model": "nxdpp.trainer.trainer",
