@@ -1,9 +1,11 @@
 """All families of schedules, by name."""
 
+from nxdpp.schedules.families.dualpipe_v import DUALPIPE_V
 from nxdpp.schedules.families.eager_1f1b import EAGER_1F1B
 from nxdpp.schedules.families.family import Family
 from nxdpp.schedules.families.gpipe import GPIPE
 from nxdpp.schedules.families.interleaved import INTERLEAVED
+from nxdpp.schedules.families.looped_bfs import LOOPED_BFS
 from nxdpp.schedules.families.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from nxdpp.schedules.families.v_half import V_HALF
 from nxdpp.schedules.families.v_min import V_MIN
@@ -11,7 +13,19 @@ from nxdpp.schedules.families.zb1p import ZB1P
 from nxdpp.schedules.families.zb_h1 import ZB_H1
 from nxdpp.schedules.families.zb_v import ZB_V
 
-_ALL = (GPIPE, ONE_FORWARD_ONE_BACKWARD, EAGER_1F1B, INTERLEAVED, ZB_H1, ZB1P, ZB_V, V_HALF, V_MIN)
+_ALL = (
+    GPIPE,
+    ONE_FORWARD_ONE_BACKWARD,
+    EAGER_1F1B,
+    INTERLEAVED,
+    LOOPED_BFS,
+    ZB_H1,
+    ZB1P,
+    ZB_V,
+    DUALPIPE_V,
+    V_HALF,
+    V_MIN,
+)
 FAMILIES = {family.name: family for family in _ALL}
 
 

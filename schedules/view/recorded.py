@@ -49,7 +49,8 @@ class RecordedStep:
     def measured_times(self) -> Times:
         """Medians over the microbatches for each stage, as input of the simulator.
 
-        A full backward counts as input-gradient. A transfer is between a stage and the next one, in either direction.
+        A full backward counts as input-gradient where a stage has no other. A transfer is between a stage and the next
+        one, in either direction.
         """
         lengths: dict[tuple[int, ActionKind], list[float]] = {}
         for span in (span for spans in self.timeline.spans for span in spans):

@@ -13,6 +13,8 @@ from nxdpp.schedules.placement import Placement
 
 # Families with input- and weight-gradients as separate actions.
 SPLIT = ("zb-h1", "zb1p", "zb-v", "v-half", "v-min")
+# Families that have those and full backwards.
+PARTLY_SPLIT = ("dualpipe-v",)
 
 
 class Pipeline(NamedTuple):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import simulate
 from nxdpp.schedules.written import parse_schedule
@@ -11,7 +12,15 @@ from nxdpp.schedules.written import parse_schedule
 
 @pytest.mark.parametrize(
     ("name", "chunks", "percent"),
-    [("gpipe", 1, 17.9), ("1f1b", 1, 17.9), ("1f1b-eager", 1, 17.9), ("interleaved", 2, 9.9), ("interleaved", 4, 5.2)],
+    [
+        ("gpipe", 1, 17.9),
+        ("looped-bfs", 2, 9.9),
+        ("looped-bfs", 4, 5.2),
+        ("1f1b", 1, 17.9),
+        ("1f1b-eager", 1, 17.9),
+        ("interleaved", 2, 9.9),
+        ("interleaved", 4, 5.2),
+    ],
 )
 def test_bubble_of_eight_ranks_and_32_microbatches(name: str, chunks: int, percent: float) -> None:
     timeline = simulate(FAMILIES[name].build(8, 32, chunks))
@@ -20,7 +29,8 @@ def test_bubble_of_eight_ranks_and_32_microbatches(name: str, chunks: int, perce
 
 
 @pytest.mark.parametrize(
-    ("name", "percent"), [("zb-h1", 6.8), ("zb1p", 3.5), ("zb-v", 3.5), ("v-half", 8.1), ("v-min", 12.3)]
+    ("name", "percent"),
+    [("zb-h1", 6.8), ("zb1p", 3.5), ("zb-v", 3.5), ("dualpipe-v", 3.5), ("v-half", 8.1), ("v-min", 12.3)],
 )
 def test_bubble_with_split_backwards(name: str, percent: float) -> None:
     timeline = simulate(FAMILIES[name].build(8, 32))
@@ -32,12 +42,14 @@ def test_bubble_with_split_backwards(name: str, percent: float) -> None:
     ("name", "peaks"),
     [
         ("gpipe", [32] * 8),
+        ("looped-bfs", [32] * 8),
         ("1f1b", [8, 7, 6, 5, 4, 3, 2, 1]),
         ("1f1b-eager", [15, 13, 11, 9, 7, 5, 3, 1]),
         ("interleaved", [11.5, 10.5, 9.5, 8.5, 7.5, 6.5, 5.5, 4.5]),
         ("zb-h1", [8] * 8),
         ("zb1p", [8] * 8),
         ("zb-v", [8] * 8),
+        ("dualpipe-v", [8.5] * 8),
         ("v-half", [5] * 8),
         ("v-min", [4] * 8),
     ],
@@ -78,9 +90,11 @@ def test_no_action_starts_before_its_inputs(
             stage, kind, microbatch, _ = span.action
             needed = [clock]
             step = {"F": -1, "B": 1, "I": 1}.get(kind.value, 0)
-            if step and (stage + step, kind, microbatch) in ends:
+            # A full backward may follow an input-gradient, and the other way round.
+            kinds = (kind,) if step < 0 else (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+            for made in (key for each in kinds if (key := (stage + step, each, microbatch)) in ends and step):
                 moved = transfer if placement.rank_of(stage) != placement.rank_of(stage + step) else 0
-                needed.append(ends[stage + step, kind, microbatch] + moved)
+                needed.append(ends[made] + moved)
             assert span.start == max(needed)
             clock = span.end
             assert clock <= timeline.makespan

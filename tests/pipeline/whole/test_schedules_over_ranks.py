@@ -36,7 +36,7 @@ from tests.support.run_ranks import run_ranks
 pytestmark = pytest.mark.one_python
 
 LOOPED_AND_V = ("interleaved", "zb1p", "zb-v")
-ONE_OF_EACH = ("1f1b", *LOOPED_AND_V, "v-half")
+ONE_OF_EACH = ("1f1b", *LOOPED_AND_V, "dualpipe-v", "v-half")
 
 
 def start(stages: int) -> None:

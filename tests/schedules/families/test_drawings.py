@@ -11,12 +11,14 @@ from tests.schedules.families.drawings import drawing
 
 DRAWN = [
     ("gpipe", "gpipe", 4, 4, 21, 0),
+    ("looped-bfs", "looped_bfs", 2, 4, 27, 0),
     ("1f1b", "one_forward_one_backward", 4, 8, 27, 0),
     ("1f1b-eager", "eager_1f1b", 4, 8, 27, 1),
     ("interleaved", "interleaved", 2, 4, 26, 0),
     ("zb-h1", "zb_h1", 4, 8, 27, 0),
     ("zb1p", "zb1p", 2, 4, 25, 0),
     ("zb-v", "zb_v", 4, 8, 30, 0),
+    ("dualpipe-v", "dualpipe_v", 4, 8, 30, 0),
     ("v-half", "v_half", 4, 8, 30, 0),
     ("v-min", "v_min", 4, 8, 30, 0),
 ]

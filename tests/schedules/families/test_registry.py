@@ -9,13 +9,26 @@ from nxdpp.schedules.check import check
 from nxdpp.schedules.families.chunk_groups import group_sizes
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 from nxdpp.schedules.simulate import in_flight_peaks, simulate
-from tests.schedules.pipelines import SPLIT, chunks_of
+from tests.schedules.pipelines import PARTLY_SPLIT, SPLIT, chunks_of
 
-NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb1p", "zb-v", "v-half", "v-min"]
+NAMES = [
+    "gpipe",
+    "1f1b",
+    "1f1b-eager",
+    "interleaved",
+    "looped-bfs",
+    "zb-h1",
+    "zb1p",
+    "zb-v",
+    "dualpipe-v",
+    "v-half",
+    "v-min",
+]
 
 # Most chunks that rank r holds, for p ranks, v chunks each, m microbatches.
 MOST_IN_FLIGHT = {
     "gpipe": lambda p, v, m, r: m,
+    "looped-bfs": lambda p, v, m, r: m * v,
     "1f1b": lambda p, v, m, r: min(m, p - r),
     "1f1b-eager": lambda p, v, m, r: min(m, 2 * (p - r) - 1),
     "interleaved": lambda p, v, m, r: min(
@@ -24,6 +37,7 @@ MOST_IN_FLIGHT = {
     "zb-h1": lambda p, v, m, r: p,
     "zb1p": lambda p, v, m, r: p + (v - 1) * group_sizes(p, m)[0],
     "zb-v": lambda p, v, m, r: 2 * p,
+    "dualpipe-v": lambda p, v, m, r: 2 * p + 1,
     "v-half": lambda p, v, m, r: 2 * ((p + 2) // 2),
     "v-min": lambda p, v, m, r: 2 * ((p + 4) // 3),
 }
@@ -57,6 +71,8 @@ def test_every_schedule_of_every_size_runs(size: tuple[str, int, int, int]) -> N
     placement = family.placement(ranks, chunks)
     for rank, actions in enumerate(schedule):
         assert {action.stage for action in actions} == set(placement.stages_of(rank))
+    if name in PARTLY_SPLIT:
+        return
     kinds = {action.kind for actions in schedule for action in actions}
     full = {ActionKind.FORWARD, ActionKind.BACKWARD}
     split = {ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT}
@@ -66,12 +82,14 @@ def test_every_schedule_of_every_size_runs(size: tuple[str, int, int, int]) -> N
 @given(sizes())
 @settings(max_examples=150, deadline=None)
 def test_gradients_are_summed_in_the_order_of_the_microbatches(size: tuple[str, int, int, int]) -> None:
-    """Same order as in one process, for each action kind on every stage."""
+    """Same order as in one process, for each action kind on every stage. A full backward is of two kinds."""
     name, ranks, chunks, microbatches = size
 
     for actions in FAMILIES[name].build(ranks, microbatches, chunks):
-        for key in {action[:2] for action in actions}:
-            assert [a.microbatch for a in actions if a[:2] == key] == list(range(microbatches))
+        for stage in {action.stage for action in actions}:
+            for kinds in ("F", "BI", "BW"):
+                order = [a.microbatch for a in actions if a.stage == stage and a.kind.value in kinds]
+                assert order == list(range(microbatches))
 
 
 @given(sizes())
@@ -84,18 +102,40 @@ def test_peaks_are_within_the_limit_of_the_family(size: tuple[str, int, int, int
         assert peak <= MOST_IN_FLIGHT[name](ranks, chunks, microbatches, rank)
 
 
-@given(st.sampled_from(["interleaved", "zb1p"]), st.integers(1, 16), st.integers(2, 4), st.integers(1, 64))
+@given(
+    st.sampled_from(["interleaved", "looped-bfs", "zb1p"]), st.integers(1, 16), st.integers(2, 4), st.integers(1, 64)
+)
 @settings(max_examples=150, deadline=None)
 def test_odd_numbers_of_microbatches_cost_no_time(name: str, ranks: int, chunks: int, microbatches: int) -> None:
     """With at least p microbatches, a rank waits no longer than if p divides m."""
-    waits = {"interleaved": 3 * (ranks - 1), "zb1p": ranks - 1}[name]
+    waits = {"interleaved": 3 * (ranks - 1), "looped-bfs": 3 * (ranks - 1), "zb1p": ranks - 1}[name]
 
     timeline = simulate(FAMILIES[name].build(ranks, max(microbatches, ranks), chunks))
 
     assert timeline.makespan - 3 * chunks * max(microbatches, ranks) == waits
 
 
-@pytest.mark.parametrize(("name", "plain"), [("interleaved", "1f1b"), ("zb1p", "zb-h1")])
+@given(st.integers(1, 16), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_a_rank_of_dualpipe_v_waits_for_fewer_than_p_chunks(ranks: int, more: int) -> None:
+    """As under ZB-V, with at least 2 p microbatches; only the last backwards and the first ones are split."""
+    microbatches = 2 * ranks + more
+    schedule = FAMILIES["dualpipe-v"].build(ranks, microbatches)
+
+    assert simulate(schedule).makespan - 6 * microbatches == ranks - 1
+    for rank, actions in enumerate(schedule):
+        split = sum(action.kind is ActionKind.WEIGHT_GRADIENT for action in actions)
+        assert split == 2 * ranks - rank - 1
+
+
+def test_looped_breadth_first_ends_a_chunk_before_the_one_before_it() -> None:
+    """The last backward of chunk c is the (v - c) m-th of all backwards of a rank."""
+    for rank, actions in enumerate(FAMILIES["looped-bfs"].build(2, 5, 3)):
+        backwards = [action.stage for action in actions if action.kind is ActionKind.BACKWARD]
+        assert backwards == [stage for stage in (rank + 4, rank + 2, rank) for _ in range(5)]
+
+
+@pytest.mark.parametrize(("name", "plain"), [("interleaved", "1f1b"), ("zb1p", "zb-h1"), ("looped-bfs", "gpipe")])
 def test_one_chunk_is_the_family_without_chunks(name: str, plain: str) -> None:
     assert FAMILIES[name].build(5, 7, 1) == FAMILIES[plain].build(5, 7)
 

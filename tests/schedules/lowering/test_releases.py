@@ -63,7 +63,7 @@ def _most_held(schedule: Schedule, rank: int, stages: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpipe"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gpipe", "looped-bfs")])
 def test_held_sends_are_independent_of_the_number_of_microbatches(name: str) -> None:
     family = FAMILIES[name]
     stages = 4 * family.default_chunks

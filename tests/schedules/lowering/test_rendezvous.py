@@ -32,7 +32,10 @@ def test_a_chain_of_one_stage_a_rank_could_wait_for_each_send(name: str, ranks: 
     assert sends_in_flight(lower(FAMILIES[name].build(ranks, microbatches), chain(ranks)), chain(ranks)) == 0
 
 
-@pytest.mark.parametrize(("name", "most"), [("interleaved", 1), ("zb1p", 4), ("zb-v", 1), ("v-half", 1), ("v-min", 1)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("interleaved", 1), ("looped-bfs", 0), ("zb1p", 4), ("zb-v", 1), ("dualpipe-v", 1), ("v-half", 1), ("v-min", 1)],
+)
 def test_sends_in_flight_with_two_chunks(name: str, most: int) -> None:
     edges = chain(16)
 

@@ -33,19 +33,19 @@ FINDINGS = {
     "lazy communicators, forwards that ask the device": Finding(
         Backend.NCCL_LAZY,
         Situation(first_step=True, asks=True),
-        {"gpipe": 2, "1f1b": 3, "zb-h1": 3, "zb1p": 3, "v-half": 3, "v-min": 3},
+        {"gpipe": 2, "looped-bfs": 2, "1f1b": 3, "zb-h1": 3, "zb1p": 3, "v-half": 3, "v-min": 3},
         {},
     ),
     "eager communicators": Finding(
         Backend.NCCL_EAGER,
         Situation(),
-        {"1f1b": 4, "interleaved": 4, "zb1p": 4, "zb-h1": 8, "zb-v": 8},
+        {"1f1b": 4, "interleaved": 4, "looped-bfs": 4, "dualpipe-v": 4, "zb1p": 4, "zb-h1": 8, "zb-v": 8},
         {},
     ),
     "device-wide synchronisation": Finding(
         Backend.NCCL_LAZY,
         Situation(synchronises=Synchronises.FIRST_MICROBATCH),
-        {"1f1b": 2, "zb-h1": 2, "zb1p": 2, "v-half": 2, "v-min": 2, "zb-v": 3},
+        {"1f1b": 2, "zb-h1": 2, "zb1p": 2, "v-half": 2, "v-min": 2, "zb-v": 3, "dualpipe-v": 3},
         {"interleaved": 2},
     ),
 }
