@@ -39,12 +39,14 @@ from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.mean_loss import mean_loss
 from nxdpp.pipeline.loss.normalization import LossNormalization
 from nxdpp.pipeline.microbatches.rows import join_outputs, readable_inputs
+from nxdpp.pipeline.outputs.shared_outputs import shared_outputs
 from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
 from nxdpp.pipeline.replicas.tensor_copies import TensorCopies
 from nxdpp.pipeline.runtime.step_runner import StepRunner
 from nxdpp.pipeline.stages.cut_graph import fill_output
+from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program_cache import ProgramCache
 from nxdpp.pipeline.step_preparation import Batch, PreparedStep, StepPreparation
 from nxdpp.schedules.timeline_file import check_path
@@ -275,18 +277,63 @@ class Pipeline:
         background_errors.begin_step()
         call = board.call("train_step", "step", "pipeline", has_limit=True)
         with call, self._steps.step(), self._replicas.step(average):
-            return self._train_step(inputs)
+            step, results = self._train(lambda: self._batch(inputs), self._preparation.training_step)
+            return step.loss.scaled([result[0] for result in results if result])
 
-    def _train_step(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def train_samples(
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        transform: LossTransform | None = None,
+        average: bool = True,
+    ) -> list[Any]:
+        """Run forward and backward of ``samples``, each a microbatch as it is; collective over the pipeline.
+
+        Gradients are those of ``train_step``: of the mean of the samples' losses. A loss is the first value of a tuple,
+        unless ``output_loss_value_spec`` marks another.
+
+        Args:
+            samples: the model's inputs by name of each of the ``num_microbatches`` samples, equal on all ranks of the
+                pipeline. Nothing is split.
+            transform: a function of the number of a sample and its loss, a tensor of one element. It returns the loss
+                whose gradient is taken. ``loss * 0.0`` gives zeros as gradients. The rank of the last stage calls it.
+            average: as that of ``train_step``.
+
+        Returns:
+            The detached output of each sample on every rank of the pipeline, as the model returns it: nothing is
+            divided or transformed. Other ranks than the last wait for it.
+
+        Raises:
+            ValueError: with ``loss_normalization="tokens"``, whose losses depend on all samples together.
+            ValueError, TypeError: for another number of samples, and as ``train_step`` does.
+            TracingError, RuntimeError: as ``train_step`` does.
+        """
+        parallel_state.refuse_in_debug("a training step")
+        background_errors.begin_step()
+        call = board.call("train_samples", "step", "pipeline", has_limit=True)
+        with call, self._steps.step(), self._replicas.step(average):
+            prepare = self._preparation.training_samples
+            step, results = self._train(lambda: self._samples(samples), prepare, transform)
+            with failure_watch.reported():
+                # Raises for a loss that is not-a-number for lack of labels.
+                step.loss.scaled([result[0] for result in results if result])
+                return self._shared_outputs(step, results)
+
+    def _train(
+        self,
+        take: Callable[[], Batch],
+        prepare: Callable[[Batch], PreparedStep],
+        transform: LossTransform | None = None,
+    ) -> tuple[PreparedStep, list[list[Any]]]:
+        """Run the training step that ``prepare`` makes of the batch; return it with the results of each microbatch."""
         if not torch.is_grad_enabled():
             raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-        batch = self._batch(inputs)
+        batch = take()
         scaler = self.config.grad_scaler
         arguments.check_autocast(self.device, is_scaled=scaler is not None and scaler.is_enabled())
         self._next_step.check_dtypes()
         if scaler is not None:
             scaler.begin_step(self.device)
-        step = self._preparation.training_step(batch)
+        step = prepare(batch)
         self._next_step.note_hooks()
         check = self._first_check()
 
@@ -294,22 +341,21 @@ class Pipeline:
             self._copies.verify(self.part.seed)
             self._replicas.verify(self.part.attribute_lines())
             if check is not None:
-                check.run(step.loss.microbatches, step.loss.scales)
+                check.run(step.loss.microbatches, step.loss.scales, transform)
 
         self.part.tied.set_aside()
         self._sequence.set_aside()
-        results = self._run(step, train=True, once_verified=once_verified)
+        results = self._run(step, train=True, once_verified=once_verified, transform=transform)
         with failure_watch.reported():
             self._sequence.add_up()
             self.part.tied.add_up(self._steps.transport(self.device))
-        losses = [result[0] for result in results if result]
         if check is not None:
-            plans = step.cut.plans([step.cut.loss(self.config.output_loss_value_spec)])
-            check.compare(losses, plans)
+            plans = step.cut.plans([step.cut.loss_of_sample(self.config.output_loss_value_spec)])
+            check.compare([result[0] for result in results if result], plans)
             self._check_first = False
         with failure_watch.reported():
             self._replicas.finish()
-        return step.loss.scaled(losses)
+        return step, results
 
     def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
         """Run the forward of all microbatches without gradients; collective over the pipeline.
@@ -330,7 +376,32 @@ class Pipeline:
         named = [dict(zip(step.program.results, values, strict=True)) for values in results]
         return Evaluation(None, join_outputs([fill_output(step.cut.output, values) for values in named]))
 
-    def _run(self, step: PreparedStep, train: bool, once_verified: Callable[[], None] | None = None) -> list[list[Any]]:
+    def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Run the forward of ``samples`` without gradients; collective over the pipeline.
+
+        Takes, returns and refuses as ``train_samples`` does.
+        """
+        parallel_state.refuse_in_debug("an evaluation")
+        with board.call("eval_samples", "step", "pipeline", has_limit=True), self._steps.step(), _kept_tensors():
+            step = self._preparation.evaluated_samples(self._samples(samples))
+            results = self._run(step, train=False)
+            with failure_watch.reported():
+                return self._shared_outputs(step, results)
+
+    def _shared_outputs(self, step: PreparedStep, results: list[list[Any]]) -> list[Any]:
+        last = self.schedule.placement.rank_of(self.partition.stages - 1)
+        group = parallel_state.get_pipeline_control_group()
+        values = shared_outputs(results, last, group, self.device)
+        named = [dict(zip(step.program.results, own, strict=True)) for own in values]
+        return [fill_output(step.cut.output, own) for own in named]
+
+    def _run(
+        self,
+        step: PreparedStep,
+        train: bool,
+        once_verified: Callable[[], None] | None = None,
+        transform: LossTransform | None = None,
+    ) -> list[list[Any]]:
         """Run ``step`` as ``StepRunner.run`` does."""
         results = self._steps.run(
             step.program,
@@ -343,6 +414,7 @@ class Pipeline:
             scales=step.loss.scales if train else None,
             values=self._next_step.unverified_values(),
             average=self._replicas if train else None,
+            transform=transform,
         )
         self._next_step.note_verified()
         return results
@@ -474,6 +546,20 @@ class Pipeline:
         inputs = readable_inputs(inputs, self.device)
         self._preparation.refuse_packed(inputs)
         return self._preparation.split(inputs, self.device)
+
+    def _samples(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+        if self.config.loss_normalization != "microbatch":
+            raise ValueError(
+                f"loss_normalization={self.config.loss_normalization!r} makes one loss of all samples, and each sample "
+                f"has its own here. Use loss_normalization='microbatch', or train_step."
+            )
+        self._preparation.check_samples(samples)
+        self._check_modules()
+        self.check_materialised()
+        samples = [readable_inputs(sample, self.device) for sample in samples]
+        for sample in samples:
+            self._preparation.refuse_packed(sample)
+        return self._preparation.samples(samples, self.device)
 
 
 @contextmanager

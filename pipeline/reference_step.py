@@ -26,7 +26,7 @@ from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, pick_loss
+from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, LossTransform, pick_loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.tracing import listings
 from nxdpp.tracing.input_dicts import close_inputs
@@ -79,10 +79,16 @@ class ReferenceStep:
         self._losses: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
-    def run(self, microbatches: Sequence[Mapping[str, Any]], scales: Sequence[float] | None = None) -> None:
+    def run(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        scales: Sequence[float] | None = None,
+        transform: LossTransform | None = None,
+    ) -> None:
         """Run the module before the step of the pipeline; collective over the pipeline.
 
-        Parameters, buffers, gradients and global random generators are as before. ``scales`` are those of the step.
+        Parameters, buffers, gradients and global random generators are as before. ``scales`` and ``transform`` are
+        those of the step.
 
         Raises ``RuntimeError``, on all ranks, for a module that draws random numbers or cannot be run in one process.
         """
@@ -92,7 +98,7 @@ class ReferenceStep:
             with _unchanged_generators(self._device) as have_moved:
                 module = self._copy(values)
                 with _noted_progress(module):
-                    self._train(module, microbatches, scales)
+                    self._train(module, microbatches, scales, transform)
                 return [_DRAWS] if have_moved() else []
 
         self._raise_together(act, "check_against_module cannot compare this step")
@@ -157,14 +163,19 @@ class ReferenceStep:
         return module
 
     def _train(
-        self, module: nn.Module, microbatches: Sequence[Mapping[str, Any]], scales: Sequence[float] | None
+        self,
+        module: nn.Module,
+        microbatches: Sequence[Mapping[str, Any]],
+        scales: Sequence[float] | None,
+        transform: LossTransform | None,
     ) -> None:
         for number, microbatch in enumerate(microbatches):
-            loss = pick_loss(module(**close_inputs(microbatch)), self._loss_spec)
+            loss = pick_loss_of_sample(module(**close_inputs(microbatch)), self._loss_spec)
+            own = loss if transform is None else transform(number, loss)
             # As in the step of the pipeline.
             with torch._C._DisableAutocast():
                 if scales is None or scales[number]:
-                    part = loss / len(microbatches) if scales is None else loss * scales[number]
+                    part = own / len(microbatches) if scales is None else own * scales[number]
                     part.backward(self._loss_gradient(part))
             self._losses.append(loss.detach())
             board.moved()

@@ -16,6 +16,7 @@ from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.normalization import LossNormalization, StepLoss
 from nxdpp.pipeline.microbatches.rows import on_device
+from nxdpp.pipeline.microbatches.samples import check_samples, opened_samples
 from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.pipeline.stages.cut_graph import CutGraph
 from nxdpp.pipeline.stages.program import RankProgram
@@ -53,7 +54,7 @@ class PreparedStep:
         program: the stages of this rank.
         loss: the microbatches, and the part of each in the loss.
         given: as that of ``Batch``.
-        has_loss: ``True`` if the program ends with the loss, not with the whole output.
+        has_loss: ``True`` if the program ends with the loss, ``False`` if it ends with the whole output.
     """
 
     cut: CutGraph
@@ -86,6 +87,12 @@ class StepPreparation:
         """Raise ``TypeError`` or ``ValueError`` for inputs of other names than the model takes."""
         arguments.check_input_names(self._module, inputs, self._input_names)
 
+    def check_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for another number of samples, or inputs of other names."""
+        check_samples(samples, self._config.num_microbatches)
+        for sample in samples:
+            self.check_names(sample)
+
     def refuse_packed(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for packed sequences that the model would not see as such."""
         opened = open_inputs(inputs)
@@ -101,6 +108,13 @@ class StepPreparation:
         # A function may split equal batches in different ways.
         given = [open_inputs(inputs)] if config.split_inputs_fn is None else parts
         return Batch(microbatches, microbatches[:1] if are_alike else microbatches, is_counted, given, before)
+
+    def samples(self, samples: Sequence[Mapping[str, Any]], device: torch.device) -> Batch:
+        """Take each sample as a microbatch, and move it to ``device``. Raises as ``opened_samples`` does."""
+        parts = opened_samples(samples, device)
+        before, is_counted = self._normalization.prepared(parts, {})
+        microbatches = on_device(before, device)
+        return Batch(microbatches, microbatches, is_counted, parts, before)
 
     def trace(self, batch: Batch, training: bool) -> CutGraph | None:
         """Trace ``batch`` and build its program. Returns the graph if the step ends with the loss."""
@@ -118,6 +132,19 @@ class StepPreparation:
         cut = self._graph(batch)
         if self._programs.evaluation_ends_with(cut) == "loss":
             return self._with_loss(cut, batch, train=False)
+        program = self._programs.program(cut, "output")
+        return PreparedStep(cut, program, StepLoss(batch.microbatches), batch.given, has_loss=False)
+
+    def training_samples(self, batch: Batch) -> PreparedStep:
+        """Prepare a step that ends with the loss and the output of each sample; collective over the replicas."""
+        cut = self._graph(batch)
+        node = cut.loss_of_sample(self._config.output_loss_value_spec)
+        loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, True, node)
+        return PreparedStep(cut, self._programs.program(cut, "loss and output"), loss, batch.given)
+
+    def evaluated_samples(self, batch: Batch) -> PreparedStep:
+        """Prepare an evaluation that ends with the output of each sample."""
+        cut = self._graph(batch)
         program = self._programs.program(cut, "output")
         return PreparedStep(cut, program, StepLoss(batch.microbatches), batch.given, has_loss=False)
 

@@ -88,4 +88,4 @@ class OtherCalls:
 
     def _trained(self) -> int:
         """Training steps that this rank has begun."""
-        return self._board.calls_of("run_train") + self._board.calls_of("train_step")
+        return sum(map(self._board.calls_of, ("run_train", "train_step", "train_samples")))

@@ -161,6 +161,7 @@ class LossNormalization:
         is_given: bool,
         counted_from: Sequence[Mapping[str, Any]] | None = None,
         train: bool = True,
+        loss: fx.Node | None = None,
     ) -> StepLoss:
         """Return the step's loss; collective over data-parallel replicas unless each microbatch has its mean.
 
@@ -171,6 +172,7 @@ class LossNormalization:
             counted_from: the microbatches before they were moved to the device, by default ``microbatches``. Labels in
                 host memory are counted without a wait for the device.
             train: ``True`` for a training step, ``False`` for an evaluation. Replicas do not mix them.
+            loss: the node of the loss, by default the one that the loss's spec names.
 
         Raises ``ValueError`` or ``TypeError``: for a microbatch without labels whose loss would be not-a-number, for
         labels that cannot be counted, and for a batch without items.
@@ -179,16 +181,16 @@ class LossNormalization:
         count = len(microbatches)
         replicas = parallel_state.get_data_parallel_size()
         if is_given:
-            self._check_given(cut, on_host, train)
+            self._check_given(self._known(cut, loss), on_host, train)
             return StepLoss(microbatches, [float(replicas)] * count)
         if self._rule == "microbatch":
-            terms = self._known(cut)
+            terms = self._known(cut, loss)
             _refuse_empty(terms.means, on_host)
             return StepLoss(microbatches, empty=_empty(terms.of_modules, on_host))
         if self._count_items is not None:
             items = counted(self._count_items, on_host)
         else:
-            items = self._labels(self._known(cut).one_that_divides(), on_host)
+            items = self._labels(self._known(cut, loss).one_that_divides(), on_host)
         everyones = of_all_replicas([math.fsum(items)], self._exchanges, f"number of items {_of(train)}")
         total = sum(found for (found,) in everyones)
         if total == 0:
@@ -201,9 +203,9 @@ class LossNormalization:
         average = total / (count * replicas)
         return StepLoss([{**microbatch, NUM_ITEMS: average} for microbatch in microbatches])
 
-    def _known(self, cut: CutGraph) -> "_Terms":
+    def _known(self, cut: CutGraph, loss: fx.Node | None = None) -> "_Terms":
         if cut not in self._terms:
-            self._terms[cut] = _Terms.of(cut, cut.loss(self._loss_spec), self._module)
+            self._terms[cut] = _Terms.of(cut, cut.loss(self._loss_spec) if loss is None else loss, self._module)
         return self._terms[cut]
 
     def _labels(self, term: LossTerm, microbatches: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -215,8 +217,7 @@ class LossNormalization:
             )
         return list(known.values())
 
-    def _check_given(self, cut: CutGraph, microbatches: Sequence[Mapping[str, Any]], train: bool) -> None:
-        terms = self._known(cut)
+    def _check_given(self, terms: "_Terms", microbatches: Sequence[Mapping[str, Any]], train: bool) -> None:
         if not terms.takes_number:
             raise ValueError(
                 f"the loss of {type(self._module).__name__} does not depend on {NUM_ITEMS}, and would ignore it. Leave "

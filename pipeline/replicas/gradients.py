@@ -182,4 +182,4 @@ class ReplicaGradients:
 
 
 def _training_steps() -> int:
-    return board.calls_of("run_train") + board.calls_of("train_step")
+    return sum(map(board.calls_of, ("run_train", "train_step", "train_samples")))

@@ -25,7 +25,7 @@ from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChanne
 from nxdpp.pipeline.p2p.transport import Direction, Transport
 from nxdpp.pipeline.runtime.input_ranges import note_ranges
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
-from nxdpp.pipeline.stages.loss import LossGradient
+from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.pipeline.timeline.clock import StepTimer
@@ -150,12 +150,14 @@ class Engine:
         inputs: Sequence[dict[str, Any]],
         scales: Sequence[float] | None = None,
         watch: LastBackwardWatch | None = None,
+        transform: LossTransform | None = None,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
         ``inputs`` are the model's inputs of each microbatch, for example ``input_ids`` of (B, T). ``scales`` are the
         factors of their losses in the loss of the step, by default that of a mean. ``watch`` is told of each stage's
-        last backward. Returns the last stage's results of each microbatch, in order and not scaled, on the rank of
+        last backward. ``transform`` gives the loss that is scaled and differentiated, from the number of a microbatch
+        and its loss. Returns the last stage's results of each microbatch, in order and not scaled, on the rank of
         that stage, and nothing on others. An exception gets a note with its action, is reported to the other ranks,
         and raised.
         """
@@ -164,7 +166,7 @@ class Engine:
         self._device.submit()
         self.timer.start()
         for runner in self._runners.values():
-            runner.begin(inputs, scales)
+            runner.begin(inputs, scales, transform)
         at = 0
         board.describe_action = self._describe_call
         try:

@@ -27,7 +27,7 @@ from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
-from nxdpp.pipeline.stages.loss import LossGradient
+from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 
@@ -100,6 +100,7 @@ class StageRunner:
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
         self._scales: Sequence[float] | None = None
+        self._transform: LossTransform | None = None
         self._made: dict[int, dict[str, Any]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
@@ -109,14 +110,24 @@ class StageRunner:
         """The stage."""
         return self._program
 
-    def begin(self, inputs: Sequence[dict[str, Any]], scales: Sequence[float] | None = None) -> None:
-        """Begin a step with the model's inputs of each microbatch, and the factor of each loss in that of the step."""
+    def begin(
+        self,
+        inputs: Sequence[dict[str, Any]],
+        scales: Sequence[float] | None = None,
+        transform: LossTransform | None = None,
+    ) -> None:
+        """Begin a step with the model's inputs of each microbatch, and the factor of each loss in that of the step.
+
+        ``transform`` gives the loss that is scaled, from the number of a microbatch and its loss.
+        """
         self._inputs = inputs
         self._scales = scales
+        self._transform = transform
 
     def end(self) -> None:
         """End the step: free all that belongs to it."""
         self._inputs = ()
+        self._transform = None
         self.results = {}
         for state in (self._made, self._in_flight, self._gradients):
             state.clear()
@@ -231,6 +242,8 @@ class StageRunner:
                     in_flight.roots[name, position] = get_gradient_edge(tensor)
         if self._plan.results:
             loss = _checked_loss(made[self._plan.results[0]])
+            if self._transform is not None:
+                loss = _checked_transform(self._transform(microbatch, loss))
             if self._scales is None:
                 in_flight.loss = loss / len(self._inputs)
             elif self._scales[microbatch]:
@@ -299,6 +312,15 @@ def _activations(channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
 
 def _own_or_none(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient if gradient is None or has_own_memory(gradient) else copied(gradient)
+
+
+def _checked_transform(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            f"the transform of a loss must return a tensor of one element that depends on the loss, not {loss!r:.80}. "
+            f"Return loss * 0.0 for a sample that must not count."
+        )
+    return loss
 
 
 def _checked_loss(loss: Any) -> torch.Tensor:

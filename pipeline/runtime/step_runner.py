@@ -21,7 +21,7 @@ from nxdpp.pipeline.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.runtime.engine import Engine, EngineConfig, LastBackwardWatch
-from nxdpp.pipeline.stages.loss import LossGradient
+from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.pipeline.timeline.step_timeline import StepTimeline
@@ -142,6 +142,7 @@ class StepRunner:
         scales: Sequence[float] | None = None,
         values: RankValues | None = None,
         average: StepAverage | None = None,
+        transform: LossTransform | None = None,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
@@ -156,6 +157,7 @@ class StepRunner:
             values: of this rank's parameters, in the first step after a change of them; ``None`` in others.
             average: of the gradients of a training step. It begins once the step is verified.
             scales: factor of each microbatch's loss in the loss that is differentiated, by default that of a mean.
+            transform: as that of ``Engine.run``.
 
         Returns:
             The results of each microbatch on the rank of the last stage, nothing on others.
@@ -199,7 +201,7 @@ class StepRunner:
         engine = self._engine(program, device, train) if known is None else known[0]
         with failure_watch.reported(), nullcontext() if self._timeline is None else self._timeline.step(device, train):
             watch = None if average is None else average.begin(engine.last_backwards)
-            results = engine.run(microbatches, scales, watch)
+            results = engine.run(microbatches, scales, watch, transform)
         self._timer = engine.timer
         compiled = device_of(device).compiled()
         self._compile_seconds, self._compiled = compiled.seconds - self._compiled.seconds, compiled

@@ -8,14 +8,14 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun
-from nxdpp.pipeline.stages.loss import LossSpec, pick_loss
+from nxdpp.pipeline.stages.loss import LossSpec, pick_loss, pick_loss_of_sample
 from nxdpp.pipeline.stages.program import RankProgram, StageProgram
 from nxdpp.pipeline.stages.shared_objects import SharedBuffers, SharedObjects
 from nxdpp.pipeline.stages.split import StagePlan, build_stage, plan_stages
 from nxdpp.tracing.nested import is_dataclass_instance, leaves_of, map_leaves
 from nxdpp.tracing.trace import TracedGraph
 
-EndsWith = Literal["loss", "output"]
+EndsWith = Literal["loss", "output", "loss and output"]
 
 
 class CutGraph:
@@ -43,10 +43,11 @@ class CutGraph:
 
     def loss(self, spec: LossSpec = None) -> fx.Node:
         """Return the node of the loss. Raises ``ValueError`` for an output without one."""
-        loss = pick_loss(self.output, spec)
-        if not isinstance(loss, fx.Node):
-            raise ValueError(f"the model's loss is the constant {loss!r}; there is nothing to train.")
-        return loss
+        return _node(pick_loss(self.output, spec))
+
+    def loss_of_sample(self, spec: LossSpec = None) -> fx.Node:
+        """Return the node of the loss of one sample, as ``pick_loss_of_sample`` finds it."""
+        return _node(pick_loss_of_sample(self.output, spec))
 
     def has_named_loss(self, spec: LossSpec = None) -> bool:
         """Return whether the output names a loss. Only its shape tells whether a lone value is one."""
@@ -88,6 +89,12 @@ class CutGraph:
             if node.op == "call_module":
                 stages.setdefault(str(node.target), set()).add(stage)
         return stages
+
+
+def _node(loss: Any) -> fx.Node:
+    if not isinstance(loss, fx.Node):
+        raise ValueError(f"the model's loss is the constant {loss!r}; there is nothing to train.")
+    return loss
 
 
 def fill_output(output: Any, values: Mapping[str, Any]) -> Any:

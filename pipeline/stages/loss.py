@@ -9,6 +9,8 @@ from nxdpp.tracing.nested import fields_of, is_dataclass_instance
 
 # A function of a loss that gives the gradient with which its backward begins.
 LossGradient = Callable[[torch.Tensor], torch.Tensor]
+# A function of the number of a microbatch and its loss that gives the loss to differentiate, of one element.
+LossTransform = Callable[[int, torch.Tensor], torch.Tensor]
 LossSpec = Mapping[str, Any] | tuple[Any, ...] | list[Any] | bool | None
 
 
@@ -50,6 +52,12 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
             f"first, {last} if it is the last."
         )
     return output
+
+
+def pick_loss_of_sample(output: Any, spec: LossSpec) -> Any:
+    """Return the loss in the ``output`` for one sample: as ``pick_loss``, and without a spec the first of a tuple."""
+    is_tuple = spec is None and isinstance(output, tuple | list) and len(output) > 1
+    return output[0] if is_tuple else pick_loss(output, spec)
 
 
 def _named(output: Any) -> Any:

@@ -159,13 +159,12 @@ class ProgramCache:
         return cut
 
     def program(self, cut: CutGraph, ends_with: EndsWith) -> RankProgram:
-        """Return the program that ends with the loss, or with all values of the output.
+        """Return the program that ends with the loss, with all values of the output, or with both.
 
         Raises ``ValueError`` for an output without a loss, and for a stage that needs a value of a later one.
         """
         if ends_with not in cut.programs:
-            results = [cut.loss(self._loss_spec)] if ends_with == "loss" else cut.results()
-            cut.programs[ends_with] = self._build(cut, ends_with, results)
+            cut.programs[ends_with] = self._build(cut, ends_with, self._results(cut, ends_with))
         return cut.programs[ends_with]
 
     def evaluation_ends_with(self, cut: CutGraph) -> EndsWith:
@@ -239,6 +238,13 @@ class ProgramCache:
                 del self._graphs[key]
                 return graph
         return None
+
+    def _results(self, cut: CutGraph, ends_with: EndsWith) -> list[fx.Node]:
+        if ends_with == "loss":
+            return [cut.loss(self._loss_spec)]
+        if ends_with == "output":
+            return cut.results()
+        return list(dict.fromkeys([cut.loss_of_sample(self._loss_spec), *cut.results()]))
 
     def _build(self, cut: CutGraph, ends_with: EndsWith, results: list[fx.Node]) -> RankProgram:
         with self._model_as_cut():

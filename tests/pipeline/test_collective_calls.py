@@ -17,6 +17,8 @@ CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
     "run_eval": lambda wrapped, _: wrapped.run_eval(**padded_batch(4)),
     "train_step": lambda wrapped, _: wrapped._pipeline.train_step(padded_batch(4)),
     "eval_step": lambda wrapped, _: wrapped._pipeline.eval_step(padded_batch(4)),
+    "train_samples": lambda wrapped, _: wrapped._pipeline.train_samples([padded_batch(2)] * 2),
+    "eval_samples": lambda wrapped, _: wrapped._pipeline.eval_samples([padded_batch(2)] * 2),
     "mean_loss": lambda wrapped, _: wrapped._pipeline.mean_loss([torch.ones(())]),
     "average_gradients": lambda wrapped, _: wrapped._pipeline.average_gradients(),
     "move_model_to_device": lambda wrapped, _: wrapped.move_model_to_device(),

@@ -1,0 +1,49 @@
+"""Samples of a step: microbatches as the caller gives them, which are not split."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nxdpp.pipeline.microbatches.rows import check_kinds
+from nxdpp.tracing.input_dicts import open_inputs
+
+
+def check_samples(samples: Any, microbatches: int) -> None:
+    """Raise ``TypeError`` unless ``samples`` is a list, and ``ValueError`` unless it has ``microbatches`` samples."""
+    if isinstance(samples, str | bytes) or not isinstance(samples, Sequence):
+        raise TypeError(f"the samples must be a list of the inputs of each microbatch, not {samples!r:.80}.")
+    if len(samples) != microbatches:
+        raise ValueError(
+            f"a step of this pipeline has num_microbatches={microbatches}, and was given {len(samples)} samples. Give "
+            f"{microbatches} of them."
+        )
+
+
+def opened_samples(samples: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+    """Return the opened inputs of each sample.
+
+    Raises:
+        ValueError, TypeError: for inputs of other names, kinds, shapes or dtypes than the first sample has.
+    """
+    opened = [open_inputs(sample) for sample in samples]
+    first = _described(opened[0])
+    for number, sample in enumerate(opened):
+        check_kinds(sample, device)
+        described = _described(sample)
+        if described != first:
+            name = next(name for name in {**first, **described} if first.get(name) != described.get(name))
+            there, here = (each.get(name, f"no {name}") for each in (first, described))
+            raise ValueError(
+                f"samples 0 and {number} differ in {name}: {there} and {here}. Give all samples of a step the same "
+                f"names, shapes and dtypes."
+            )
+    return opened
+
+
+def _described(sample: Mapping[str, Any]) -> dict[str, str]:
+    """The shape and dtype of each tensor, and the type of other values."""
+    return {
+        name: f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        for name, value in sample.items()
+    }

@@ -1,0 +1,205 @@
+"""Steps of samples: their outputs on all ranks, and the gradients of one process."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from nxdpp import Pipeline, PipelineConfig, parallel_state
+from nxdpp.tracing.nested import leaves_of
+from tests.pipeline.runtime.scheduled_models import Chain
+from tests.support.plain_models import WIDTH
+from tests.support.run_ranks import run_ranks
+
+SAMPLES = 3
+
+
+class Outputs(NamedTuple):
+    """A loss and other outputs."""
+
+    loss: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Several(Chain):
+    """Returns ``form`` of the loss, and of values of an early and the last stage that the loss does not need."""
+
+    def __init__(self, form: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__(4)
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.blocks[0](self.embedding(x))
+        hidden = self.blocks[3](self.blocks[2](self.blocks[1](first)))
+        out = self.head(hidden)
+        return self.form(out.square().mean(), out, first.cos())
+
+
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "a loss": lambda loss, out, first: loss,
+    "a tuple": lambda loss, out, first: (loss, out, {"first": [first, 3, "text", out]}),
+    "a named tuple": lambda loss, out, first: Outputs(loss, out),
+    "a dict": lambda loss, out, first: {"first": first, "loss": loss},
+    "large tensors": lambda loss, out, first: [loss, out.double().expand(2, 3000), torch.complex(first, out)[:0]],
+    "a model output": lambda loss, out, first: SequenceClassifierOutput(loss=loss, logits=out.expand(-1, 2).t()),
+}
+
+
+def samples() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(2, WIDTH, generator=generator)} for _ in range(SAMPLES)]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output["loss"] if isinstance(output, dict) else leaves_of(output)[0]
+    return found
+
+
+def make(form: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Several(FORMS[form])
+
+
+def assert_trains_alike(
+    make_model: Callable[[], nn.Module],
+    given: Sequence[Mapping[str, Any]],
+    transform: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    **settings: Any,
+) -> None:
+    """Assert that outputs and gradients of two steps are those of one process to the last bit, on this rank."""
+    model = make_model()
+    whole = copy.deepcopy(model)
+    pipeline = Pipeline(model, PipelineConfig(num_microbatches=len(given), **settings))
+    for _ in range(2):
+        ours = pipeline.train_samples(given, transform)
+        theirs = [whole(**sample) for sample in given]
+        for number, output in enumerate(theirs):
+            loss = loss_of(output)
+            ((loss if transform is None else transform(number, loss)) / len(given)).backward()
+        assert_equal(ours, theirs)
+    expected = dict(whole.named_parameters())
+    for name, parameter in pipeline.local_module.named_parameters():
+        assert_equal(parameter.grad, expected[name].grad)
+    whole.eval()
+    pipeline.original_module.eval()
+    assert_equal(pipeline.eval_samples(given), [whole(**sample) for sample in given])
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Assert equal structures, values and bits; no tensor of ``ours`` has a graph."""
+    assert pytree.tree_structure(ours) == pytree.tree_structure(theirs)
+    for own, other in zip(leaves_of(ours), leaves_of(theirs), strict=True):
+        if isinstance(other, torch.Tensor):
+            assert not own.requires_grad
+            assert own.dtype == other.dtype
+            assert own.stride() == other.stride()
+            assert torch.equal(own, other)
+        else:
+            assert own == other
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_and_gradients_are_those_of_one_process(form: str, one_rank: None) -> None:
+    assert_trains_alike(lambda: make(form), samples(), virtual_pipeline_size=2)
+
+
+def test_the_marked_loss_is_taken(one_rank: None) -> None:
+    def make_model() -> nn.Module:
+        return Several(lambda loss, out, first: (out, loss))
+
+    model = make_model()
+    pipeline = Pipeline(
+        model, PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2, output_loss_value_spec=(False, True))
+    )
+    outputs = pipeline.train_samples(samples())
+
+    assert [out.shape for out, _ in outputs] == [(2, 1)] * SAMPLES
+    assert model.get_parameter("embedding.weight").grad is not None
+
+
+def test_the_loss_of_a_transform_is_differentiated(one_rank: None) -> None:
+    factors = (0.0, 3.0, -0.5)
+    assert_trains_alike(
+        lambda: make("a tuple"), samples(), lambda number, loss: loss * factors[number] + 1.0, virtual_pipeline_size=2
+    )
+
+
+def test_samples_that_do_not_count_give_zeros(one_rank: None) -> None:
+    model = make("a loss")
+    pipeline = Pipeline(model, PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2))
+    outputs = pipeline.train_samples(samples(), lambda number, loss: loss * 0.0)
+
+    assert all(loss > 0 for loss in outputs)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (samples()[:2], ValueError, r"num_microbatches=3, and was given 2 samples\. Give 3 of them"),
+    (samples()[0], TypeError, r"the samples must be a list of the inputs of each microbatch, not \{"),
+    ([*samples()[:2], {"y": torch.ones(2, WIDTH)}], ValueError, r"y"),
+    ([torch.ones(2, WIDTH)] * 3, TypeError, r"inputs must be a dict by name, not a Tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), REFUSED)
+def test_other_samples_are_refused(given: Any, kind: type[Exception], message: str, one_rank: None) -> None:
+    pipeline = Pipeline(make("a loss"), PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2))
+    for call in (pipeline.train_samples, pipeline.eval_samples):
+        with pytest.raises(kind, match=message):
+            call(given)
+    assert len(pipeline.train_samples(samples())) == SAMPLES
+
+
+TRANSFORMS: list[Callable[[int, torch.Tensor], Any]] = [
+    lambda number, loss: loss.detach(),
+    lambda number, loss: 0.0,
+    lambda number, loss: torch.stack([loss, loss]),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_that_gives_no_loss_is_refused(transform: Any, one_rank: None) -> None:
+    pipeline = Pipeline(make("a loss"), PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2))
+    with pytest.raises(ValueError, match=r"the transform of a loss must return a tensor of one element"):
+        pipeline.train_samples(samples(), transform)
+
+
+def test_the_mean_over_labels_has_no_samples(one_rank: None) -> None:
+    config = PipelineConfig(num_microbatches=SAMPLES, loss_normalization="tokens", count_items_fn=len)
+    pipeline = Pipeline(make("a loss"), config)
+    for call in (pipeline.train_samples, pipeline.eval_samples):
+        with pytest.raises(ValueError, match=r"loss_normalization='tokens' makes one loss of all samples"):
+            call(samples())
+
+
+def over_ranks(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order=("data", "pipeline", "tensor"))
+    for form in FORMS:
+        assert_trains_alike(lambda form=form: make(form), samples())  # type: ignore[misc]
+    for schedule in ("interleaved", "zb-v", "gpipe"):
+        chunks = 1 if schedule == "gpipe" else 2
+        assert_trains_alike(
+            lambda: make("a tuple"),
+            samples(),
+            lambda number, loss: loss * (number != 1),
+            schedule=schedule,
+            virtual_pipeline_size=chunks,
+        )
+
+
+def test_every_rank_gets_all_outputs() -> None:
+    run_ranks(2, over_ranks)
