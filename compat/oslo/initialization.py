@@ -1,0 +1,63 @@
+"""``initialize``: OSLO's way to make a model parallel in place.
+
+::
+
+    config ─ checked ─▶ OsloConfig ─▶ MPU ─▶ layers divided ─▶ moved to the device ─▶ ParallelModel, the same object
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from nxdpp import parallel_state, tensor_parallelize
+from nxdpp.oslo.config import OsloConfig
+from nxdpp.oslo.mpu import MPU
+from nxdpp.oslo.parallel_model import is_parallel, make_parallel
+from nxdpp.parallel_layers import move_model_to_device
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+
+def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str]) -> M:
+    """Divide ``model`` over ranks as ``config`` says, in place; collective over all ranks.
+
+    The model stays a ``PreTrainedModel`` of its class and keeps its ``config``. It is moved to this rank's device, and
+    has also ``mpu``, ``save_parallelized`` and ``from_parallelized`` (``ParallelModel``).
+
+    Args:
+        model: of transformers, with the same weights on all ranks.
+        config: a dict or the path of a JSON file, with the sections ``"model_parallelism"`` and
+            ``"activation_checkpointing"``. docs/oslo.md lists the keys.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: for a model that is no ``PreTrainedModel``, and for values of another type in ``config``.
+        ValueError: for a ``config`` that nxdpp cannot honour, and for sizes that the model or the world does not divide
+            by.
+        RuntimeError: for a model that was given to ``initialize`` before, and after model parallelism was initialized
+            with other sizes.
+    """
+    settings = OsloConfig.of(config)
+    _check_model(model)
+    if settings.pipeline_parallel_size > 1 or settings.checkpoints:
+        raise ValueError("pipeline_parallel_size > 1 and activation_checkpointing are not built yet: leave them out")
+    mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
+    if settings.tensor_parallel_size > 1:
+        tensor_parallelize(model, gather_logits=True)
+    move_model_to_device(model, parallel_state.local_device())
+    make_parallel(model, mpu)
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"initialize takes a PreTrainedModel of transformers, not a {type(model).__name__}. Give it the model "
+            f"itself, before DistributedDataParallel and other wrappers."
+        )
+    if is_parallel(model):
+        raise RuntimeError("the model was given to initialize before: call it once for each model")

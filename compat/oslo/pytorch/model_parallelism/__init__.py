@@ -1,0 +1,1 @@
+"""Import path of OSLO's tutorials: ``nxdpp.oslo.pytorch.model_parallelism.network.mpu``."""
