@@ -96,6 +96,20 @@ def check_split_inputs_fn(function: Any) -> None:
         raise TypeError(f"split_inputs_fn={function!r} must be a function of the inputs and num_microbatches.")
 
 
+def check_gradient_reduction(name: Any, loss_normalization: str) -> None:
+    """Raise ``ValueError`` unless ``name`` is ``"mean"`` or ``"sum"``, or where a sum has no meaning."""
+    if name not in ("mean", "sum"):
+        raise ValueError(
+            f"gradient_reduction={name!r} must be 'mean', gradients of the mean loss over microbatches and replicas, "
+            f"or 'sum', those of the sum."
+        )
+    if name == "sum" and loss_normalization != "microbatch":
+        raise ValueError(
+            f"gradient_reduction='sum' and loss_normalization={loss_normalization!r} exclude each other: the latter is "
+            f"a mean over the whole batch. Leave one of them out."
+        )
+
+
 def check_reference(name: Any) -> None:
     """Raise ``ValueError`` unless ``name`` is ``None`` or ``"first"``."""
     if name is not None and name != "first":

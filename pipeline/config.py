@@ -54,6 +54,8 @@ class PipelineConfig:
             labels of the batch. Replicas are included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
             the model's loss is a mean. By default a transformers model gets ``num_items_in_batch``.
+        gradient_reduction: ``"mean"``, gradients of the mean loss over microbatches and replicas, or ``"sum"``, those
+            of the sum of all losses. The losses that a step returns are the same.
         leaf_module_cls, autowrap_functions, autowrap_modules, tracer_cls: modules and functions that are not traced
             through, and the tracer.
         param_init_fn: initialises a model on the meta device: a function of a module, or of a module and a device.
@@ -84,6 +86,7 @@ class PipelineConfig:
     output_loss_value_spec: LossSpec = None
     loss_normalization: str = "microbatch"
     count_items_fn: CountItems | None = None
+    gradient_reduction: str = "mean"
     leaf_module_cls: Sequence[Any] | None = None
     autowrap_functions: Sequence[Callable[..., Any]] | None = None
     autowrap_modules: Sequence[ModuleType] | None = None
@@ -120,6 +123,7 @@ class PipelineConfig:
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
         check_normalization(module, self.loss_normalization, self.count_items_fn)
+        arguments.check_gradient_reduction(self.gradient_reduction, self.loss_normalization)
         arguments.check_reference(self.check_against_module)
         check_grad_scaler(self.grad_scaler)
         arguments.check_floating_inputs(self.check_inputs)

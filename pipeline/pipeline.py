@@ -125,6 +125,7 @@ class Pipeline:
             "number of the wrapped model": self._number,
             "loss_normalization": config.loss_normalization,
             "count_items_fn": config.count_items_fn is not None,
+            "gradient_reduction": config.gradient_reduction,
             "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
         }
         self._exchanges = ReplicaExchanges({**common, "grad_scaler": config.grad_scaler is not None})
@@ -172,7 +173,7 @@ class Pipeline:
             config.param_init_fn,
         )
         self.local_module: nn.Module = self.part.module
-        self._replicas = ReplicaGradients(self.part, self._exchanges)
+        self._replicas = ReplicaGradients(self.part, self._exchanges, config.gradient_reduction == "mean")
         self._copies = TensorCopies(self.local_module)
         self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases
@@ -288,8 +289,9 @@ class Pipeline:
     ) -> list[Any]:
         """Run forward and backward of ``samples``, each a microbatch as it is; collective over the pipeline.
 
-        Gradients are those of ``train_step``: of the mean of the samples' losses. A loss is the first value of a tuple,
-        unless ``output_loss_value_spec`` marks another.
+        Gradients are those of ``train_step``: of the mean of the samples' losses, or of their sum with
+        ``gradient_reduction="sum"``. A loss is the first value of a tuple, unless ``output_loss_value_spec`` marks
+        another.
 
         Args:
             samples: the model's inputs by name of each of the ``num_microbatches`` samples, equal on all ranks of the
@@ -341,7 +343,7 @@ class Pipeline:
             self._copies.verify(self.part.seed)
             self._replicas.verify(self.part.attribute_lines())
             if check is not None:
-                check.run(step.loss.microbatches, step.loss.scales, transform)
+                check.run(step.loss.microbatches, step.scales, transform)
 
         self.part.tied.set_aside()
         self._sequence.set_aside()
@@ -411,7 +413,7 @@ class Pipeline:
             train=train,
             origin=self.part.origin,
             once_verified=once_verified,
-            scales=step.loss.scales if train else None,
+            scales=step.scales if train else None,
             values=self._next_step.unverified_values(),
             average=self._replicas if train else None,
             transform=transform,

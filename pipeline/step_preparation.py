@@ -54,6 +54,7 @@ class PreparedStep:
         program: the stages of this rank.
         loss: the microbatches, and the part of each in the loss.
         given: as that of ``Batch``.
+        scales: factor of each microbatch's loss in the loss that is differentiated; ``None`` for the mean.
         has_loss: ``True`` if the program ends with the loss, ``False`` if it ends with the whole output.
     """
 
@@ -61,6 +62,7 @@ class PreparedStep:
     program: RankProgram
     loss: StepLoss
     given: Sequence[Mapping[str, Any]]
+    scales: Sequence[float] | None = None
     has_loss: bool = True
 
 
@@ -140,7 +142,8 @@ class StepPreparation:
         cut = self._graph(batch)
         node = cut.loss_of_sample(self._config.output_loss_value_spec)
         loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, True, node)
-        return PreparedStep(cut, self._programs.program(cut, "loss and output"), loss, batch.given)
+        program = self._programs.program(cut, "loss and output")
+        return PreparedStep(cut, program, loss, batch.given, self._scales(loss))
 
     def evaluated_samples(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation that ends with the output of each sample."""
@@ -153,7 +156,10 @@ class StepPreparation:
         if loss.microbatches is not batch.microbatches and NUM_ITEMS not in cut.traced.inputs:
             # The model's control flow depends on the number of items, which is then part of the graph.
             cut = self._programs.cut_graph_of_all(loss.microbatches, self._module.training)
-        return PreparedStep(cut, self._programs.program(cut, "loss"), loss, batch.given)
+        return PreparedStep(cut, self._programs.program(cut, "loss"), loss, batch.given, self._scales(loss))
+
+    def _scales(self, loss: StepLoss) -> Sequence[float] | None:
+        return [1.0] * len(loss.microbatches) if self._config.gradient_reduction == "sum" else loss.scales
 
     def _graph(self, batch: Batch) -> CutGraph:
         return self._programs.cut_graph_of_all(batch.distinct, self._module.training)

@@ -27,14 +27,16 @@ class ReplicaGradients:
     Args:
         part: the parameters of this rank.
         exchanges: those with the data-parallel replicas.
+        mean: ``False`` for sums over the replicas in the place of averages.
 
     Attributes:
         is_left_out: ``True`` in ``no_sync()``.
         is_averaged: ``True`` if the gradients of the last training step are averaged.
     """
 
-    def __init__(self, part: LocalPart, exchanges: ReplicaExchanges) -> None:
+    def __init__(self, part: LocalPart, exchanges: ReplicaExchanges, mean: bool = True) -> None:
         self.is_left_out = False
+        self._mean = mean
         self._part = part
         self._module = part.module
         self._exchanges = exchanges
@@ -66,6 +68,7 @@ class ReplicaGradients:
         Raises:
             RuntimeError: on all of them, where replicas are in different steps, and as ``verify`` does.
         """
+        self._refuse_sum()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
         number = _training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
@@ -85,12 +88,21 @@ class ReplicaGradients:
     @contextmanager
     def step(self, average: bool) -> Iterator[None]:
         """Make the block a training step. With ``average`` the average is taken, unless it is left out."""
+        if average and not self.is_left_out:
+            self._refuse_sum()
         self.is_averaged = average and not self.is_left_out
         try:
             yield
         except BaseException:
             self.abandon()
             raise
+
+    def _refuse_sum(self) -> None:
+        if not self._mean and parallel_state.get_data_parallel_size() > 1:
+            raise RuntimeError(
+                "gradient_reduction='sum' is not taken over data-parallel replicas yet. Give average=False, and sum "
+                "the gradients after the step."
+            )
 
     def check_averaged(self) -> None:
         """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""

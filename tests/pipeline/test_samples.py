@@ -80,7 +80,8 @@ def assert_trains_alike(
         theirs = [whole(**sample) for sample in given]
         for number, output in enumerate(theirs):
             loss = loss_of(output)
-            ((loss if transform is None else transform(number, loss)) / len(given)).backward()
+            loss = loss if transform is None else transform(number, loss)
+            (loss if settings.get("gradient_reduction") == "sum" else loss / len(given)).backward()
         assert_equal(ours, theirs)
     expected = dict(whole.named_parameters())
     for name, parameter in pipeline.local_module.named_parameters():
@@ -134,6 +135,36 @@ def test_the_loss_of_a_transform_is_differentiated(one_rank: None) -> None:
     assert_trains_alike(
         lambda: make("a tuple"), samples(), lambda number, loss: loss * factors[number] + 1.0, virtual_pipeline_size=2
     )
+
+
+def test_gradients_are_those_of_the_sum(one_rank: None) -> None:
+    settings: dict[str, Any] = {"virtual_pipeline_size": 2, "gradient_reduction": "sum"}
+    assert_trains_alike(lambda: make("a tuple"), samples(), **settings, check_against_module="first")
+    model = make("a loss")
+    whole = copy.deepcopy(model)
+    losses = Pipeline(model, PipelineConfig(num_microbatches=SAMPLES, **settings)).train_step(
+        {"x": torch.cat([sample["x"] for sample in samples()])}
+    )
+    expected = [whole(**sample) for sample in samples()]
+    sum(expected).backward()
+    assert losses == expected
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_reduction": "max"}, r"gradient_reduction='max' must be 'mean'"),
+        (
+            {"gradient_reduction": "sum", "loss_normalization": "tokens", "count_items_fn": len},
+            r"gradient_reduction='sum' and loss_normalization='tokens' exclude each other",
+        ),
+    ],
+)
+def test_other_reductions_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineConfig(**settings).check(make("a loss"))
 
 
 def test_samples_that_do_not_count_give_zeros(one_rank: None) -> None:
