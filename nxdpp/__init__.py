@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.pipeline import Pipeline
     from nxdpp.pipeline.traced_layers import TracedLayers, trace_layers
     from nxdpp.tensor_parallel.comparison import check_tensor_parallel
+    from nxdpp.tensor_parallel.known_plan import tensor_plan
     from nxdpp.tensor_parallel.parallelize import tensor_parallelize
     from nxdpp.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
     from nxdpp.trainer.config import neuronx_distributed_config
@@ -50,6 +51,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "tensor_parallelize",
+    "tensor_plan",
     "trace_layers",
 ]
 
@@ -75,6 +77,7 @@ _MODULES = {
     "save_checkpoint": "nxdpp.trainer.checkpoint",
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
     "tensor_parallelize": "nxdpp.tensor_parallel.parallelize",
+    "tensor_plan": "nxdpp.tensor_parallel.known_plan",
     "trace_layers": "nxdpp.pipeline.traced_layers",
 }
 

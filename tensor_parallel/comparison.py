@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from nxdpp.initialization.parts import own_part
 from nxdpp.parallel_layers.collectives import all_reduce, size_of
@@ -32,8 +33,8 @@ def check_tensor_parallel(
 
     Args:
         model: not divided, with the same values on all ranks of the group; of any size that fits four times.
-        inputs: keyword arguments of its forward, the same on all ranks. With ``labels`` the loss is compared; without
-            a loss in the output, the mean square of each floating tensor in it.
+        inputs: keyword arguments of its forward, the same on all ranks; tensors may be inside dicts and lists. With
+            ``labels`` the loss is compared; without a loss in the output, the mean square of each floating tensor.
         plan: as for ``tensor_parallelize``; by default that of the model's type.
         pad_heads: as for ``tensor_parallelize``.
 
@@ -91,7 +92,7 @@ def _train(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     is_wide = next(model.parameters()).dtype == torch.float64
     model.zero_grad()
     with Float64() if is_wide else nullcontext():
-        given = {name: _as_float64(value) for name, value in inputs.items()} if is_wide else inputs
+        given = pytree.tree_map(_as_float64, dict(inputs)) if is_wide else inputs
         loss = _loss(model(**given))
         loss.backward()
     return loss.detach()

@@ -11,13 +11,13 @@ from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.tensor_parallel.adapters import adapted_plan, base_of
 from nxdpp.tensor_parallel.apply import apply_plan
-from nxdpp.tensor_parallel.compared_types import COMPARED, is_compared
+from nxdpp.tensor_parallel.compared_types import is_compared
+from nxdpp.tensor_parallel.known_plan import has_compared_plan
 from nxdpp.tensor_parallel.loss import divide_loss
 from nxdpp.tensor_parallel.own_plans import check_added, plan_of
 from nxdpp.tensor_parallel.plan import check_plan, expanded
 from nxdpp.tensor_parallel.refused_methods import refuse_methods
 from nxdpp.tensor_parallel.sequence import check_layers, check_type, divide_sequence
-from nxdpp.tensor_parallel.type_plans import PLANS
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -137,14 +137,11 @@ def checked_plan(model: nn.Module, plan: Mapping[str, str] | None) -> Mapping[st
 
 
 def _check_compared(model: nn.Module, plan: Mapping[str, str]) -> None:
-    base = base_of(model)
-    model_type = getattr(getattr(base, "config", None), "model_type", None)
-    has_own_plan = model_type in PLANS and base is model
-    if has_own_plan or type(base).__name__ in COMPARED or is_compared(type(model), plan):
+    if has_compared_plan(model, plan):
         return
     raise ValueError(
-        f"{type(base).__name__}: its tp_plan was not compared with one process (docs/tensor_models.md lists the "
-        f"types). Call check_tensor_parallel(small_model, inputs) before, or give a dict plan= of your own"
+        f"{type(base_of(model)).__name__}: its tp_plan was not compared with one process (docs/tensor_models.md lists "
+        f"the types). Call check_tensor_parallel(small_model, inputs) before, or give a dict plan= of your own"
     )
 
 

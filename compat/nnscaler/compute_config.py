@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import distributed
@@ -154,8 +154,8 @@ class ComputeConfig:
             raise RuntimeError(f"the job has {len(ranks)} units, and this ComputeConfig {self.units}")
         return ranks, group
 
-    def check_pipeline(self, stages: int, microbatches: int, scheduler: str, known: tuple[str, ...]) -> None:
-        """Raise ``ValueError`` for a pipeline that the fields do not allow. ``known`` are the schedulers."""
+    def check_pipeline(self, stages: int, microbatches: int, scheduler: str) -> None:
+        """Raise ``ValueError`` for a pipeline that the fields do not allow."""
         if not self.use_end2end:
             raise ValueError(
                 "a pipeline needs use_end2end=True: forward then takes one sample and returns the loss. Other modules "
@@ -164,11 +164,24 @@ class ComputeConfig:
         for name, value in (("pipeline_nmicros", microbatches), ("pipeline_nstages", stages)):
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ValueError(f"{name} must be a whole number above 0, not {value!r}")
-        if scheduler not in known:
-            raise ValueError(f"pipeline_scheduler must be one of {', '.join(known)}, not {scheduler!r}")
+        if self.plan_ngpus % stages and stages % self.plan_ngpus:
+            raise ValueError(f"pipeline_nstages={stages} must divide plan_ngpus={self.plan_ngpus}")
         if self.inference_only != (scheduler in INFERENCE_SCHEDULERS):
             mode = "inference_only=True needs" if self.inference_only else "training cannot use"
             raise ValueError(f"{mode} pipeline_scheduler={INFERENCE_SCHEDULERS[0]!r}; given: {scheduler!r}")
+
+    def apply_pipeline_scheduler(
+        self, graph: "Schedulable", pipeline_nstages: int, pipeline_nmicros: int, pipeline_scheduler: str
+    ) -> None:
+        """Set the pipeline of the graph of a policy function, as ``graph.schedule`` does."""
+        graph.schedule(pipeline_scheduler, pipeline_nstages, pipeline_nmicros)
+
+
+class Schedulable(Protocol):
+    """Graph of a policy function (``PolicyGraph``)."""
+
+    def schedule(self, name: str, stages: int, microbatches: int) -> None:
+        """Run ``stages`` as a pipeline."""
 
 
 def _world_size() -> int:

@@ -1,0 +1,74 @@
+"""Tensor plan of any module: its linear layers and embeddings are divided, and the results gathered.
+
+::
+
+    nn.Linear      colwise_gather_output   each rank computes some of the features
+    nn.Embedding   embedding_rowwise       each rank has some of the rows
+
+Transformers models inside the module keep the plans of their types. The plan of a module is always compared with one
+process before it is used.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nxdpp import check_tensor_parallel, parallel_state, tensor_plan
+
+
+def plan_for(module: nn.Module, ranks: int) -> dict[str, str] | None:
+    """Return a plan that divides ``module`` over ``ranks``, or ``None`` if nxdpp has one for its type.
+
+    Raises ``ValueError`` for a module of which nothing can be divided.
+    """
+    if tensor_plan(module) is not None:
+        return None
+    plan = dict(_styles(module, "", ranks))
+    if not plan:
+        raise ValueError(
+            f"{type(module).__name__} has no nn.Linear or nn.Embedding that {ranks} ranks can share: use dp with "
+            f"plan_ngpus=1, or a policy function"
+        )
+    return plan
+
+
+def compare(module: nn.Module, dummy_forward_args: Mapping[str, Any], plan: Mapping[str, str]) -> None:
+    """Compare ``module`` divided by ``plan`` with one process, in float64; collective over the tensor group.
+
+    ``module`` has its values and is not changed. Call it after ``initialize_model_parallel``, before
+    ``nxdpp.tensor_parallelize(module, plan)``.
+
+    Raises ``ValueError`` for a plan that gives other numbers, or that the module cannot run.
+    """
+    device = parallel_state.local_device()
+    args = pytree.tree_map(lambda value: _moved(value, device), dict(dummy_forward_args))
+    try:
+        check_tensor_parallel(copy.deepcopy(module).to(device), args, plan)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{type(module).__name__} cannot be divided over {parallel_state.get_tensor_model_parallel_size()} ranks: "
+            f"{error}. Use dp with plan_ngpus=1, or a policy function that gives a plan"
+        ) from error
+
+
+def _styles(module: nn.Module, prefix: str, ranks: int) -> list[tuple[str, str]]:
+    """Return names and styles of the parts of ``module`` that ``ranks`` can share."""
+    if type(module) is nn.Linear:
+        return [(prefix, "colwise_gather_output")] if module.out_features % ranks == 0 else []
+    if type(module) is nn.Embedding:
+        return [(prefix, "embedding_rowwise")] if module.num_embeddings % ranks == 0 else []
+    of_type = tensor_plan(module) if prefix else None
+    if of_type is not None:
+        return [(f"{prefix}.{pattern}", style) for pattern, style in of_type.items()]
+    found = []
+    for name, child in module.named_children():
+        found += _styles(child, f"{prefix}.{name}" if prefix else name, ranks)
+    return found
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value

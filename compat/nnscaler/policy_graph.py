@@ -1,0 +1,149 @@
+"""``PolicyGraph``: the model that a policy function divides, and the division that it has chosen."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from nxdpp import TracedLayers, trace_layers
+from nxdpp.nnscaler.compute_config import ComputeConfig
+from nxdpp.nnscaler.generic_plan import plan_for
+from nxdpp.nnscaler.schedulers import schedule_of
+from nxdpp.nnscaler.unit_layout import UnitLayout
+
+
+class PolicyGraph:
+    """Model of a policy function ``(graph, compute_config) -> graph``. The function divides it and returns it.
+
+    ::
+
+        def policy(graph, compute_config):
+            graph.divide(2)                                          # over 2 tensor-parallel ranks
+            graph.cut_after([graph.layers[1]])                       # 2 stages
+            graph.schedule("1f1b", stages=2, microbatches=4)
+            return graph                                             # plan_ngpus=4
+
+    Attributes:
+        module: the model.
+        compute_config: the configuration of ``parallelize``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dummy_forward_args: Mapping[str, Any],
+        compute_config: ComputeConfig,
+        layer_classes: Sequence[str] = (),
+    ) -> None:
+        self.module = module
+        self.compute_config = compute_config
+        self._args = dummy_forward_args
+        self._given_classes = tuple(layer_classes)
+        self._tensor = 1
+        self._plan: Mapping[str, str] | None = None
+        self._cuts: tuple[str, ...] | None = None
+        self._pipeline: tuple[str, int, int] | None = None
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers in the order of execution. A cut falls after one of them."""
+        return self._traced[0].names
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes of the traced graph in the order of execution."""
+        return self._traced[0].nodes
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Work of each layer for one sample, in FLOPs of the roofline model, and of the ``head`` if it has any."""
+        return {cost.layer: cost.work for cost in self._traced[0].costs}
+
+    def divide(self, ranks: int, plan: Mapping[str, str] | None = None) -> None:
+        """Share each layer among ``ranks``.
+
+        Args:
+            ranks: number of tensor-parallel ranks, a divisor of ``plan_ngpus``.
+            plan: styles as for ``nxdpp.tensor_parallelize``. By default that of the model's type, or a generic one.
+
+        Raises:
+            ValueError: for a number that does not divide, and for a module without a part that can be divided.
+        """
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or self.compute_config.plan_ngpus % ranks:
+            raise ValueError(f"divide({ranks!r}) needs a divisor of plan_ngpus={self.compute_config.plan_ngpus}")
+        self._tensor = ranks
+        self._plan = dict(plan) if plan is not None else plan_for(self.module, ranks) if ranks > 1 else None
+
+    def cut_after(self, names: Sequence[str]) -> None:
+        """Cut after the layers ``names``. By default the stages of ``schedule`` have even sizes.
+
+        Raises ``ValueError`` for a name that is no layer.
+        """
+        if isinstance(names, str):
+            raise TypeError(f"cut_after takes a list of layers, not {names!r}")
+        if unknown := [name for name in names if name not in self.layers]:
+            raise ValueError(f"cut_after: {', '.join(unknown)} are no layers. The layers are {', '.join(self.layers)}")
+        self._cuts = tuple(names)
+
+    def schedule(self, name: str, stages: int, microbatches: int) -> None:
+        """Run ``stages`` as a pipeline by the scheduler ``name``, with ``microbatches`` samples in a step."""
+        self._pipeline = (name, stages, microbatches)
+
+    def layout(self) -> UnitLayout:
+        """Return the division as a layout of the unit.
+
+        Raises ``ValueError`` for a division that leaves ranks without work, and for a pipeline that cannot run.
+        """
+        ranks = self.compute_config.plan_ngpus // self._tensor
+        if self._pipeline is None:
+            if self._cuts:
+                raise ValueError("the policy cuts the model and gives no schedule: call graph.schedule")
+            if ranks > 1:
+                raise ValueError(
+                    f"the policy uses {self._tensor} of plan_ngpus={self.compute_config.plan_ngpus} ranks of a unit: "
+                    f"divide the rest by graph.divide or graph.schedule, or give plan_ngpus={self._tensor}"
+                )
+            return UnitLayout(tensor=self._tensor, plan=self._plan)
+        scheduler, stages, microbatches = self._pipeline
+        schedule, chunks = schedule_of(self.compute_config, scheduler, ranks, stages, microbatches)
+        return UnitLayout(
+            tensor=self._tensor,
+            pipeline=ranks,
+            chunks=chunks,
+            schedule=schedule,
+            microbatches=microbatches,
+            cuts=self._cuts_for(stages),
+            layer_classes=self._traced[1] if stages > 1 else (),
+            plan=self._plan,
+        )
+
+    def _cuts_for(self, stages: int) -> tuple[str, ...]:
+        if self._cuts is not None:
+            if len(self._cuts) != stages - 1:
+                raise ValueError(f"{stages} stages need {stages - 1} cuts; the policy gives {len(self._cuts)}")
+            return self._cuts
+        if stages == 1:
+            return ()
+        if len(self.layers) < stages and not self._given_classes:
+            self.__dict__["_traced"] = self._leaves()
+        return tuple(self._traced[0].even_cuts(stages))
+
+    @cached_property
+    def _traced(self) -> tuple[TracedLayers, tuple[str, ...]]:
+        """The layers, and the names of their classes where nxdpp would not take them by itself."""
+        if self._given_classes:
+            return trace_layers(self.module, self._args, transformer_layer_cls=self._given_classes), self._given_classes
+        try:
+            return trace_layers(self.module, self._args), ()
+        except ValueError as error:
+            try:
+                return self._leaves()
+            except ValueError:
+                raise error from None
+
+    def _leaves(self) -> tuple[TracedLayers, tuple[str, ...]]:
+        """Layers of a model without transformer layers: each module with parameters and without children."""
+        leaves = (part for part in self.module.modules() if not [*part.children()] and [*part.parameters()])
+        classes = tuple(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
+        return trace_layers(self.module, self._args, transformer_layer_cls=list(classes)), classes

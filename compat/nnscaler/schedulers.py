@@ -1,0 +1,43 @@
+"""Schedulers of nnScaler as schedules of nxdpp."""
+
+from nxdpp import PipelineConfig
+from nxdpp.nnscaler.compute_config import ComputeConfig
+
+_THEIRS = {"1f1b": "1f1b", "gpipe": "gpipe", "1f1b_interleaved": "interleaved", "infer_pipe": "1f1b"}
+_REFUSED = {
+    "1f1b_plus": "puts some stages on all ranks",
+    "chimera_direct": "runs microbatches through the stages in two directions",
+}
+
+
+def schedule_of(
+    compute_config: ComputeConfig, scheduler: str, ranks: int, stages: int, microbatches: int
+) -> tuple[str, int]:
+    """Return the schedule and the number of stages a rank of ``scheduler``.
+
+    Raises ``ValueError`` for a pipeline that ``compute_config`` or the schedule does not allow.
+    """
+    if scheduler in _REFUSED:
+        raise ValueError(f'pipeline_scheduler={scheduler!r} {_REFUSED[scheduler]}, which nxdpp does not: use "1f1b"')
+    compute_config.check_pipeline(stages, microbatches, scheduler)
+    if stages % ranks:
+        raise ValueError(f"pipeline_nstages={stages} must be a multiple of the {ranks} ranks of the pipeline (pp_size)")
+    chunks = stages // ranks
+    name = _THEIRS.get(scheduler, scheduler)
+    if name == "interleaved" and chunks == 1:
+        name = "1f1b"
+    try:
+        chosen = PipelineConfig(microbatches, chunks, name).choose_schedule(ranks)
+    except ValueError as error:
+        theirs = ", ".join((*_THEIRS, *_REFUSED))
+        raise ValueError(
+            f"pipeline_scheduler={scheduler!r} with {stages} stages on {ranks} ranks: {error} nnScaler's names are "
+            f"{theirs}"
+        ) from error
+    if chosen.placement.chunks != chunks:
+        needed = chosen.placement.chunks * ranks
+        raise ValueError(
+            f"pipeline_scheduler={scheduler!r} has {chosen.placement.chunks} stages a rank: give "
+            f"pipeline_nstages={needed} for {ranks} ranks, not {stages}"
+        )
+    return name, chunks

@@ -1,0 +1,54 @@
+"""``UnitLayout``: the parallelism inside a unit. Policies make it, saved plans keep it, and parallel modules run it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """Division of a module over the ranks of a unit, ``tensor * pipeline`` of them.
+
+    Attributes:
+        tensor: number of ranks that share each layer.
+        pipeline: number of ranks of the pipeline.
+        chunks: number of stages of each rank of the pipeline.
+        schedule: schedule of the pipeline by nxdpp's name. ``None`` without a pipeline.
+        microbatches: number of samples of a step. ``None`` without a pipeline: any number.
+        cuts: names of the layers after which to cut, one fewer than stages.
+        layer_classes: names of the classes of these layers. Empty for those that nxdpp finds by itself.
+        plan: styles of ``nxdpp.tensor_parallelize`` by name pattern, which ``generic_plan.compare`` compares with one
+            process. ``None`` for the module's own plan.
+        checkpoint: recompute the layers in the backward.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    schedule: str | None = None
+    microbatches: int | None = None
+    cuts: tuple[str, ...] = ()
+    layer_classes: tuple[str, ...] = ()
+    plan: Mapping[str, str] | None = None
+    checkpoint: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the unit."""
+        return self.tensor * self.pipeline
+
+    @property
+    def is_pipeline(self) -> bool:
+        """``True`` for a layout with several stages."""
+        return self.pipeline * self.chunks > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of JSON."""
+        fields = asdict(self)
+        return {**fields, "cuts": list(self.cuts), "layer_classes": list(self.layer_classes)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the layout of ``to_dict``. Raises ``TypeError`` and ``KeyError`` for another content."""
+        lists = {name: tuple(fields[name]) for name in ("cuts", "layer_classes")}
+        return cls(**{**fields, **lists})
