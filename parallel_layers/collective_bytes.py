@@ -17,10 +17,11 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class SentBytes:
-    """Sum of the bytes that this rank sends, at least, in collectives of its tensor groups."""
+    """Sum of the bytes that this rank sends, at least, in collectives of its tensor groups, and their number."""
 
     def __init__(self) -> None:
         self.total = 0.0
+        self.count = 0
 
 
 _counters: list[SentBytes] = []
@@ -35,6 +36,7 @@ def note_collective(kind: Kind, whole: int, ranks: int) -> None:
     """Count a collective; for the functions that run one."""
     for counter in _counters:
         counter.total += least_sent(kind, whole, ranks)
+        counter.count += 1
 
 
 @contextmanager

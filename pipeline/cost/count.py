@@ -17,8 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxdpp.parallel_layers.collective_bytes import sent_bytes
+from nxdpp.pipeline.cost.node_parts import CountedParts, NodeParts, count_parts
 from nxdpp.pipeline.cost.roofline import FLOP_FORMULAS, WorkCounter, accumulation_work, machine_balance
-from nxdpp.pipeline.cost.run_node import NodeRun, backward, cost_key, initial_value, map_tensors, run_of, tensors_in
+from nxdpp.pipeline.cost.run_node import (
+    NodeRun,
+    backward,
+    cost_key,
+    detached,
+    initial_value,
+    map_tensors,
+    run_of,
+    tensors_in,
+)
 from nxdpp.tracing import listings
 from nxdpp.tracing.fake_copies import FakeCopies
 from nxdpp.tracing.function_caches import uncached_functions, without_caches
@@ -41,6 +51,7 @@ class NodeCost:
         tensor_bytes: the least that a rank sends in its tensor group, in forward and backward.
         output_bytes, output_tensors: size of the value, as another stage would receive it.
         estimated: True if the counts are estimated from the parameters, because the node cannot run on fake tensors.
+        parts: its cost in parts, where they are counted.
     """
 
     forward: float = 0
@@ -52,10 +63,15 @@ class NodeCost:
     output_bytes: int = 0
     output_tensors: int = 0
     estimated: bool = False
+    parts: NodeParts | None = None
 
 
 def count_costs(
-    traced: TracedGraph, root: nn.Module, inputs: Mapping[str, Any], device: torch.device = _ACCELERATOR
+    traced: TracedGraph,
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    device: torch.device = _ACCELERATOR,
+    parts: CountedParts | None = None,
 ) -> dict[fx.Node, NodeCost]:
     """Return the cost of each node of ``traced`` for one microbatch.
 
@@ -67,9 +83,11 @@ def count_costs(
         root: the model. It is not changed. Its parameters may be on the meta device.
         inputs: values of the graph's inputs. Only shapes and dtypes of tensors are read.
         device: the type of device whose ratio of FLOPs to bytes ``work`` assumes.
+        parts: counts ``NodeCost.parts`` too. Its ratio of FLOPs to bytes takes the place of that of ``device``.
     """
     dtype = next((p.dtype for p in listings.parameters(root) if p.is_floating_point()), torch.float32)
-    return _Counter(root, machine_balance(device, dtype)).run(traced, inputs)
+    balance = machine_balance(device, dtype) if parts is None else parts.balance
+    return _Counter(root, balance, parts).run(traced, inputs)
 
 
 # Value and cost of a node, and the positions of the tensors among its arguments that autograd saves.
@@ -82,9 +100,10 @@ class _Counter:
     Values stay until the end of the pass: their memory identifies them in ``saved_values``.
     """
 
-    def __init__(self, root: nn.Module, balance: float) -> None:
+    def __init__(self, root: nn.Module, balance: float, parts: CountedParts | None) -> None:
         self._root = root
         self._balance = balance
+        self._parts = parts
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._copies = FakeCopies()
         self._values: dict[fx.Node, Any] = {}
@@ -130,13 +149,21 @@ class _Counter:
 
     def _count(self, run: NodeRun) -> _Counted:
         with suppress(Exception):
-            return _count(run, self._balance)
+            value, cost, saved = _count(run, self._balance)
+            return value, self._with_parts(run, cost), saved
         if run.module is not None and next(listings.parameters(run.module), None) is not None:
-            return _estimate(run, self._balance)
+            value, cost, saved = _estimate(run, self._balance)
+            return value, replace(cost, parts=_estimated_parts(cost)), saved
         # Autograd refuses a change in place of a leaf.
         with suppress(Exception), torch.no_grad():
             return run.forward(), NodeCost(), []
         return self._run_on_zeros(run), NodeCost(), []
+
+    def _with_parts(self, run: NodeRun, cost: NodeCost) -> NodeCost:
+        if self._parts is None:
+            return cost
+        args, kwargs = map_tensors(detached, (run.args, run.kwargs))
+        return replace(cost, parts=count_parts(replace(run, args=args, kwargs=kwargs), self._parts))
 
     def _run_on_zeros(self, run: NodeRun) -> Any:
         """Return the value of a node without parameters whose forward reads its data."""
@@ -209,6 +236,12 @@ def _estimate(run: NodeRun, balance: float) -> _Counted:
     saved_bytes = tokens * widths * states.element_size()
     work = 3 * forward + accumulation_work(run.module, balance)
     return value, NodeCost(forward, 2 * forward, work, saved_bytes, estimated=True), [position]
+
+
+def _estimated_parts(cost: NodeCost) -> NodeParts:
+    """Return equal parts of an estimated cost. Temporary tensors take as much as the saved ones."""
+    third = cost.work / 3
+    return NodeParts(third, third, third, 2 * cost.saved_bytes, 2 * cost.saved_bytes, cost.saved_bytes)
 
 
 def _memory(tensor: torch.Tensor) -> int:

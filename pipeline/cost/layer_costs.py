@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from nxdpp.pipeline.cost.count import NodeCost
-from nxdpp.pipeline.partition.assignment import assign_layers, assign_nodes, parameter_owners
+from nxdpp.pipeline.partition.assignment import Owners, assign_layers, assign_nodes, parameter_owners
 from nxdpp.pipeline.partition.balance import LayerCost
 from nxdpp.tracing import listings
 from nxdpp.tracing.trace import TracedGraph
@@ -65,15 +65,9 @@ def layer_costs(
     from the inputs alone run on every stage and belong to no layer. ``work`` has the unit of ``node_costs``.
     ``sharded_over`` is that of ``state_bytes``.
     """
-    names = [*traced.layers, "head"]
-    assigned = assign_nodes(traced, root, {layer: index for index, layer in enumerate(traced.layers)}, len(names))
-    owners = parameter_owners(assigned, root)
-    if not any(len(traced.layers) in held for held in owners.values()):
-        names.pop()
-        assigned = assign_layers(traced, root, traced.layers)
-        owners = parameter_owners(assigned, root)
+    names, assigned, owners = layers_and_head(traced, root)
     parameters = dict(listings.named_parameters(root, remove_duplicate=False))
-    shared = _shared(traced, assigned)
+    shared = shared_names(traced, assigned)
     found = []
     for index, name in enumerate(names):
         nodes = [node for node, layer in assigned.items() if layer == index]
@@ -82,6 +76,18 @@ def layer_costs(
         work = sum(node_costs[node].work for node in nodes)
         found.append(LayerCost(name, work, state, activation_bytes(nodes, node_costs, traced, shared)))
     return found
+
+
+def layers_and_head(traced: TracedGraph, root: nn.Module) -> tuple[list[str], dict[fx.Node, int], Owners]:
+    """Return the names of ``layer_costs``, the number of the layer of each node, and the layers of each parameter."""
+    names = [*traced.layers, "head"]
+    assigned = assign_nodes(traced, root, {layer: index for index, layer in enumerate(traced.layers)}, len(names))
+    owners = parameter_owners(assigned, root)
+    if not any(len(traced.layers) in held for held in owners.values()):
+        names.pop()
+        assigned = assign_layers(traced, root, traced.layers)
+        owners = parameter_owners(assigned, root)
+    return names, assigned, owners
 
 
 def activation_bytes(
@@ -104,7 +110,7 @@ def shared_bytes(traced: TracedGraph, root: nn.Module, node_costs: Mapping[fx.No
     """Return the bytes of values of no layer that a stage keeps of one microbatch: masks, rotary tables, inputs."""
     assigned = assign_layers(traced, root, traced.layers)
     everything = activation_bytes(assigned, node_costs, traced)
-    return everything - activation_bytes(assigned, node_costs, traced, _shared(traced, assigned))
+    return everything - activation_bytes(assigned, node_costs, traced, shared_names(traced, assigned))
 
 
 def _sharded_state(parameter: nn.Parameter) -> int:
@@ -114,5 +120,6 @@ def _sharded_state(parameter: nn.Parameter) -> int:
     return parameter.numel() * (_MOMENTS * max(size, _MASTER_BYTES) + master)
 
 
-def _shared(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> set[str]:
+def shared_names(traced: TracedGraph, assigned: Mapping[fx.Node, int]) -> set[str]:
+    """Return the names of the nodes that no layer has."""
     return {node.name for node in traced.graph.nodes if node not in assigned}

@@ -48,20 +48,23 @@ class WorkCounter(TorchDispatchMode):
     Args:
         flops: counts the FLOPs of the same operations. The caller enters it before this mode.
         balance: FLOPs for each byte.
+        least: work of each operation that moves bytes, beside its own.
     """
 
-    def __init__(self, flops: FlopCounterMode, balance: float) -> None:
+    def __init__(self, flops: FlopCounterMode, balance: float, least: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = 0.0
         self._flops = flops
         self._balance = balance
+        self._least = least
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` and add its work."""
         before = self._flops.get_total_flops()
         result = func(*args, **(kwargs or {}))
         flops = self._flops.get_total_flops() - before
-        self.work += max(flops, self._balance * _bytes_moved(func, (args, kwargs), result))
+        moved = _bytes_moved(func, (args, kwargs), result)
+        self.work += max(flops, self._balance * moved) + (self._least if moved else 0.0)
         return result
 
 

@@ -38,6 +38,11 @@ def transport_bytes(
     """
     if device.type != "cuda":
         return 0
-    layers = [node for node in node_costs if node.op == "call_module" and node.target in traced.layers]
-    message = max((node_costs[node].output_bytes for node in layers), default=0)
+    message = largest_message(traced, node_costs)
     return communicators(ranks, replicas, tensor) * COMMUNICATOR_BYTES + MESSAGES_HELD * message
+
+
+def largest_message(traced: TracedGraph, node_costs: Mapping[fx.Node, NodeCost]) -> int:
+    """Return the bytes of the largest value that a layer sends to another stage."""
+    layers = [node for node in node_costs if node.op == "call_module" and node.target in traced.layers]
+    return max((node_costs[node].output_bytes for node in layers), default=0)

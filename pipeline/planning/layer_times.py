@@ -1,0 +1,294 @@
+"""Seconds and bytes of each layer of a model, for a tensor-parallel size and a number of samples.
+
+Layers are counted on the meta device for a few numbers of samples. All terms are affine in that number but for the
+roofline's maximum, so others are interpolated.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nxdpp.pipeline.cost.count import NodeCost, count_costs
+from nxdpp.pipeline.cost.layer_costs import activation_bytes, layers_and_head, shared_bytes, shared_names, state_bytes
+from nxdpp.pipeline.cost.node_parts import CountedParts, NodeParts
+from nxdpp.pipeline.cost.transport_bytes import largest_message
+from nxdpp.pipeline.planning.dimensions import Dimensions, divided
+from nxdpp.pipeline.planning.job import Job
+from nxdpp.pipeline.planning.machine import Machine
+from nxdpp.tracing import listings
+from nxdpp.tracing.layers import find_layer_classes
+from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
+
+# The average over replicas copies gradients into buckets of this size; larger ones are sent from their memory.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """A layer with the nodes before it, or the head, for one microbatch on one rank.
+
+    Attributes:
+        layer: name of the layer.
+        forward, input_gradient, weight_gradient: seconds of computation.
+        forward_tensor, backward_tensor: seconds of collectives of the tensor group.
+        tensor_bytes: bytes that a rank sends in them.
+        held: bytes that the layer keeps for its backward.
+        kept: bytes that it keeps between input-gradient and weight-gradient.
+        taken: bytes of its input, which it keeps if its forward is recomputed.
+        forward_extra, backward_extra: the most bytes beside those held, while it runs.
+        sent: bytes that go to the next stage after a cut behind it.
+        parameters, weights, gradients, optimizer: number of parameters, and bytes; AdamW's state without ZeRO-1.
+        sharded: bytes of the state of all replicas together, with ZeRO-1.
+        largest: bytes of the largest parameter.
+        copied: bytes of gradients that the average over replicas copies into buckets.
+        is_layer: False for the head. Checkpoints are of layers.
+    """
+
+    layer: str
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    forward_tensor: float
+    backward_tensor: float
+    tensor_bytes: float
+    held: float
+    kept: float
+    taken: float
+    forward_extra: float
+    backward_extra: float
+    sent: float
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    sharded: int
+    largest: int
+    copied: int
+    is_layer: bool = True
+
+    def plus(self, other: "LayerTimes", share: float) -> "LayerTimes":
+        """Return this + ``share`` * (``other`` - this), field by field."""
+        changed = {
+            field.name: getattr(self, field.name) + share * (getattr(other, field.name) - getattr(self, field.name))
+            for field in fields(self)
+            if field.type is float
+        }
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """All layers, and values of no layer.
+
+    Attributes:
+        layers: each layer in order, then the head if it has parameters.
+        shared: bytes of values of no layer that each stage keeps of a microbatch: masks, rotary tables, inputs.
+        shared_forward: seconds in which each stage computes them.
+        message: bytes of the largest message between stages.
+        estimated: True if some costs are estimated from the parameters.
+    """
+
+    layers: list[LayerTimes]
+    shared: float
+    shared_forward: float
+    message: float
+    estimated: bool
+    tied: list["TiedState"]
+
+
+@dataclass(frozen=True)
+class TiedState:
+    """A parameter that several layers have: those layers by number, and what each of them counts."""
+
+    layers: tuple[int, ...]
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    sharded: int
+
+
+class ModelCosts:
+    """Costs of a model for each layout, counted when asked for.
+
+    Args:
+        model: the model, not divided. It is not changed, and may be on the meta device.
+        machine: gives the speed.
+        job: gives the inputs.
+
+    Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
+    cannot be traced.
+    """
+
+    def __init__(self, model: nn.Module, machine: Machine, job: Job) -> None:
+        self.machine = machine
+        self.job = job
+        self._model = model
+        self.dtype = next((p.dtype for p in listings.parameters(model) if p.is_floating_point()), torch.float32)
+        self._counted: dict[tuple[int, bool, int], CountedModel] = {}
+        self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}
+
+    def of(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        """Return the costs for a tensor-parallel size and ``microbatch`` samples."""
+        key = (tensor, sequence, microbatch)
+        if key not in self._interpolated:
+            self._interpolated[key] = self._interpolate(*key)
+        return self._interpolated[key]
+
+    def _interpolate(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        below = 1 << (microbatch.bit_length() - 1)
+        one = self._count(tensor, sequence, below)
+        if below == microbatch:
+            return one
+        two, share = self._count(tensor, sequence, 2 * below), microbatch / below - 1
+        layers = [a.plus(b, share) for a, b in zip(one.layers, two.layers, strict=True)]
+        return replace(
+            one,
+            layers=layers,
+            shared=one.shared + share * (two.shared - one.shared),
+            shared_forward=one.shared_forward + share * (two.shared_forward - one.shared_forward),
+            message=one.message + share * (two.message - one.message),
+        )
+
+    def _count(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        key = (tensor, sequence, microbatch)
+        if key not in self._counted:
+            self._counted[key] = self._counted_now(Dimensions(tensor, sequence=sequence), microbatch)
+        return self._counted[key]
+
+    def _counted_now(self, sizes: Dimensions, microbatch: int) -> CountedModel:
+        inputs = self.job.inputs(microbatch)
+        sizes.check_length(inputs)
+        device = self.machine.device
+        speed = device.flops(self.dtype)
+        how = CountedParts(device.balance(self.dtype), device.operation_seconds * speed)
+        model = _on_meta(self._model) if sizes.tensor > 1 else self._model
+        with divided(model, sizes):
+            options = TracingOptions(find_layer_classes(model, None))
+            traced = trace_for(model, inputs, options)
+            costs = count_costs(traced, model, inputs, parts=how)
+        link = self.machine.link_of(sizes.tensor, 1)
+
+        def collective_seconds(sent: float, count: float) -> float:
+            return sent / link.bytes_per_second + count * link.latency
+
+        layers, tied = _layers(traced, model, costs, speed, collective_seconds)
+        nowhere = shared_names(traced, layers_and_head(traced, model)[1])
+        of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
+        estimated = any(cost.estimated for cost in costs.values())
+        shared = shared_bytes(traced, model, costs)
+        return CountedModel(layers, shared, of_none / speed, largest_message(traced, costs), estimated, tied)
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Copy ``model`` to the meta device, with its ties."""
+    memo: dict[int, Any] = {}
+    for tensor in (*listings.parameters(model), *listings.buffers(model)):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _layers(
+    traced: TracedGraph,
+    root: nn.Module,
+    costs: Mapping[fx.Node, NodeCost],
+    speed: float,
+    collective_seconds: Callable[[float, float], float],
+) -> tuple[list[LayerTimes], list[TiedState]]:
+    names, assigned, owners = layers_and_head(traced, root)
+    parameters = dict(listings.named_parameters(root, remove_duplicate=False))
+    shared = shared_names(traced, assigned)
+    by_layer: list[list[fx.Node]] = [[] for _ in names]
+    for node in traced.graph.nodes:
+        if node in assigned:
+            by_layer[assigned[node]].append(node)
+    found: list[LayerTimes] = []
+    for index, name in enumerate(names):
+        nodes = by_layer[index]
+        held_here = [parameters[parameter] for parameter, held in owners.items() if index in held]
+        state, sharded = state_bytes(held_here), state_bytes(held_here, 1)
+        parts = [costs[node].parts or NodeParts() for node in nodes]
+        held = activation_bytes(nodes, costs, traced, shared)
+        forward_peak, backward_peak = _peaks(nodes, costs, parts)
+        sent = _sent_bytes(nodes, assigned, costs, index)
+        forward_sent = sum(part.forward_sent for part in parts)
+        backward_sent = sum(part.backward_sent for part in parts)
+        found.append(
+            LayerTimes(
+                layer=name,
+                forward=sum(part.forward for part in parts) / speed,
+                input_gradient=sum(part.input_gradient for part in parts) / speed,
+                weight_gradient=sum(part.weight_gradient for part in parts) / speed,
+                forward_tensor=collective_seconds(forward_sent, sum(part.forward_collectives for part in parts)),
+                backward_tensor=collective_seconds(backward_sent, sum(part.backward_collectives for part in parts)),
+                tensor_bytes=forward_sent + backward_sent,
+                held=held,
+                kept=sum(part.kept for part in parts),
+                taken=found[-1].sent if found else sent,
+                forward_extra=max(forward_peak - held, 0.0),
+                backward_extra=max(backward_peak - held, 0.0),
+                sent=sent,
+                parameters=state.parameters,
+                weights=state.weights,
+                gradients=state.gradients,
+                optimizer=state.optimizer,
+                sharded=sharded.optimizer,
+                largest=max(map(_bytes, held_here), default=0),
+                copied=sum(_bytes(each) for each in held_here if each.requires_grad and _bytes(each) < BUCKET_BYTES),
+                is_layer=name in traced.layers,
+            )
+        )
+    return found, _tied(parameters, owners)
+
+
+def _tied(parameters: Mapping[str, nn.Parameter], owners: Mapping[str, set[int]]) -> list[TiedState]:
+    held: dict[int, set[int]] = {}
+    for name, layers in owners.items():
+        if name in parameters:
+            held.setdefault(id(parameters[name]), set()).update(layers)
+    by_identity = {id(parameter): parameter for parameter in parameters.values()}
+    found = []
+    for identity, layers in held.items():
+        if len(layers) > 1:
+            own = [by_identity[identity]]
+            state = state_bytes(own)
+            sizes = (state.parameters, state.weights, state.gradients, state.optimizer)
+            found.append(TiedState(tuple(sorted(layers)), *sizes, state_bytes(own, 1).optimizer))
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _peaks(
+    nodes: Sequence[fx.Node], costs: Mapping[fx.Node, NodeCost], parts: Sequence[NodeParts]
+) -> tuple[float, float]:
+    """Return the most bytes of forward and backward of ``nodes``: those of one, and what the ones before it hold."""
+    forward = backward = before = 0
+    seen: set[str] = set()
+    outputs = {node.name: costs[node].output_bytes for node in nodes}
+    for node, part in zip(nodes, parts, strict=True):
+        cost = costs[node]
+        for name in cost.saved_values:
+            if name in outputs and name not in seen:
+                seen.add(name)
+                before += outputs[name]
+        forward = max(forward, before + part.forward_live)
+        backward = max(backward, before + part.backward_live)
+        before += cost.saved_bytes
+    return forward, backward
+
+
+def _sent_bytes(
+    nodes: Sequence[fx.Node], assigned: Mapping[fx.Node, int], costs: Mapping[fx.Node, NodeCost], layer: int
+) -> float:
+    """Return the bytes of values of ``nodes`` that later layers read."""
+    return sum(
+        costs[node].output_bytes for node in nodes if any(assigned.get(user, layer) > layer for user in node.users)
+    )

@@ -1,0 +1,124 @@
+"""Layout of a job over its devices: sizes of the dimensions, the schedule, and switches."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from nxdpp.pipeline.planning.dimensions import Dimensions
+from nxdpp.schedules.families.registry import FAMILIES, find_family
+
+# More stages a rank hardly make a bubble smaller, and each has messages of its own.
+_MOST_CHUNKS = 8
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """One way to place a job on devices. Their number is ``tensor * pipeline * data``.
+
+    Attributes:
+        tensor: ranks that share each layer.
+        pipeline: ranks of a pipeline.
+        data: replicas.
+        chunks: stages of a rank.
+        schedule: name of a family.
+        microbatch: samples of a microbatch.
+        checkpoint: layers recompute their forward in the backward.
+        zero1: the replicas share the optimizer state.
+        sequence: the tensor group divides the sequence between linear layers.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    microbatch: int = 1
+    checkpoint: bool = False
+    zero1: bool = False
+    sequence: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.pipeline * self.chunks
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Sizes beside that of the pipeline."""
+        return Dimensions(self.tensor, self.data, self.zero1, self.sequence)
+
+    def microbatches(self, global_batch: int) -> int:
+        """Return the number of microbatches of a replica in a step.
+
+        Raises ``ValueError`` for a batch that does not divide into them.
+        """
+        each = self.data * self.microbatch
+        if global_batch % each:
+            raise ValueError(
+                f"a global batch of {global_batch} does not divide over {self.data} replicas in microbatches of "
+                f"{self.microbatch}: give a multiple of {each}."
+            )
+        return global_batch // each
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a schedule that does not exist or does not have these chunks."""
+        find_family(self.schedule).placement(self.pipeline, self.chunks)
+
+
+def layouts_of(
+    devices: int,
+    devices_per_host: int,
+    global_batch: int,
+    layers: int,
+    tensors: Iterable[int],
+    fixed: Mapping[str, Any],
+) -> Iterator[Layout]:
+    """Give all layouts of ``devices`` devices, those of one rank a pipeline with one schedule.
+
+    Args:
+        devices: number of devices.
+        devices_per_host: a tensor group stays on one host.
+        global_batch: samples of a step.
+        layers: number of layers that a stage can have one of, the head included.
+        tensors: tensor-parallel sizes that the model divides into.
+        fixed: values of fields of ``Layout`` that all have.
+    """
+    for tensor in tensors:
+        if devices % tensor or devices_per_host % tensor:
+            continue
+        for pipeline in divisors(devices // tensor):
+            data = devices // tensor // pipeline
+            if pipeline > layers or global_batch % data:
+                continue
+            switches = product(
+                (False, True), (False, True) if data > 1 else (False,), (False, True) if tensor > 1 else (False,)
+            )
+            for (checkpoint, zero1, sequence), microbatch, (schedule, chunks) in product(
+                switches, divisors(global_batch // data), schedules_of(pipeline, layers)
+            ):
+                layout = Layout(tensor, pipeline, data, chunks, schedule, microbatch, checkpoint, zero1, sequence)
+                if all(getattr(layout, name) == value for name, value in fixed.items()):
+                    yield layout
+
+
+def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
+    """Return the names of all families with each number of chunks that ``layers`` allow."""
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    found = []
+    for family in FAMILIES.values():
+        # One chunk of interleaved 1F1B is 1F1B; its like hold for each family with any number of chunks.
+        counts = range(2, _MOST_CHUNKS + 1) if family.any_chunks else (family.default_chunks,)
+        found += [(family.name, chunks) for chunks in counts if pipeline * chunks <= layers]
+    return found
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number`` in order."""
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,150 @@
+"""Prediction of a layout: seconds of a step, memory of each rank, bubble and bytes, and the part that limits it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nxdpp.parallel_layers.collective_bytes import least_sent
+from nxdpp.pipeline.planning.layer_times import CountedModel, ModelCosts
+from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.pipeline.planning.rank_memory import RankMemory, activation_peak, rank_memory
+from nxdpp.pipeline.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
+from nxdpp.pipeline.planning.step_times import RankTimes, built, step_times
+from nxdpp.schedules.families.registry import find_family
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Bytes that a rank sends in a step, at least; of the rank that sends the most.
+
+    Attributes:
+        tensor: in its tensor group.
+        pipeline: to the stages before and behind.
+        data: to other replicas.
+    """
+
+    tensor: float
+    pipeline: float
+    data: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Figures of a layout.
+
+    Attributes:
+        layout: the layout.
+        cuts: names of the layers after which the model is cut.
+        microbatches: number of microbatches of a replica in a step.
+        times: of each pipeline rank.
+        memory: of each pipeline rank.
+        sent: bytes of a step.
+        estimated: True if costs of some layers are estimated from their parameters.
+    """
+
+    layout: Layout
+    cuts: list[str]
+    microbatches: int
+    times: list[RankTimes]
+    memory: list[RankMemory]
+    sent: SentBytes
+    estimated: bool = False
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step, with the optimizer."""
+        return max(rank.total for rank in self.times)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Peak memory of the rank that needs the most."""
+        return max(rank.total for rank in self.memory)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the schedule's time in which ranks wait, the mean of all ranks."""
+        shares = [rank.bubble / (rank.compute + rank.tensor + rank.bubble) for rank in self.times]
+        return sum(shares) / len(shares)
+
+    @property
+    def limited_by(self) -> str:
+        """The largest parts of the slowest rank's step, with their shares."""
+        number = max(range(len(self.times)), key=lambda rank: self.times[rank].compute)
+        slowest = self.times[number]
+        parts = {
+            f"compute of rank {number}" if len(self.times) > 1 else "compute": slowest.compute,
+            "tensor collectives": slowest.tensor,
+            "bubble": slowest.bubble,
+            "ZeRO-1 exchange" if self.layout.zero1 else "average": slowest.average,
+            "optimizer": slowest.optimizer,
+        }
+        shares = sorted(((seconds / slowest.total, name) for name, seconds in parts.items()), reverse=True)
+        return ", ".join(f"{name} {share:.0%}" for share, name in shares[:2] if share >= 0.01)
+
+
+def predict(costs: ModelCosts, layout: Layout, ends: Sequence[int] | None = None) -> Prediction:
+    """Predict ``layout`` on the machine, and for the job, of ``costs``.
+
+    Args:
+        costs: costs of the model.
+        layout: the layout.
+        ends: number of layers up to the end of each stage. By default those with the least work of the slowest stage.
+
+    Raises:
+        ValueError: for a layout that does not fit the model, the batch or the devices.
+    """
+    machine = costs.machine
+    if layout.devices != machine.devices:
+        raise ValueError(
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} are {layout.devices} devices, "
+            f"and the machine has {machine.devices}."
+        )
+    layout.check()
+    microbatches = layout.microbatches(costs.job.global_batch)
+    model = costs.of(layout.tensor, layout.sequence, layout.microbatch)
+    ends = list(ends) if ends is not None else stage_ends(model, layout.stages, layout.checkpoint)
+    stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
+    states, gradients = states_of(model, layout, stages)
+    times = step_times(machine, layout, microbatches, stages, states, gradients, costs.dtype.itemsize)
+    schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    memory = []
+    for rank, actions in enumerate(schedule):
+        own = {stage: gradients[stage] for stage in placement.stages_of(rank)}
+        peak = activation_peak(actions, stages, own)
+        memory.append(rank_memory(layout, states[rank], peak, machine.device.kind, costs.dtype.itemsize, model.message))
+    cuts = [model.layers[end - 1].layer for end in ends[:-1]]
+    sent = _sent(layout, microbatches, stages, states)
+    return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
+
+
+def states_of(
+    model: CountedModel, layout: Layout, stages: Sequence[StageCosts]
+) -> tuple[list[RankState], dict[int, float]]:
+    """Return the state of each pipeline rank, and the bytes of the gradients of each stage."""
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    states = [
+        rank_state(model, [stages[stage] for stage in placement.stages_of(rank)]) for rank in range(layout.pipeline)
+    ]
+    gradients = {
+        number: float(sum(layer.gradients for layer in model.layers[stage.first : stage.end]))
+        for number, stage in enumerate(stages)
+    }
+    return states, gradients
+
+
+def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], states: Sequence[RankState]) -> SentBytes:
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    tensor, between, data = [], [], []
+    for rank, state in enumerate(states):
+        own = placement.stages_of(rank)
+        tensor.append(microbatches * sum(stages[stage].tensor_bytes for stage in own))
+        # Activations go to the next stage, gradients as large as the activations to the one before.
+        messages = 0.0
+        for stage in own:
+            if stage + 1 < len(stages) and placement.rank_of(stage + 1) != rank:
+                messages += stages[stage].sent
+            if stage and placement.rank_of(stage - 1) != rank:
+                messages += stages[stage - 1].sent
+        between.append(microbatches * messages)
+        data.append(least_sent("all_reduce", state.gradients, layout.data))
+    return SentBytes(max(tensor), max(between), max(data))

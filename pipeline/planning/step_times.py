@@ -1,0 +1,168 @@
+"""Times of a step: the schedule in simulated time, then average, optimizer and what ZeRO-1 exchanges."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.pipeline.planning.machine import Machine
+from nxdpp.pipeline.planning.stage_costs import RankState, StageCosts
+from nxdpp.pipeline.planning.transfers import data_link, exchange_seconds, pipeline_link
+from nxdpp.schedules.actions import ActionKind, Schedule
+from nxdpp.schedules.execution import Times, run_in_order
+from nxdpp.schedules.families.registry import find_family
+from nxdpp.schedules.placement import Placement
+
+# AdamW in torch reads and writes about so many tensors of the size of the parameters.
+_OPTIMIZER_PASSES = 20
+_MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of a rank in a step.
+
+    Attributes:
+        compute: computations of the schedule, without collectives of the tensor group.
+        tensor: those collectives.
+        bubble: waits of the schedule.
+        average: exchange of gradients, and of parameters with ZeRO-1, that no computation hides.
+        optimizer: step of the optimizer.
+    """
+
+    compute: float
+    tensor: float
+    bubble: float
+    average: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return self.compute + self.tensor + self.bubble + self.average + self.optimizer
+
+
+@lru_cache(maxsize=64)
+def built(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """Return the actions of a family, kept for the next layout that has the same ones."""
+    return find_family(schedule).build(ranks, microbatches, chunks)
+
+
+def step_times(
+    machine: Machine,
+    layout: Layout,
+    microbatches: int,
+    stages: Sequence[StageCosts],
+    states: Sequence[RankState],
+    gradients: Mapping[int, float],
+    itemsize: int,
+) -> list[RankTimes]:
+    """Return the times of each pipeline rank.
+
+    Args:
+        machine: the machine.
+        layout: the layout.
+        microbatches: number of microbatches of a replica.
+        stages: costs of each stage.
+        states: state of each rank.
+        gradients: bytes of the gradients of each stage.
+        itemsize: bytes of a number of the parameters.
+    """
+    schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    times = times_of(machine, layout, stages, placement, _is_split(schedule))
+    starts = run_in_order(schedule, len(stages), microbatches, times)
+    durations = {
+        ActionKind.FORWARD: times.forward,
+        ActionKind.BACKWARD: [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)],
+        ActionKind.INPUT_GRADIENT: times.input_gradient,
+        ActionKind.WEIGHT_GRADIENT: times.weight_gradient,
+    }
+    found = []
+    ends = [
+        at[-1] + durations[actions[-1].kind][actions[-1].stage] for actions, at in zip(schedule, starts, strict=True)
+    ]
+    makespan = max(ends)
+    for rank, (actions, at) in enumerate(zip(schedule, starts, strict=True)):
+        own = placement.stages_of(rank)
+        busy = microbatches * sum(times.forward[each] + durations[ActionKind.BACKWARD][each] for each in own)
+        tensor = microbatches * sum(stages[each].tensor_seconds for each in own)
+        last: dict[int, tuple[float, float]] = {}
+        for action, start in zip(actions, at, strict=True):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
+                last[action.stage] = (start, start + durations[action.kind][action.stage])
+        averaged = _average_end(machine, layout, last, gradients, ends[rank])
+        optimizer = _optimizer_seconds(machine, layout, states[rank], itemsize)
+        exchange = _sharded_exchange(machine, layout, states[rank])
+        hidden = max(averaged - makespan, 0.0)
+        found.append(RankTimes(busy - tensor, tensor, makespan - busy, hidden + exchange, optimizer))
+    return found
+
+
+def times_of(
+    machine: Machine, layout: Layout, stages: Sequence[StageCosts], placement: Placement, split: bool
+) -> Times:
+    """Return the times of each stage for the simulation.
+
+    With a ``split`` backward the first stage has no input-gradient: all of it waits for the weight-gradient.
+    """
+    transfer = []
+    for stage, cost in enumerate(stages):
+        following = min(stage + 1, len(stages) - 1)
+        link = pipeline_link(machine, layout, placement.rank_of(stage), placement.rank_of(following))
+        transfer.append(cost.sent / link.bytes_per_second + link.latency)
+    inputs = [cost.input_gradient for cost in stages]
+    weights = [cost.weight_gradient for cost in stages]
+    if split:
+        own = machine.device.action_seconds
+        inputs[0], weights[0] = own, weights[0] + inputs[0] - own
+        weights = [weight + own for weight in weights]
+    return Times([cost.forward for cost in stages], inputs, weights, transfer)
+
+
+def _is_split(schedule: Schedule) -> bool:
+    return any(action.kind is ActionKind.INPUT_GRADIENT for action in schedule[0])
+
+
+def _average_end(
+    machine: Machine,
+    layout: Layout,
+    last: Mapping[int, tuple[float, float]],
+    gradients: Mapping[int, float],
+    end: float,
+) -> float:
+    """Return when the gradients of a rank are averaged.
+
+    ``last`` has start and end of the last backward of each of its stages. Buckets are sent one after the other, the
+    first ones during that backward.
+    """
+    if layout.data == 1 or layout.zero1:
+        return end
+    link = data_link(machine, layout)
+    seconds = {stage: exchange_seconds("all_reduce", gradients[stage], layout.data, link) for stage in last}
+    if machine.cores is not None:
+        return end + sum(seconds.values())
+    finished = 0.0
+    for stage, (started, ended) in sorted(last.items(), key=lambda item: item[1][1]):
+        # The bucket of the first layer is ready at the end.
+        tail = exchange_seconds("all_reduce", min(gradients[stage], 25 * 2**20), layout.data, link)
+        finished = max(max(finished, started) + seconds[stage], ended + tail)
+    return max(finished, end)
+
+
+def _sharded_exchange(machine: Machine, layout: Layout, state: RankState) -> float:
+    if layout.data == 1 or not layout.zero1:
+        return 0.0
+    link = data_link(machine, layout)
+    each: tuple[float, float] = (
+        exchange_seconds("reduce_scatter", state.gradients, layout.data, link),
+        exchange_seconds("all_gather", state.gradients, layout.data, link),
+    )
+    return sum(each)
+
+
+def _optimizer_seconds(machine: Machine, layout: Layout, state: RankState, itemsize: int) -> float:
+    stepped = float(state.gradients)
+    if layout.zero1 and layout.data > 1:
+        stepped *= max(_MASTER_BYTES / itemsize, 1.0) / layout.data
+    return _OPTIMIZER_PASSES * stepped / machine.device.memory_bandwidth
