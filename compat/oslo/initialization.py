@@ -15,7 +15,7 @@ from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.oslo.config import OsloConfig
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.parallel_model import is_parallel, make_parallel
-from nxdpp.parallel_layers import move_model_to_device
+from nxdpp.parallel_layers import followed_by_optimizers, move_model_to_device
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -24,7 +24,8 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str]) -> 
     """Divide ``model`` over ranks as ``config`` says, in place; collective over all ranks.
 
     The model stays a ``PreTrainedModel`` of its class and keeps its ``config``. It is moved to this rank's device, and
-    has also ``mpu``, ``save_parallelized`` and ``from_parallelized`` (``ParallelModel``).
+    has also ``mpu``, ``save_parallelized`` and ``from_parallelized`` (``ParallelModel``). Optimizers that were made
+    before hold this rank's parameters afterwards. Each group stays in its place, for learning-rate schedulers.
 
     Args:
         model: of transformers, with the same weights on all ranks.
@@ -37,7 +38,7 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str]) -> 
     Raises:
         TypeError: for a model that is no ``PreTrainedModel``, and for values of another type in ``config``.
         ValueError: for a ``config`` that nxdpp cannot honour, and for sizes that the model or the world does not divide
-            by.
+            by, and for an optimizer that has stepped.
         RuntimeError: for a model that was given to ``initialize`` before, and after model parallelism was initialized
             with other sizes.
     """
@@ -46,9 +47,10 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str]) -> 
     if settings.pipeline_parallel_size > 1 or settings.checkpoints:
         raise ValueError("pipeline_parallel_size > 1 and activation_checkpointing are not built yet: leave them out")
     mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
-    if settings.tensor_parallel_size > 1:
-        tensor_parallelize(model, gather_logits=True)
-    move_model_to_device(model, parallel_state.local_device())
+    with followed_by_optimizers(model):
+        if settings.tensor_parallel_size > 1:
+            tensor_parallelize(model, gather_logits=True)
+        move_model_to_device(model, parallel_state.local_device())
     make_parallel(model, mpu)
     return model
 

@@ -1,10 +1,15 @@
 """Methods and attributes that ``initialize`` adds to a model, which stays the same object."""
 
-from typing import Any
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Self, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nxdpp.oslo import checkpoints
 from nxdpp.oslo.mpu import MPU
 
 _made: dict[type[nn.Module], type[nn.Module]] = {}
@@ -21,6 +26,60 @@ class ParallelModel:
 
     mpu: MPU
 
+    def save_parallelized(
+        self,
+        save_directory: str | os.PathLike[str],
+        save_config: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        save_function: checkpoints.SaveFunction = torch.save,
+        merge_checkpoints: bool = False,
+    ) -> None:
+        """Write the model to ``save_directory``, which is made if absent; collective over all ranks.
+
+        Ranks of the first replica write their tensors to ``pytorch_model_tp_{tensor rank}_pp_{pipeline rank}.bin``.
+        With ``merge_checkpoints`` rank 0 writes the whole tensors to ``pytorch_model.bin``, which ``from_pretrained``
+        reads, and needs memory for all of them. Files of an earlier save are replaced when those of all ranks are
+        complete.
+
+        Args:
+            save_directory: seen by all ranks, or by those of one host.
+            save_config: write ``config.json`` too.
+            state_dict: this rank's tensors by name, in place of those of the model; not for merged checkpoints.
+            save_function: writes an object to a path.
+            merge_checkpoints: write one file of transformers.
+
+        Raises:
+            NotADirectoryError: for a file in the place of the directory.
+            ValueError: for a directory with files of other sizes, or with files that ``from_pretrained`` would read in
+                place of the merged one.
+            OSError: for a file that cannot be written.
+            RuntimeError: on the other ranks, for an error of one rank.
+        """
+        model, directory = cast(PreTrainedModel, self), _path(save_directory)
+        if not merge_checkpoints:
+            state = checkpoints.local_state(model) if state_dict is None else state_dict
+            checkpoints.save_parts(model, self.mpu, directory, state, save_config, save_function)
+            return
+        if state_dict is not None:
+            raise ValueError(
+                "state_dict has tensors of one rank, and merge_checkpoints=True gathers those of the model"
+            )
+        checkpoints.save_merged(model, self.mpu, directory, save_config, save_function)
+
+    def from_parallelized(self, load_directory: str | os.PathLike[str]) -> Self:
+        """Load the files that ``save_parallelized`` wrote for the same sizes, and return the model itself.
+
+        Collective over all ranks. Optimizers stay valid: values are copied into the parameters.
+
+        Raises:
+            NotADirectoryError: for a directory that does not exist.
+            FileNotFoundError: for a directory without this rank's file.
+            ValueError: for files of other sizes, and of another model. Nothing is changed then.
+            RuntimeError: on the other ranks, for an error of one rank.
+        """
+        checkpoints.load_parts(cast(PreTrainedModel, self), self.mpu, _path(load_directory))
+        return self
+
 
 def is_parallel(model: PreTrainedModel) -> bool:
     """Return whether ``model`` was given to ``initialize``."""
@@ -31,6 +90,27 @@ def make_parallel(model: PreTrainedModel, mpu: MPU) -> None:
     """Make ``model`` a ``ParallelModel``."""
     vars(model)["mpu"] = mpu
     model.__class__ = _parallel_class(type(model))
+    if mpu.get_tensor_parallel_world_size() * mpu.get_pipeline_parallel_world_size() > 1:
+        vars(model).update(save_pretrained=_save_pretrained, resize_token_embeddings=_resize_token_embeddings)
+
+
+def _save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "save_pretrained would write the tensors of one rank: call save_parallelized(directory, "
+        "merge_checkpoints=True) on every rank"
+    )
+
+
+def _resize_token_embeddings(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "resize_token_embeddings would give each rank a vocabulary of its own: call it before oslo.initialize"
+    )
+
+
+def _path(directory: str | os.PathLike[str]) -> Path:
+    if not os.fspath(directory):
+        raise ValueError("the directory '' has no name: give one, '.' for the working directory")
+    return Path(directory)
 
 
 def _parallel_class(own: type[Any]) -> type[Any]:

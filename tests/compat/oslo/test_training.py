@@ -1,0 +1,151 @@
+"""Models of ``nxdpp.oslo.initialize`` train under torch's DDP as one process does, and come back from their files."""
+
+import copy
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+import nxdpp.oslo as oslo
+from nxdpp import gather_state_dict, parallel_state
+from tests.compat.oslo.training import LENGTH, MODELS, batch, distances, engine_of, gpt2, parallel_losses, whole_losses
+from tests.support.run_ranks import run_ranks
+
+STEPS = range(4)
+
+
+def _config(tensor: int, pipeline: int = 1) -> dict[str, Any]:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    return {"model_parallelism": {"enable": True, **sizes}}
+
+
+def _over_tensor_ranks(rank: int, folder: Path) -> None:
+    for name in MODELS:
+        _check_training(name, folder)
+    _check_generation()
+    _check_files(folder)
+
+
+def _check_training(name: str, folder: Path) -> None:
+    whole, model = MODELS[name](), MODELS[name]()
+    config, kind = model.config, type(model)
+    optimizer, reference = Adam(model.parameters(), lr=1e-2), Adam(whole.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+
+    parallel = oslo.initialize(model, _config(2))
+
+    assert parallel is model
+    assert isinstance(model, kind)
+    assert model.config is config
+    # The optimizer has this rank's parameters, and no other tensors.
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert list(map(id, held)) == list(map(id, model.parameters()))
+    assert all(ref() is None or any(ref() is parameter for parameter in held) for ref in before)
+    assert sum(map(torch.numel, held)) < 0.7 * sum(map(torch.numel, whole.parameters()))
+
+    replica = model.mpu.get_data_parallel_rank()
+    engine = engine_of(model)
+    losses = parallel_losses(engine, optimizer, STEPS, replica)
+    assert losses == pytest.approx(whole_losses(whole, reference, STEPS, 2)[replica], abs=1e-5)
+    gathered = gather_state_dict(model)
+    if gathered is not None:
+        assert max(distance for _, distance in distances(gathered, whole.state_dict())) < 1e-4
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+
+    inputs = batch(9, replica)
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(**inputs).logits, whole.eval()(**inputs).logits, atol=1e-3)
+    with pytest.raises(RuntimeError, match=r"call save_parallelized\(directory, merge_checkpoints=True\)"):
+        model.save_pretrained(folder)
+    with pytest.raises(RuntimeError, match="call it before"):
+        model.resize_token_embeddings(64)
+    with pytest.raises(RuntimeError, match="was given to initialize before"):
+        oslo.initialize(model, _config(2))
+    stepped = MODELS[name]()
+    stepped_optimizer = Adam(stepped.parameters(), lr=1e-2)
+    stepped(**inputs).loss.backward()
+    stepped_optimizer.step()
+    with pytest.raises(ValueError, match="has stepped"):
+        oslo.initialize(stepped, _config(2))
+    assert not hasattr(stepped, "mpu")
+
+
+def _check_generation() -> None:
+    model, whole = oslo.initialize(gpt2(), _config(2)), gpt2()
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    ids = batch(0, 0)["input_ids"][:, : LENGTH // 2]
+    assert torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
+
+
+def _check_files(folder: Path) -> None:
+    original = gpt2()
+    model = oslo.initialize(gpt2(), _config(2))
+    parts, merged = folder / "parallel_ckpt", folder / "merged_ckpt"
+    model.save_parallelized(save_directory=parts)
+    model.save_parallelized(parts)  # replaces the files
+    model.save_parallelized(merged, merge_checkpoints=True)
+
+    names = ["config.json", "pytorch_model_tp_0_pp_0.bin", "pytorch_model_tp_1_pp_0.bin"]
+    assert sorted(path.name for path in parts.iterdir()) == names
+    assert sorted(path.name for path in merged.iterdir()) == ["config.json", "pytorch_model.bin"]
+    assert json.loads((merged / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    loaded = AutoModelForCausalLM.from_pretrained(merged)
+    assert isinstance(loaded, GPT2LMHeadModel)
+    assert all(distance == 0 for _, distance in distances(loaded.state_dict(), original.state_dict()))
+
+    torch.manual_seed(1)
+    other: Any = GPT2LMHeadModel(copy.deepcopy(original.config))
+    optimizer = Adam(other.parameters())
+    other = oslo.initialize(other, _config(2))
+    held = list(other.parameters())
+    assert other.from_parallelized(parts) is other
+    assert all(before is after for before, after in zip(held, other.parameters(), strict=True))
+    assert len(optimizer.param_groups[0]["params"]) == len(held)
+    assert all(distance == 0 for _, distance in distances(other.state_dict(), model.state_dict()))
+    _check_refused_files(other, parts, merged, folder)
+
+
+def _check_refused_files(model: Any, parts: Path, merged: Path, folder: Path) -> None:
+    rank = model.mpu.get_tensor_parallel_rank()
+    with pytest.raises(NotADirectoryError, match="give the directory of save_parallelized"):
+        model.from_parallelized(folder / "missing")
+    with pytest.raises(NotADirectoryError if rank == 0 else (NotADirectoryError, RuntimeError), match="is a file"):
+        model.save_parallelized(merged / "config.json")
+    with pytest.raises(FileNotFoundError, match=r"has pytorch_model\.bin"):
+        model.from_parallelized(merged)
+    with pytest.raises(ValueError, match="state_dict has tensors of one rank"):
+        model.save_parallelized(merged, state_dict={}, merge_checkpoints=True)
+    with pytest.raises(ValueError, match="has no name"):
+        model.save_parallelized("")
+    larger = oslo.initialize(gpt2(n_inner=32), _config(2))
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight has the shape \(16, 32\)"):
+        larger.from_parallelized(parts)
+    shorter = oslo.initialize(gpt2(), _config(2))
+    del shorter.transformer.h[3]
+    before = shorter.transformer.h[0].mlp.c_fc.weight.clone()
+    with pytest.raises(ValueError, match=r"transformer\.h\.3\.ln_1\.weight is not this rank's, but is in"):
+        shorter.from_parallelized(parts)
+    assert torch.equal(shorter.transformer.h[0].mlp.c_fc.weight, before)
+    parallel_state.destroy_model_parallel()
+    alone = oslo.initialize(gpt2(), _config(1))
+    with pytest.raises(ValueError, match=r"tp_1_pp_0\.bin is of a save with other sizes"):
+        alone.from_parallelized(parts)
+    with pytest.raises(ValueError, match="give another directory, or remove the file"):
+        alone.save_parallelized(parts)
+    if alone.mpu.get_data_parallel_rank() == 0:
+        (merged / "model.safetensors").write_text("")
+    with pytest.raises((ValueError, RuntimeError), match=r"has model\.safetensors, which from_pretrained would read"):
+        alone.save_parallelized(merged, merge_checkpoints=True)
+
+
+@pytest.mark.one_python
+def test_tensor_parallelism_with_replicas(tmp_path: Path) -> None:
+    run_ranks(4, _over_tensor_ranks, tmp_path, timeout=120.0)
