@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nxdpp.parallel_layers.followed_optimizers import followed_by_optimizers
     from nxdpp.parallel_layers.gradient_norm import clip_grad_norm
     from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+    from nxdpp.parallel_layers.reduced_gradients import reduce_gradients
 
 __all__ = [
     "ColumnParallelLinear",
@@ -22,6 +23,7 @@ __all__ = [
     "followed_by_optimizers",
     "load",
     "move_model_to_device",
+    "reduce_gradients",
     "save",
 ]
 
@@ -32,6 +34,7 @@ _MODULES = {
     "clip_grad_norm": "gradient_norm",
     "followed_by_optimizers": "followed_optimizers",
     "load": "checkpointing",
+    "reduce_gradients": "reduced_gradients",
     "save": "checkpointing",
 }
 _SUBMODULES = (

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.gradient_average import average_tensors
+
+_REMEDY = "Give zeros for a parameter that has no gradient on this rank."
 
 
 def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_ep_group: bool = False) -> None:
@@ -37,19 +40,26 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
     if dist.get_world_size(group) > 1:
         gradients = list({id(gradient): gradient for gradient in grads_list}.values())
         with failure_watch.reported():
-            _check_alike(gradients)
+            kinds = [(tuple(gradient.shape), gradient.dtype) for gradient in gradients]
+            control = parallel_state.get_data_parallel_control_group()
+            check_alike(kinds, len(gradients), control, "bucket_allreduce_gradients", "gradients", _REMEDY)
             average_tensors(gradients[::-1], group)
 
 
-def _check_alike(gradients: Sequence[torch.Tensor]) -> None:
-    text = repr([(tuple(gradient.shape), gradient.dtype) for gradient in gradients])
-    numbers = (len(gradients), zlib.crc32(text.encode()))
+def check_alike(
+    kinds: Sequence[object], count: int, control: ProcessGroup, caller: str, given: str, remedy: str
+) -> None:
+    """Raise ``RuntimeError`` on all ranks of ``control`` unless their ``kinds``, as text, are equal.
+
+    Collective over ``control``. The message has the least and the largest ``count`` of tensors, and ends
+    with ``remedy``.
+    """
+    numbers = (count, zlib.crc32(repr(kinds).encode()))
     both = torch.tensor([*numbers, *(-number for number in numbers)], device="cpu")
-    dist.all_reduce(both, dist.ReduceOp.MAX, parallel_state.get_data_parallel_control_group())
+    dist.all_reduce(both, dist.ReduceOp.MAX, control)
     largest, negative = both.chunk(2)
     if not torch.equal(largest, -negative):
         raise RuntimeError(
-            f"the data-parallel ranks give bucket_allreduce_gradients other gradients, {-int(negative[0])} to "
-            f"{int(largest[0])} of them, and this rank {len(gradients)}: each would be averaged with another's. Give "
-            f"zeros for a parameter that has no gradient on this rank."
+            f"the data-parallel ranks give {caller} other {given}, {-int(negative[0])} to {int(largest[0])} of them, "
+            f"and this rank {count}: each would be averaged with another's. {remedy}"
         )

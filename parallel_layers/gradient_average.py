@@ -1,4 +1,4 @@
-"""Average of the gradients over the data-parallel ranks.
+"""Average or sum of the gradients over the data-parallel ranks.
 
 Gradients are packed into flat buckets with one all-reduce each. The method is that of "PyTorch Distributed: Experiences
 on Accelerating Data Parallel Training" (Li et al., 2020). ``overlapped_average`` starts buckets during the backward.
@@ -30,6 +30,10 @@ Memory = Callable[[torch.device, int], torch.Tensor]
 """A function of a device and a number of bytes that gives uint8 memory."""
 
 
+Hook = Callable[[torch.Tensor], object]
+"""A function that may change a flat bucket, of shape (elements,), in place."""
+
+
 class Work(Protocol):
     """A collective in flight."""
 
@@ -43,16 +47,34 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
+class Combination:
+    """How the gradients of the ranks become one: ``before`` of each rank's own, division, sum, ``after`` of the result.
+
+    ``divisor`` is the number of ranks for a mean, and 1 for a sum.
+    """
+
+    divisor: int
+    before: Sequence[Hook] = ()
+    after: Sequence[Hook] = ()
+
+    @staticmethod
+    def over(group: ProcessGroup, mean: bool) -> "Combination":
+        """The mean over ``group``, or the sum."""
+        return Combination(dist.get_world_size(group) if mean else 1)
+
+
+@dataclass(frozen=True)
 class Reduction:
     """A bucket whose all-reduce is in flight.
 
-    ``flat`` is in host memory for gradients that cannot be sent from their device.
+    ``flat`` is in host memory for gradients that cannot be sent from their device. ``after`` is run on the result.
     """
 
     gradients: list[torch.Tensor]
     flat: torch.Tensor
     work: Work
     is_in_place: bool = False
+    after: Sequence[Hook] = ()
 
     @property
     def copied_bytes(self) -> int:
@@ -65,8 +87,10 @@ class Reduction:
             self.work.wait_begun()
 
     def finish(self) -> None:
-        """Wait for the mean and copy it back into the gradients."""
+        """Wait for the result and copy it back into the gradients."""
         self.work.wait()
+        for hook in self.after:
+            hook(self.flat)
         if self.is_in_place:
             return
         parts = self.flat.split([gradient.numel() for gradient in self.gradients])
@@ -84,8 +108,9 @@ def average_gradients(
     control: ProcessGroup,
     notes: Sequence[int] = (),
     check: Callable[[list[int]], None] | None = None,
+    mean: bool = True,
 ) -> None:
-    """Replace each parameter's ``.grad`` by its mean over ``group``; collective over ``group``.
+    """Replace each parameter's ``.grad`` by its mean over ``group``, or its sum; collective over ``group``.
 
     ``control`` is a group over the same ranks that takes CPU tensors: hosts tell each other over it which gradients
     they have, without a wait for their devices.
@@ -107,7 +132,8 @@ def average_gradients(
     largest = largest_flags(trained, control, notes)
     if check is not None:
         check(largest[: len(notes)])
-    average_tensors(gradients_of_any_rank(trained, largest[len(notes) :]), group)
+    gradients = gradients_of_any_rank(trained, largest[len(notes) :])
+    combine_buckets(buckets(gradients), group, Combination.over(group, mean))
 
 
 def average_tensors(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> None:
@@ -115,19 +141,21 @@ def average_tensors(gradients: Sequence[torch.Tensor], group: ProcessGroup) -> N
 
     All ranks give tensors of the same shapes and dtypes in the same order.
     """
-    average_buckets(buckets(gradients), group)
+    combine_buckets(buckets(gradients), group, Combination.over(group, mean=True))
 
 
-def average_buckets(made: Iterable[list[torch.Tensor]], group: ProcessGroup) -> None:
-    """Replace each gradient of the buckets ``made`` by its mean over ``group``, in place; see ``average_tensors``."""
-    size = dist.get_world_size(group)
+def combine_buckets(made: Iterable[list[torch.Tensor]], group: ProcessGroup, combination: Combination) -> None:
+    """Replace each gradient of the buckets ``made`` by its ``combination`` over ``group``, in place.
+
+    Collective over ``group``. All ranks give tensors of the same shapes and dtypes in the same order.
+    """
     in_flight: deque[Reduction] = deque()
     with torch.no_grad():
         for bucket in made:
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 in_flight.popleft().finish()
             board.moved()
-            in_flight.append(start(bucket, group, size))
+            in_flight.append(start(bucket, group, combination))
         while in_flight:
             in_flight.popleft().finish()
             board.moved()
@@ -163,17 +191,19 @@ def dense(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     return gradient
 
 
-def buckets(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Give buckets of one dtype and device with at most ``_BUCKET_BYTES``, the first full one first.
+def buckets(tensors: Iterable[_Tensor], limit: int | None = None) -> Iterator[list[_Tensor]]:
+    """Give buckets of one dtype and device with at most ``limit`` bytes, the first full one first.
 
-    They are the same on all ranks that give tensors of the same shapes in the same order.
+    ``limit`` is 25 MiB by default. Buckets are the same on all ranks that give tensors of the same shapes in the same
+    order.
     """
+    limit = _BUCKET_BYTES if limit is None else limit
     filling: dict[tuple[torch.dtype, torch.device], list[_Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
         bucket = filling.setdefault(kind, [])
-        if bucket and filled[kind] + tensor.nbytes > _BUCKET_BYTES:
+        if bucket and filled[kind] + tensor.nbytes > limit:
             yield bucket
             filling[kind] = bucket = []
         filled[kind] = tensor.nbytes + (filled[kind] if bucket else 0)
@@ -184,7 +214,7 @@ def buckets(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
 def start(
     bucket: list[torch.Tensor],
     group: ProcessGroup,
-    size: int,
+    combination: Combination,
     in_place: bool = True,
     memory: Memory | None = None,
 ) -> Reduction:
@@ -193,29 +223,31 @@ def start(
     ``memory`` gives a tensor of that many bytes on a device, uint8, for the flat copy: by default a new one.
     """
     if needs_host(bucket[0], group):
-        return _start_on_host(bucket, group, size, memory)
-    # Divided before they are summed: the sum of many float16 gradients may overflow where their mean does not.
+        return _start_on_host(bucket, group, combination, memory)
     is_in_place = in_place and len(bucket) == 1 and bucket[0].is_contiguous()
     if is_in_place:
-        flat = bucket[0].view(-1).div_(size)
+        flat = bucket[0].view(-1)
+        _prepare(flat, combination)
     else:
         flat = _flat_memory(bucket, bucket[0].device, memory)
-        _pack(bucket, flat, size)
+        _pack(bucket, flat, combination)
     work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None
-    return Reduction(bucket, flat, work, is_in_place)
+    return Reduction(bucket, flat, work, is_in_place, combination.after)
 
 
-def _start_on_host(bucket: list[torch.Tensor], group: ProcessGroup, size: int, memory: Memory | None) -> Reduction:
+def _start_on_host(
+    bucket: list[torch.Tensor], group: ProcessGroup, combination: Combination, memory: Memory | None
+) -> Reduction:
     """Start the all-reduce of ``bucket`` in host memory, as ``start`` does."""
     flat = _flat_memory(bucket, torch.device("cpu"), memory)
 
     def collective(copies: list[torch.Tensor]) -> dist.Work | None:
-        _pack(copies, flat, size)
+        _pack(copies, flat, combination)
         work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
         return work
 
-    return Reduction(bucket, flat, begin_on_host(bucket, collective))
+    return Reduction(bucket, flat, begin_on_host(bucket, collective), after=combination.after)
 
 
 def _flat_memory(bucket: list[torch.Tensor], device: torch.device, memory: Memory | None) -> torch.Tensor:
@@ -225,7 +257,22 @@ def _flat_memory(bucket: list[torch.Tensor], device: torch.device, memory: Memor
     return memory(device, count * bucket[0].element_size()).view(bucket[0].dtype)
 
 
-def _pack(gradients: list[torch.Tensor], flat: torch.Tensor, size: int) -> None:
-    """Divide ``gradients`` by ``size``, each into its part of ``flat``."""
+def _pack(gradients: list[torch.Tensor], flat: torch.Tensor, combination: Combination) -> None:
+    """Copy ``gradients``, each into its part of ``flat``, and prepare it for the sum."""
+    divided_at_once = combination.divisor > 1 and not combination.before
     for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-        torch.div(gradient.reshape(-1), size, out=part)
+        if divided_at_once:
+            torch.div(gradient.reshape(-1), combination.divisor, out=part)
+        else:
+            part.copy_(gradient.reshape(-1))
+    if not divided_at_once:
+        _prepare(flat, combination)
+
+
+def _prepare(flat: torch.Tensor, combination: Combination) -> None:
+    """Run the hooks and the division of ``flat`` before the sum."""
+    for hook in combination.before:
+        hook(flat)
+    if combination.divisor > 1:
+        # Divided before they are summed: the sum of many float16 gradients may overflow where their mean does not.
+        flat.div_(combination.divisor)

@@ -1,4 +1,4 @@
-"""Average of gradients that begins during the last backwards of a step, bucket by bucket.
+"""Average or sum of gradients that begins during the last backwards of a step, bucket by bucket.
 
 A stage's gradients are final at the end of its last backward in this rank's step. During that backward a gradient is
 final once autograd has accumulated it. Buckets are sent in one order, that of their expected completion::
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -31,9 +30,10 @@ from nxdpp.parallel_layers.average_plan import NO_STAGE, AveragePlan, LastBackwa
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.flat_memory import FlatMemory
 from nxdpp.parallel_layers.gradient_average import (
+    Combination,
     Reduction,
-    average_buckets,
     buckets,
+    combine_buckets,
     dense,
     gradients_of_any_rank,
     largest_flags,
@@ -85,12 +85,13 @@ class OverlappedAverage:
     Args:
         group: the data-parallel group.
         control: a group over the same ranks for tensors in CPU memory.
+        mean: ``False`` for the sum over the replicas.
     """
 
-    def __init__(self, group: ProcessGroup, control: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, control: ProcessGroup, mean: bool = True) -> None:
         self.report = AverageReport(0, 0, 0.0)
         self._group, self._control = group, control
-        self._size = dist.get_world_size(group)
+        self._combination = Combination.over(group, mean)
         # Parameters that had a gradient on any replica in the step before, by id.
         self._expected: set[int] = set()
         self._trained: list[nn.Parameter] = []
@@ -195,7 +196,7 @@ class OverlappedAverage:
         for bucket in self._buckets:
             self._fill_in(bucket, missing)
         self._expected = {id(p) for p, is_anywhere in zip(self._trained, anywhere, strict=True) if is_anywhere}
-        average_buckets(self._unsent(sent_ids), self._group)
+        combine_buckets(self._unsent(sent_ids), self._group, self._combination)
         sent = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
         self.report = AverageReport(sent, early, time.perf_counter() - began)
         self.abandon()
@@ -269,7 +270,7 @@ class OverlappedAverage:
             gradients = [zero_gradient(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
             # Memory that a view shares may be that of a gradient on its way through the graph.
             in_place = self._stage == NO_STAGE or _has_own_memory(gradients[0])
-            bucket.reduction = start(gradients, self._group, self._size, in_place, self._memory.take)
+            bucket.reduction = start(gradients, self._group, self._combination, in_place, self._memory.take)
         bucket.is_sent = True
         self._in_flight.append(bucket.reduction)
         if self._stages_left:
