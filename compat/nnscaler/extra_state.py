@@ -122,8 +122,9 @@ def check_version(saved: Mapping[str, Any]) -> None:
 
 def _original_names(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[str]:
     """The parameters of ``module`` in its order, each once, with those of parallel modules that other ranks hold."""
-    if hasattr(module, "nxdpp_extra_state"):
-        yield from (f"{prefix}{name}" for name in module.nxdpp_extra_state()["names"])
+    parallel: Any = module
+    if hasattr(parallel, "nxdpp_extra_state"):
+        yield from (f"{prefix}{name}" for name in parallel.nxdpp_extra_state()["names"])
         return
     for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False):
         if id(parameter) not in seen:
