@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nxdpp.nnscaler.compute_config import ComputeConfig
     from nxdpp.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
+    from nxdpp.nnscaler.parallel_module import ParallelModule
+    from nxdpp.nnscaler.parallelization import parallelize
 
-__all__ = ["BroadcastGenFilesStrategy", "ComputeConfig", "ReuseType"]
+__all__ = ["BroadcastGenFilesStrategy", "ComputeConfig", "ParallelModule", "ReuseType", "parallelize"]
 
 _FILES = {
     "BroadcastGenFilesStrategy": "enums",
     "ComputeConfig": "compute_config",
+    "ParallelModule": "parallel_module",
     "ReuseType": "enums",
+    "parallelize": "parallelization",
 }
 
 
