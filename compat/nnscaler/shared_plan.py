@@ -1,0 +1,123 @@
+"""One plan for all ranks: rank 0 finds or makes it, and the other hosts get it or have it.
+
+::
+
+    rank 0          find or make the file ──┬─ text ─▶ every rank takes the layout
+    rank 0 of       new, and a strategy:  ◀─┘
+    another host    write the file               then each rank verifies the file of its host
+
+Without ``torch.distributed`` each process does so by itself. Policies are deterministic: the files are equal.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from nxdpp.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
+from nxdpp.nnscaler.saved_plan import SavedPlan
+from nxdpp.nnscaler.unit_layout import UnitLayout
+
+_ERRORS = {error.__name__: error for error in (ValueError, TypeError, RuntimeError, NotImplementedError)}
+
+
+def shared_layout(
+    plan: SavedPlan,
+    make: Callable[[], UnitLayout],
+    reuse: ReuseType,
+    strategy: BroadcastGenFilesStrategy,
+    load_module: bool,
+) -> UnitLayout:
+    """Return the layout of the plan, which is then in the file; collective over the world if there is one.
+
+    Args:
+        plan: the file of this process.
+        make: makes the layout of a new plan. It runs on rank 0.
+        reuse: the plan that may be taken.
+        strategy: whether other hosts get a new plan.
+        load_module: whether every host needs the file, because this call loads a module.
+
+    Raises:
+        RuntimeError: for a file that does not fit or is in use, by the table of ``saved_plan``, a host without the
+            file, and a ``strategy`` without ``torch.distributed``.
+        Exception: an error of ``make``. The other ranks raise it too.
+    """
+    if dist.is_available() and dist.is_initialized():
+        with _host_group() as group:
+            layout = _on_all_ranks(plan, make, reuse, strategy, load_module, group)
+    else:
+        if strategy is not BroadcastGenFilesStrategy.NONE:
+            raise RuntimeError(
+                f"broadcast_strategy={strategy.value!r} needs torch.distributed, which is not initialized: call "
+                f"torch.distributed.init_process_group() before, or give 'none'"
+            )
+        layout, _ = plan.find_or_make(reuse, make)
+    if load_module:
+        plan.note_loaded()
+    return layout
+
+
+def _on_all_ranks(
+    plan: SavedPlan,
+    make: Callable[[], UnitLayout],
+    reuse: ReuseType,
+    strategy: BroadcastGenFilesStrategy,
+    load_module: bool,
+    group: Any,
+) -> UnitLayout:
+    failure: Exception | None = None
+    sent: list[Any] = [None, False, None]
+    if dist.get_rank() == 0:
+        try:
+            _, is_new = plan.find_or_make(reuse, make)
+            sent = [plan.read(), is_new, None]
+        except Exception as error:
+            failure = error
+            sent = [None, False, (type(error).__name__, str(error))]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    text, is_new, told = sent
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise _ERRORS.get(told[0], RuntimeError)(f"rank 0: {told[1]}")
+    if is_new and strategy is not BroadcastGenFilesStrategy.NONE and _is_first_of_host() and plan.read() != text:
+        plan.write(text)
+    if load_module:
+        _verify_files(plan, text, is_new, group)
+    return plan.layout_in(text)
+
+
+def _verify_files(plan: SavedPlan, text: str, is_new: bool, group: Any) -> None:
+    """Raise ``RuntimeError`` on all ranks unless each has ``text`` in its file."""
+    dist.barrier(group=group)  # every host has written
+    own = plan.read()
+    state = None if own == text else f"{socket.gethostname()} has {'no' if own is None else 'another'} plan {plan.path}"
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state, group=group)
+    wrong = next((f"rank {rank} on {each}" for rank, each in enumerate(states) if each is not None), None)
+    if wrong is None:
+        return
+    remedy = (
+        "give broadcast_strategy='all', a gen_savedir that all hosts share, or copy rank 0's file"
+        if is_new
+        else "rank 0 reuses its plan, and reused plans are not sent: copy its file, or give reuse='override' and "
+        "broadcast_strategy='all'"
+    )
+    raise RuntimeError(f"{wrong}, unlike rank 0: {remedy}")
+
+
+def _is_first_of_host() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextmanager
+def _host_group() -> Iterator[Any]:
+    """Group of all ranks for messages in host memory, whatever the backend of the world."""
+    group = dist.new_group(backend="gloo")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
