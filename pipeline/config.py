@@ -164,8 +164,9 @@ class PipelineConfig:
         return CostPolicy(module, batch, self.partition, schedule, limit, zero1)
 
     def _opened_batch(self) -> Any:
-        """Return ``partition_batch`` with the values of each dict as inputs of their own."""
+        """Return ``partition_batch`` with the values of each container as inputs of their own."""
         batch: Any = self.partition_batch
         if not isinstance(batch, Mapping):
             return batch
-        return {name: value for name, value in open_inputs(batch).items() if not isinstance(value, InputDict)}
+        opened = open_inputs(batch, all_kinds=True)
+        return {name: value for name, value in opened.items() if not isinstance(value, InputDict)}

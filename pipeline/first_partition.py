@@ -47,7 +47,7 @@ def first_partition(
 
     Raises ``TracingError`` for a model that cannot be traced, and ``ValueError`` as ``make_partition`` does.
     """
-    opened = open_inputs(batch or {})
+    opened = open_inputs(batch or {}, all_kinds=True)
     constants = {name: value for name, value in opened.items() if not isinstance(value, torch.Tensor)}
     tensors = None if batch is None else {name: value for name, value in opened.items() if name not in constants}
     specs = example_specs(module, input_names, tensors)

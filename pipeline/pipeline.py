@@ -295,7 +295,7 @@ class Pipeline:
 
         Args:
             samples: the model's inputs by name of each of the ``num_microbatches`` samples, equal on all ranks of the
-                pipeline. Nothing is split.
+                pipeline. Nothing is split. Inputs may be nested dicts, lists, tuples, named tuples and dataclasses.
             transform: a function of the number of a sample and its loss, a tensor of one element. It returns the loss
                 whose gradient is taken. ``loss * 0.0`` gives zeros as gradients. The rank of the last stage calls it.
             average: as that of ``train_step``.
@@ -558,9 +558,6 @@ class Pipeline:
         self._preparation.check_samples(samples)
         self._check_modules()
         self.check_materialised()
-        samples = [readable_inputs(sample, self.device) for sample in samples]
-        for sample in samples:
-            self._preparation.refuse_packed(sample)
         return self._preparation.samples(samples, self.device)
 
 

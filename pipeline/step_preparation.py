@@ -15,7 +15,7 @@ from torch import nn
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.loss.normalization import LossNormalization, StepLoss
-from nxdpp.pipeline.microbatches.rows import on_device
+from nxdpp.pipeline.microbatches.rows import on_device, readable_opened
 from nxdpp.pipeline.microbatches.samples import check_samples, opened_samples
 from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.pipeline.stages.cut_graph import CutGraph
@@ -113,7 +113,9 @@ class StepPreparation:
 
     def samples(self, samples: Sequence[Mapping[str, Any]], device: torch.device) -> Batch:
         """Take each sample as a microbatch, and move it to ``device``. Raises as ``opened_samples`` does."""
-        parts = opened_samples(samples, device)
+        parts = [dict(readable_opened(sample, device)) for sample in opened_samples(samples, device)]
+        for sample in parts:
+            self.refuse_packed(sample)
         before, is_counted = self._normalization.prepared(parts, {})
         microbatches = on_device(before, device)
         return Batch(microbatches, microbatches, is_counted, parts, before)

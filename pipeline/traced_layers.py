@@ -38,7 +38,7 @@ class TracedLayers:
 
         ``work`` is in FLOPs of the roofline model. ``state_bytes`` are those of weights, gradients and AdamW's state.
         """
-        opened = open_inputs(self._example)
+        opened = open_inputs(self._example, all_kinds=True)
         batch = {name: value for name, value in opened.items() if not isinstance(value, InputDict)}
         return tuple(layer_costs(self._traced, self._module, count_costs(self._traced, self._module, batch)))
 

@@ -1,4 +1,4 @@
-"""Inputs in dicts: a trace, a split and a stage know the values in a dict as inputs of their own.
+"""Inputs in containers: a trace, a split and a stage know the values in a dict as inputs of their own.
 
 ::
 
@@ -6,12 +6,15 @@
           │ open_inputs       ▲ close_inputs
           ▼                   │
     "batch['x']": x, "batch['more']['y']": y, "batch": InputDict(...)
+
+Lists, tuples and dataclasses are opened too where the caller gives microbatches: a split would not know their rows.
 """
 
 import operator
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import fx
@@ -19,6 +22,7 @@ from torch.fx.proxy import TraceError
 from transformers import BatchEncoding, BatchFeature
 
 from nxdpp.tracing.input_specs import UNKNOWN
+from nxdpp.tracing.nested import built, fields_of, is_dataclass_instance
 
 _METHODS = frozenset({"copy", "get", "items", "keys", "pop", "values"})
 _KINDS = (dict, OrderedDict, BatchEncoding, BatchFeature)
@@ -26,42 +30,75 @@ _KINDS = (dict, OrderedDict, BatchEncoding, BatchFeature)
 
 @dataclass(frozen=True)
 class InputDict:
-    """A dict among the inputs: its type, and for each key the name of the value among the opened inputs."""
+    """A container among the inputs: its type, and for each key the name of the value among the opened inputs.
+
+    The keys are those of a dict, the positions in a list or tuple, or the names of attributes.
+    """
 
     kind: type
-    names: tuple[tuple[str, str], ...]
+    names: tuple[tuple[Any, str], ...]
 
 
-def open_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def open_inputs(inputs: Mapping[str, Any], all_kinds: bool = False) -> dict[str, Any]:
     """Return the inputs with the values of each dict as inputs of their own, beside an ``InputDict`` in its place.
 
-    Dicts may be nested. A dict with keys that are no text stays as it is.
+    Dicts may be nested. A dict with keys that are no text stays as it is. With ``all_kinds`` dicts with whole numbers
+    as keys, lists, tuples, named tuples, dataclasses and ``SimpleNamespace`` are opened too.
     """
     opened: dict[str, Any] = {}
     for name, value in inputs.items():
-        if type(value) in _KINDS and all(isinstance(key, str) for key in value):
-            names = {key: f"{name}[{key!r}]" for key in value}
-            opened[name] = InputDict(type(value), tuple(names.items()))
-            opened |= open_inputs({names[key]: part for key, part in value.items()})
-        else:
+        parts = _parts(value, all_kinds)
+        if parts is None:
             opened[name] = value
+        else:
+            is_by_name = _has_attributes(value)
+            names = {key: f"{name}.{key}" if is_by_name else f"{name}[{key!r}]" for key in parts}
+            opened[name] = InputDict(type(value), tuple(names.items()))
+            opened |= open_inputs({names[key]: part for key, part in parts.items()}, all_kinds)
     return opened
 
 
+def _parts(value: Any, all_kinds: bool) -> dict[Any, Any] | None:
+    """The values in a container by their keys; ``None`` for a value that is no container."""
+    kind = type(value)
+    if kind in _KINDS:
+        keys = (str, int) if all_kinds else (str,)
+        return dict(value.items()) if all(type(key) in keys for key in value) else None
+    if not all_kinds:
+        return None
+    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return dict(enumerate(value))
+    if kind is SimpleNamespace:
+        return dict(vars(value))
+    return fields_of(value) if _has_attributes(value) else None
+
+
+def _has_attributes(value: Any) -> bool:
+    return type(value) is SimpleNamespace or (is_dataclass_instance(value) and not isinstance(value, Mapping))
+
+
 def close_inputs(opened: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs that ``forward`` takes: each ``InputDict`` becomes a new dict of its values."""
+    """Return the inputs that ``forward`` takes: each ``InputDict`` becomes a new container of its values."""
     inside = {name for value in opened.values() if isinstance(value, InputDict) for _, name in value.names}
 
     def closed(value: Any) -> Any:
         if not isinstance(value, InputDict):
             return value
-        return value.kind({key: closed(opened[name]) for key, name in value.names})
+        return _built(value.kind, {key: closed(opened[name]) for key, name in value.names})
 
     return {name: closed(value) for name, value in opened.items() if name not in inside}
 
 
+def _built(kind: Any, parts: dict[Any, Any]) -> Any:
+    if kind in _KINDS or kind in (list, tuple):
+        return kind(parts if kind in _KINDS else parts.values())
+    if kind is SimpleNamespace:
+        return SimpleNamespace(**parts)
+    return kind._make(parts.values()) if issubclass(kind, tuple) else built(kind, parts)
+
+
 def levels(opened: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the names of the opened inputs by their keys: for the inputs themselves, and for each dict among them."""
+    """Return the names of the opened inputs by their keys: for the inputs themselves, and each container of them."""
     dicts = [dict(value.names) for value in opened.values() if isinstance(value, InputDict)]
     return [{name: name for name in opened}, *dicts]
 

@@ -1,7 +1,7 @@
 """Nested values: torch's pytree, extended by dataclasses."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -31,13 +31,18 @@ def _flatten_opened(opened: _Opened) -> tuple[list[Any], tuple[type, tuple[str, 
     return [_open(field) for field in fields.values()], (type(opened.value), tuple(fields))
 
 
-def _build(fields: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
-    cls, names = context
+def built(cls: type, fields: Mapping[str, Any]) -> Any:
+    """Return an object of ``cls``, such as a dataclass, with these attributes; its constructor does not run."""
     value: Any = object.__new__(cls)
-    for name, field in zip(names, fields, strict=True):
+    for name, field in fields.items():
         # A frozen dataclass refuses plain assignment.
         object.__setattr__(value, name, field)
     return value
+
+
+def _build(fields: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    cls, names = context
+    return built(cls, dict(zip(names, fields, strict=True)))
 
 
 pytree.register_pytree_node(_Opened, _flatten_opened, _build, serialized_type_name="nxdpp.tracing.nested.dataclass")

@@ -161,7 +161,7 @@ def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOpti
 
     Tensors may be on the meta device. Raises as ``trace`` does.
     """
-    inputs = open_inputs(inputs)
+    inputs = open_inputs(inputs, all_kinds=True)
     specs = {name: InputSpec(v.ndim, v.dtype) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
     constants = {name: value for name, value in inputs.items() if name not in specs}
     return trace(module, specs, constants, options, shapes_of(inputs))

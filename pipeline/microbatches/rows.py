@@ -11,19 +11,20 @@ from nxdpp.tracing.input_dicts import InputDict, close_inputs, open_inputs
 from nxdpp.tracing.nested import flatten, leaves_of
 
 _ACCEPTED = (torch.Tensor, int, float, str, type(None), InputDict)
+_ADVICE = (
+    "a pipeline takes tensors, None, numbers, strings, booleans, and dicts of these by names. Pass its tensors as "
+    "inputs of their own, or in a dict."
+)
 
 
-def check_kinds(inputs: Mapping[str, Any], device: torch.device) -> None:
+def check_kinds(inputs: Mapping[str, Any], device: torch.device, advice: str = _ADVICE) -> None:
     """Raise ``TypeError`` for an input of another kind, ``ValueError`` for a tensor on another device than ``device``.
 
-    Tensors in host memory are moved there, see ``on_device``.
+    Tensors in host memory are moved there, see ``on_device``. ``advice`` tells which kinds are taken.
     """
     for name, value in inputs.items():
         if not isinstance(value, _ACCEPTED):
-            raise TypeError(
-                f"input {name} is a {type(value).__name__}; a pipeline takes tensors, None, numbers, strings, "
-                f"booleans, and dicts of these by names. Pass its tensors as inputs of their own, or in a dict."
-            )
+            raise TypeError(f"input {name} is a {type(value).__name__}; {advice}")
         if isinstance(value, torch.Tensor) and value.device != device and (device.type == "meta" or not value.is_cpu):
             raise ValueError(
                 f"input {name} is on {value.device}, but this rank's stage is on {device}. Move the input with "
@@ -36,14 +37,18 @@ def readable_inputs(inputs: Mapping[str, Any], device: torch.device) -> Mapping[
 
     A split there would make another graph for each microbatch, and a look at the values one more.
     """
+    return close_inputs(readable_opened(open_inputs(inputs), device)) if device_of(device).is_lazy else inputs
+
+
+def readable_opened(opened: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Return opened inputs as ``readable_inputs`` does."""
     if not device_of(device).is_lazy:
-        return inputs
-    opened = open_inputs(inputs)
+        return opened
     on_it = {
         id(value): value for value in opened.values() if isinstance(value, torch.Tensor) and value.device == device
     }
     copies = {key: readable(tensor) for key, tensor in on_it.items()}
-    return close_inputs({name: copies.get(id(value), value) for name, value in opened.items()})
+    return {name: copies.get(id(value), value) for name, value in opened.items()}
 
 
 def check_batch(inputs: Mapping[str, Any], microbatches: int) -> None:

@@ -6,7 +6,12 @@ from typing import Any
 import torch
 
 from nxdpp.pipeline.microbatches.rows import check_kinds
-from nxdpp.tracing.input_dicts import open_inputs
+from nxdpp.tracing.input_dicts import InputDict, open_inputs
+
+_ADVICE = (
+    "a sample has tensors, None, numbers, strings, booleans, and dicts, lists, tuples, named tuples and dataclasses of "
+    "these. Make it one of them."
+)
 
 
 def check_samples(samples: Any, microbatches: int) -> None:
@@ -24,26 +29,32 @@ def opened_samples(samples: Sequence[Mapping[str, Any]], device: torch.device) -
     """Return the opened inputs of each sample.
 
     Raises:
-        ValueError, TypeError: for inputs of other names, kinds, shapes or dtypes than the first sample has.
+        TypeError: for values of other kinds than tensors, numbers, strings, ``None``, and containers of them.
+        ValueError: for other structures, shapes or dtypes than the first sample has.
     """
-    opened = [open_inputs(sample) for sample in samples]
+    opened = [open_inputs(sample, all_kinds=True) for sample in samples]
     first = _described(opened[0])
     for number, sample in enumerate(opened):
-        check_kinds(sample, device)
+        check_kinds(sample, device, _ADVICE)
         described = _described(sample)
         if described != first:
             name = next(name for name in {**first, **described} if first.get(name) != described.get(name))
             there, here = (each.get(name, f"no {name}") for each in (first, described))
             raise ValueError(
                 f"samples 0 and {number} differ in {name}: {there} and {here}. Give all samples of a step the same "
-                f"names, shapes and dtypes."
+                f"structure, shapes and dtypes."
             )
     return opened
 
 
 def _described(sample: Mapping[str, Any]) -> dict[str, str]:
-    """The shape and dtype of each tensor, and the type of other values."""
-    return {
-        name: f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        for name, value in sample.items()
-    }
+    """The shape and dtype of each tensor, the type and keys of each container, and the type of other values."""
+    return {name: _description(value) for name, value in sample.items()}
+
+
+def _description(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype}"
+    if isinstance(value, InputDict):
+        return f"a {value.kind.__name__} of {[key for key, _ in value.names]}"
+    return type(value).__name__
