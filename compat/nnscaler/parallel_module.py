@@ -15,6 +15,7 @@ from torch import nn
 
 from nxdpp import Pipeline, PipelineConfig, tensor_parallelize
 from nxdpp.nnscaler.compute_config import ComputeConfig
+from nxdpp.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.nnscaler.module_copy import take_own_memory
 from nxdpp.nnscaler.steps import ScaleFn, Steps
 from nxdpp.nnscaler.unit_layout import UnitLayout
@@ -87,6 +88,9 @@ class ParallelModule(nn.Module):
     def _divide(self, module: nn.Module) -> nn.Module:
         """Return this rank's part of ``module``."""
         layout = self._layout
+        # Tensor-parallel layers have other classes, derived from these.
+        parts = module.modules() if layout.layer_classes else ()
+        layer_classes = list(dict.fromkeys(type(part) for part in parts if type(part).__name__ in layout.layer_classes))
         if layout.tensor > 1:
             tensor_parallelize(module, layout.plan)
         if not layout.is_pipeline:
@@ -98,7 +102,7 @@ class ParallelModule(nn.Module):
                 num_microbatches=layout.microbatches,
                 virtual_pipeline_size=layout.chunks,
                 schedule=layout.schedule,
-                transformer_layer_cls=list(layout.layer_classes) or None,
+                transformer_layer_cls=layer_classes or None,
                 pipeline_cuts=list(layout.cuts),
                 input_names=[self._sample_name],
                 gradient_reduction="sum",
@@ -207,12 +211,24 @@ class ParallelModule(nn.Module):
                 module.training = self._whole.get_submodule(name).training
         return self
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return this rank's parameters and buffers under their names in the whole module."""
-        return self._part.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+    def nxdpp_extra_state(self) -> dict[str, Any]:
+        """Return the description of this rank's part that ``state_dict`` has."""
+        tied = None if self._pipeline is None else self._pipeline.tied_names
+        return module_extra_state(self._whole, self._part, self._config, tied)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        self._part._load_from_state_dict(state_dict, prefix, *args)
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return this rank's parameters and buffers under their names in the whole module, and the extra state."""
+        state = self._part.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state[f"{prefix}{EXTRA_STATE_KEY}"] = self.nxdpp_extra_state()
+        return state
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError("assign=True would replace parameters that stages and optimizers hold: leave it out")
+        take_extra_state(state_dict, prefix, self.nxdpp_extra_state())
+        self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.note_loaded({name for name in self._empty if f"{prefix}{name}" in state_dict})
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -222,7 +238,7 @@ class ParallelModule(nn.Module):
         return self
 
     def _leave_empty(self) -> None:
-        persistent = self.state_dict(keep_vars=True)
+        persistent = self._part.state_dict(keep_vars=True)
         for tensor in persistent.values():
             if isinstance(tensor, torch.Tensor):
                 with torch.no_grad():
