@@ -68,12 +68,11 @@ class ReplicaGradients:
         Raises:
             RuntimeError: on all of them, where replicas are in different steps, and as ``verify`` does.
         """
-        self._refuse_sum()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
         number = _training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, self._changed]
-        average_gradients(self._module.parameters(), group, control, notes, self._check_of(number))
+        average_gradients(self._module.parameters(), group, control, notes, self._check_of(number), self._mean)
         self.is_averaged = True
 
     @contextmanager
@@ -88,21 +87,12 @@ class ReplicaGradients:
     @contextmanager
     def step(self, average: bool) -> Iterator[None]:
         """Make the block a training step. With ``average`` the average is taken, unless it is left out."""
-        if average and not self.is_left_out:
-            self._refuse_sum()
         self.is_averaged = average and not self.is_left_out
         try:
             yield
         except BaseException:
             self.abandon()
             raise
-
-    def _refuse_sum(self) -> None:
-        if not self._mean and parallel_state.get_data_parallel_size() > 1:
-            raise RuntimeError(
-                "gradient_reduction='sum' is not taken over data-parallel replicas yet. Give average=False, and sum "
-                "the gradients after the step."
-            )
 
     def check_averaged(self) -> None:
         """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""
@@ -124,7 +114,7 @@ class ReplicaGradients:
         number = _training_steps()
         if self._overlapped is None:
             control = parallel_state.get_data_parallel_control_group()
-            self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control)
+            self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control, self._mean)
 
         def start(order: int) -> Callable[[], bool]:
             notes = [number, -number, int(self._changed), order, -order]

@@ -232,5 +232,32 @@ def over_ranks(rank: int) -> None:
         )
 
 
+def over_replicas(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    given = [[{"x": sample["x"] + shift} for sample in samples()] for shift in (0.0, 1.0)]
+    for at_once in (True, False):
+        model = make("a loss")
+        whole = copy.deepcopy(model)
+        config = PipelineConfig(num_microbatches=SAMPLES, virtual_pipeline_size=2, gradient_reduction="sum")
+        pipeline = Pipeline(model, config)
+        pipeline.train_samples(given[rank], average=at_once)
+        if not at_once:
+            pipeline.average_gradients()
+        expected = []
+        for of_replica in given:
+            whole.zero_grad()
+            for sample in of_replica:
+                whole(**sample).backward()
+            expected.append([parameter.grad for parameter in whole.parameters()])
+        for parameter, first, second in zip(model.parameters(), *expected, strict=True):
+            assert first is not None
+            assert second is not None
+            assert_equal(parameter.grad, first + second)
+
+
+def test_gradients_are_summed_over_replicas() -> None:
+    run_ranks(2, over_replicas)
+
+
 def test_every_rank_gets_all_outputs() -> None:
     run_ranks(2, over_ranks)
