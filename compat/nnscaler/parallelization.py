@@ -23,7 +23,9 @@ from nxdpp.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
 from nxdpp.nnscaler.first_values import first_random_state, take_first_values
 from nxdpp.nnscaler.module_copy import shared_copy
 from nxdpp.nnscaler.parallel_module import ModulePlan, ParallelModule
-from nxdpp.nnscaler.policies import Policy, layout_of
+from nxdpp.nnscaler.policies import Policy, check_policy, layout_of
+from nxdpp.nnscaler.saved_plan import SavedPlan, plan_path
+from nxdpp.nnscaler.shared_plan import shared_layout
 from nxdpp.nnscaler.units import initialize_units
 
 
@@ -67,16 +69,22 @@ def parallelize(
 
     Raises:
         ValueError, TypeError: for arguments that cannot be honoured, before anything is changed.
-        RuntimeError: to load without torchrun's variables, for a ``broadcast_strategy`` without ``torch.distributed``,
-            for a module in which others are parallel already, and for units of other sizes than those of the job.
+        RuntimeError: for a kept plan that ``reuse`` does not allow, to load without torchrun's variables, for a
+            ``broadcast_strategy`` without ``torch.distributed``, for a module in which others are parallel already, and
+            for units of other sizes than those of the job.
     """
     source = _Source(module_or_module_class, module_fn, module_dtype)
     if not isinstance(compute_config, ComputeConfig):
         raise TypeError(f"compute_config must be a ComputeConfig, not {compute_config!r:.80}")
     check_forward(source.kind, dummy_forward_args, compute_config.use_end2end)
-    ReuseType(reuse)
-    _check_start(load_module, BroadcastGenFilesStrategy(broadcast_strategy))
-    layout = layout_of(pas_policy, source.traced(), dummy_forward_args, compute_config)
+    check_policy(pas_policy)
+    strategy, reuse = BroadcastGenFilesStrategy(broadcast_strategy), ReuseType(reuse)
+    _check_start(load_module, strategy)
+    traced = source.traced()
+    saved = SavedPlan(plan_path(gen_savedir, source.kind, instance_name), traced, compute_config)
+    layout = shared_layout(
+        saved, lambda: layout_of(pas_policy, traced, dummy_forward_args, compute_config), reuse, strategy, load_module
+    )
     if not load_module:
         return None
     initialize_units(compute_config, layout)
@@ -87,6 +95,7 @@ def parallelize(
     made: type[ParallelModule] = type(
         f"Parallel{source.kind.__name__}", (ParallelModule,), {"_plan": plan, "__module__": __name__}
     )
+    saved.note_loaded()
     if source.given is None:
         return made
     module = made(init_params=init_module_params)

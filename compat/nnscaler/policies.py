@@ -24,6 +24,16 @@ Policy = str | Callable[[PolicyGraph, ComputeConfig], PolicyGraph]
 _PIPELINE = ("pipeline_nstages", "pipeline_nmicros", "pipeline_scheduler", "pp_size")
 
 
+def check_policy(policy: Policy) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for anything but a function and one of the names."""
+    if callable(policy):
+        return
+    if not isinstance(policy, str):
+        raise TypeError(f"pas_policy must be a name or a function (graph, compute_config) -> graph, not {policy!r:.80}")
+    if policy not in _POLICIES:
+        raise ValueError(f"there is no policy {policy!r}: give one of {', '.join(_POLICIES)}, or a function")
+
+
 def layout_of(
     policy: Policy, module: nn.Module, dummy_forward_args: Mapping[str, Any], compute_config: ComputeConfig
 ) -> UnitLayout:
@@ -40,16 +50,13 @@ def layout_of(
         TypeError: for a policy of another type, and for a function that returns no graph.
         TracingError: for a pipeline of a module that cannot be traced.
     """
+    check_policy(policy)
     graph = PolicyGraph(module, dummy_forward_args, compute_config)
     if callable(policy):
         returned = policy(graph, compute_config)
         if not isinstance(returned, PolicyGraph):
             raise TypeError(f"a policy function must return the graph that it was given, not {returned!r:.80}")
         return returned.layout()
-    if not isinstance(policy, str):
-        raise TypeError(f"pas_policy must be a name or a function (graph, compute_config) -> graph, not {policy!r:.80}")
-    if policy not in _POLICIES:
-        raise ValueError(f"there is no policy {policy!r}: give one of {', '.join(_POLICIES)}, or a function")
     choose, known = _POLICIES[policy]
     _check_keys(policy, compute_config.pas_config, known)
     choose(graph, compute_config)

@@ -37,27 +37,18 @@ def shared_layout(
         plan: the file of this process.
         make: makes the layout of a new plan. It runs on rank 0.
         reuse: the plan that may be taken.
-        strategy: whether other hosts get a new plan.
+        strategy: whether other hosts get a new plan. Without ``torch.distributed`` there are none.
         load_module: whether every host needs the file, because this call loads a module.
 
     Raises:
-        RuntimeError: for a file that does not fit or is in use, by the table of ``saved_plan``, a host without the
-            file, and a ``strategy`` without ``torch.distributed``.
+        RuntimeError: for a file that does not fit or is in use, by the table of ``saved_plan``, and for a host without
+            the file.
         Exception: an error of ``make``. The other ranks raise it too.
     """
     if dist.is_available() and dist.is_initialized():
         with _host_group() as group:
-            layout = _on_all_ranks(plan, make, reuse, strategy, load_module, group)
-    else:
-        if strategy is not BroadcastGenFilesStrategy.NONE:
-            raise RuntimeError(
-                f"broadcast_strategy={strategy.value!r} needs torch.distributed, which is not initialized: call "
-                f"torch.distributed.init_process_group() before, or give 'none'"
-            )
-        layout, _ = plan.find_or_make(reuse, make)
-    if load_module:
-        plan.note_loaded()
-    return layout
+            return _on_all_ranks(plan, make, reuse, strategy, load_module, group)
+    return plan.find_or_make(reuse, make)[0]
 
 
 def _on_all_ranks(

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ParallelModule, ReuseType, parallelize
+from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ParallelModule, ReuseType
+from tests.compat.nnscaler.own_folders import parallelize
 from tests.compat.nnscaler.trained_modules import WIDTH, Mlp, Net, sample
 from tests.support.run_ranks import run_ranks
 
@@ -197,8 +198,8 @@ _CASES: list[list[Callable[[int], None]]] = [
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: parallelize(3, {"x": X}, "dp", FOR_DP), TypeError, "takes a module or a class of modules"),  # type: ignore[arg-type]
-    (lambda: parallelize(made(), {"x": X}, "dp", 4), TypeError, "must be a ComputeConfig"),  # type: ignore[arg-type]
+    (lambda: parallelize(3, {"x": X}, "dp", FOR_DP), TypeError, "takes a module or a class of modules"),
+    (lambda: parallelize(made(), {"x": X}, "dp", 4), TypeError, "must be a ComputeConfig"),
     (lambda: parallelize(made(), {"z": X}, "dp", FOR_DP), ValueError, "has z, and Net.forward takes"),
     (lambda: parallelize(made(), {"x": X}, "dp", FOR_DP, module_fn=made), ValueError, "an object was given"),
     (lambda: parallelize(nn.Linear, {"input": X}, "dp", FOR_DP), ValueError, "give module_fn=lambda: Linear"),

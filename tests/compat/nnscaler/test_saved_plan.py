@@ -172,15 +172,11 @@ def test_settings_of_the_user_count(tmp_path: Path) -> None:
             plan_in(tmp_path, config=config(value))
 
 
-def test_a_broadcast_needs_torch_distributed(tmp_path: Path) -> None:
+def test_a_process_alone(tmp_path: Path) -> None:
     plan = plan_in(tmp_path)
 
-    for strategy in ("all", "no_weights", "code"):
-        with pytest.raises(RuntimeError, match=f"broadcast_strategy='{strategy}' needs torch.distributed"):
-            shared_layout(plan, lambda: NEW, ReuseType.MATCH, BroadcastGenFilesStrategy(strategy), False)
-    assert plan.read() is None
     assert shared_layout(plan, lambda: NEW, ReuseType.MATCH, BroadcastGenFilesStrategy.NONE, False) == NEW
-    assert not plan.is_loaded
+    assert shared_layout(plan, lambda: KEPT, ReuseType.MATCH, BroadcastGenFilesStrategy.NONE, False) == NEW
 
 
 def _on_two_hosts(rank: int, folder: str) -> dict[str, Any]:
