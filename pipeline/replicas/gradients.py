@@ -37,6 +37,7 @@ class ReplicaGradients:
     def __init__(self, part: LocalPart, exchanges: ReplicaExchanges, mean: bool = True) -> None:
         self.is_left_out = False
         self._mean = mean
+        self._is_summed = False
         self._part = part
         self._module = part.module
         self._exchanges = exchanges
@@ -66,14 +67,16 @@ class ReplicaGradients:
         """Average ``.grad`` over the replicas; collective over them.
 
         Raises:
-            RuntimeError: on all of them, where replicas are in different steps, and as ``verify`` does.
+            RuntimeError: on all of them, where replicas are in different steps, for a second sum of the same gradients,
+                and as ``verify`` does.
         """
+        self._refuse_second_sum()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
         number = _training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, self._changed]
         average_gradients(self._module.parameters(), group, control, notes, self._check_of(number), self._mean)
-        self.is_averaged = True
+        self.is_averaged = self._is_summed = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -86,13 +89,28 @@ class ReplicaGradients:
 
     @contextmanager
     def step(self, average: bool) -> Iterator[None]:
-        """Make the block a training step. With ``average`` the average is taken, unless it is left out."""
+        """Make the block a training step. With ``average`` the average is taken, unless it is left out.
+
+        Raises ``RuntimeError`` for gradients that were summed over the replicas already.
+        """
+        self._refuse_second_sum()
         self.is_averaged = average and not self.is_left_out
         try:
             yield
         except BaseException:
             self.abandon()
             raise
+
+    def _refuse_second_sum(self) -> None:
+        """Raise ``RuntimeError`` where gradients are sums over the replicas: a second sum would count them again."""
+        if self._mean or not self._is_summed or parallel_state.get_data_parallel_size() == 1:
+            return
+        if any(parameter.grad is not None for parameter in self._module.parameters()):
+            raise RuntimeError(
+                "the gradients are sums over the data-parallel replicas already, and would be summed again. Call "
+                "zero_grad() before the next step. To accumulate, run all steps but the last in no_sync()."
+            )
+        self._is_summed = False
 
     def check_averaged(self) -> None:
         """Raise ``RuntimeError`` where the gradients of the last training step are not averaged."""
@@ -137,6 +155,7 @@ class ReplicaGradients:
         """End the average that ``begin`` began, after the sums of tied weights; collective over the replicas."""
         if self.is_averaged and self._overlapped is not None:
             self._overlapped.finish()
+            self._is_summed = True
 
     def follow(self) -> None:
         """Follow parameters that may have been replaced."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
 from nxdpp.parallel_layers import gradient_average
 from tests.support.models import gradient_differences, make, padded_batch, reference, train_in_one_process
 from tests.support.run_ranks import run_ranks
@@ -186,12 +186,37 @@ def divided_sequences(rank: int) -> None:
     assert wrapped.last_average.early_bytes > 0
 
 
+def sums(rank: int) -> None:
+    """Sums over microbatches and replicas are four times the means, bit for bit: 4 is a power of 2."""
+    batch, model = padded_batch(4, length=6), make("tied_llama", layers=2)
+    mean, total = (
+        Pipeline(copy.deepcopy(model), PipelineConfig(num_microbatches=2, gradient_reduction=kind))
+        for kind in ("mean", "sum")
+    )
+    for step in range(3):
+        for pipeline in (mean, total):
+            pipeline.local_module.zero_grad()
+            pipeline.train_step(own(batch), average=step < 2)
+            if step == 2:
+                pipeline.average_gradients()
+        expected = {name: 4 * p.grad for name, p in mean.local_module.named_parameters() if p.grad is not None}
+        assert expected.keys() == dict(mean.local_module.named_parameters()).keys()
+        assert_equal({name: p.grad for name, p in total.local_module.named_parameters()}, {**expected})
+    total.local_module.zero_grad()
+    total.train_step(own(batch), average=False)
+    total.train_step(own(batch), average=True)
+    for name, parameter in total.local_module.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, 2 * expected[name], msg=name)
+
+
 CASES: list[Callable[[int], None]] = [
     every_schedule,
     without_averages,
     missing_gradients,
     frozen_later,
     late_contribution,
+    sums,
 ]
 
 
@@ -239,3 +264,15 @@ def test_no_sync_on_one_rank_of_a_pipeline_is_refused() -> None:
         AssertionError, match=r"\(rank 1\) runs a step in no_sync\(\), and .*\(rank 0\) runs it outside"
     ):
         run_ranks(2, differ)
+
+
+def second_sum(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    pipeline = Pipeline(make("llama", layers=2), PipelineConfig(num_microbatches=1, gradient_reduction="sum"))
+    for _ in range(2):
+        pipeline.train_step(own(padded_batch(2, length=6)), average=True)
+
+
+def test_a_second_sum_of_the_same_gradients_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"would be summed again\. Call zero_grad\(\) before the next step"):
+        run_ranks(2, second_sum)
