@@ -92,7 +92,7 @@ class ParallelModule(nn.Module):
         parts = module.modules() if layout.layer_classes else ()
         layer_classes = list(dict.fromkeys(type(part) for part in parts if type(part).__name__ in layout.layer_classes))
         if layout.tensor > 1:
-            tensor_parallelize(module, layout.plan)
+            tensor_parallelize(module, layout.plan, gather_logits=True)
         if not layout.is_pipeline:
             return module
         assert layout.microbatches is not None
