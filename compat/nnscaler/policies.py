@@ -30,8 +30,8 @@ def check_policy(policy: Policy) -> None:
         return
     if not isinstance(policy, str):
         raise TypeError(f"pas_policy must be a name or a function (graph, compute_config) -> graph, not {policy!r:.80}")
-    if policy not in _POLICIES:
-        raise ValueError(f"there is no policy {policy!r}: give one of {', '.join(_POLICIES)}, or a function")
+    if policy not in POLICIES:
+        raise ValueError(f"there is no policy {policy!r}: give one of {', '.join(POLICIES)}, or a function")
 
 
 def layout_of(
@@ -57,7 +57,7 @@ def layout_of(
         if not isinstance(returned, PolicyGraph):
             raise TypeError(f"a policy function must return the graph that it was given, not {returned!r:.80}")
         return returned.layout()
-    choose, known = _POLICIES[policy]
+    choose, known = POLICIES[policy]
     _check_keys(policy, compute_config.pas_config, known)
     choose(graph, compute_config)
     return graph.layout()
@@ -100,7 +100,7 @@ def _hybrid(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
     graph.schedule(settings.get("pipeline_scheduler", "1f1b"), stages, settings["pipeline_nmicros"])
 
 
-_POLICIES: dict[str, tuple[Callable[[PolicyGraph, ComputeConfig], None], tuple[str, ...]]] = {
+POLICIES: dict[str, tuple[Callable[[PolicyGraph, ComputeConfig], None], tuple[str, ...]]] = {
     "dp": (_dp, ()),
     "tp": (_tp, ("seed",)),
     "pp": (_pp, _PIPELINE),
