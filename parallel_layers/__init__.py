@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from nxdpp.parallel_layers.checkpointing import load, save
     from nxdpp.parallel_layers.followed_optimizers import followed_by_optimizers
     from nxdpp.parallel_layers.gradient_norm import clip_grad_norm
+    from nxdpp.parallel_layers.gradient_reducer import GradientReducer
     from nxdpp.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
     from nxdpp.parallel_layers.reduced_gradients import reduce_gradients
 
 __all__ = [
     "ColumnParallelLinear",
+    "GradientReducer",
     "ParallelEmbedding",
     "RowParallelLinear",
     "clip_grad_norm",
@@ -29,6 +31,7 @@ __all__ = [
 
 _MODULES = {
     "ColumnParallelLinear": "layers",
+    "GradientReducer": "gradient_reducer",
     "ParallelEmbedding": "layers",
     "RowParallelLinear": "layers",
     "clip_grad_norm": "gradient_norm",

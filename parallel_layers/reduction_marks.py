@@ -1,0 +1,97 @@
+"""Marks of gradients that were reduced over replicas before the optimizer's step, to find changes of them.
+
+::
+
+    reduce ─▶ set ─▶ reduce again: the same gradients, nothing to do
+                 ├─▶ zero_grad, backward, reduce again: other gradients, reduce them
+                 └─▶ backward: RuntimeError, it would add one replica's gradient to the sum of all
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+_REMEDY = "Call zero_grad() of the optimizer, or its step(), before the next backward."
+
+
+class ReductionMarks:
+    """The gradients of one reduction.
+
+    Args:
+        control: a group over the replicas that takes CPU tensors.
+    """
+
+    def __init__(self, control: ProcessGroup) -> None:
+        self._control = control
+        self._parameters: list[nn.Parameter] = []
+        self._marked: dict[int, tuple[torch.Tensor, int]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self.is_set = False
+
+    def set(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Mark the gradients that ``parameters`` have now."""
+        self.clear()
+        self._parameters = list(parameters)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._marked[id(parameter)] = parameter.grad, parameter.grad._version
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._refuse_addition))
+        self.is_set = True
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters, self._marked, self._hooks = [], {}, []
+        self.is_set = False
+
+    def are_present(self) -> bool:
+        """Return whether the parameters have the marked gradients still, on all replicas alike.
+
+        Collective over the replicas where gradients are marked; all of them have marked some, or none has. If the
+        gradients are others, the marks are cleared.
+
+        Raises ``RuntimeError`` on all replicas where some gradients are the marked ones and others are new.
+        """
+        if not self.is_set:
+            return False
+        kept = any(self._is_kept(parameter) for parameter in self._parameters)
+        new = any(each.grad is not None and not self._is_kept(each) for each in self._parameters)
+        flags = torch.tensor([kept, new or (bool(self._marked) and not kept)], dtype=torch.int32, device="cpu")
+        if dist.get_world_size(self._control) > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
+        is_kept, is_new = flags.tolist()
+        if is_kept and is_new:
+            raise RuntimeError(
+                f"some gradients were reduced over the data-parallel replicas before, and others are new, on this "
+                f"replica or another. {_REMEDY}"
+            )
+        if is_new:
+            self.clear()
+        return not is_new
+
+    def check_unchanged(self) -> None:
+        """Raise ``RuntimeError`` for a marked gradient that was changed in place or removed."""
+        for parameter in self._parameters:
+            marked = self._marked.get(id(parameter))
+            if marked is not None and (parameter.grad is not marked[0] or parameter.grad._version != marked[1]):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it was reduced, "
+                    f"and the step would ignore that. Change gradients before, or by functions of the optimizer."
+                )
+
+    def _is_kept(self, parameter: nn.Parameter) -> bool:
+        marked = self._marked.get(id(parameter))
+        return marked is not None and parameter.grad is marked[0]
+
+    def _refuse_addition(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad is self._marked[id(parameter)][0] or parameter.grad.requires_grad:
+            raise RuntimeError(
+                f"a backward adds to the gradient of a parameter of shape {list(parameter.shape)}, which was reduced "
+                f"over the data-parallel replicas already: it would be counted again. {_REMEDY}"
+            )
