@@ -6,15 +6,16 @@
                                                                              local module of a Pipeline
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import nn
 
 from nxdpp import Pipeline, PipelineConfig, tensor_parallelize
 from nxdpp.nnscaler.compute_config import ComputeConfig
+from nxdpp.nnscaler.equal_inputs import verify_equal_inputs
 from nxdpp.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.nnscaler.module_copy import take_own_memory
 from nxdpp.nnscaler.steps import ScaleFn, Steps
@@ -81,6 +82,8 @@ class ParallelModule(nn.Module):
             self.__dict__[name] = vars(parts)[name]
         self._steps = Steps(parts, self._pipeline, plan.sample_name, plan.layout.microbatches or 1)
         self._empty: set[str] = set()
+        self._given: list[str] = []
+        self._has_inputs = False
         if not init_params:
             self._leave_empty()
         self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
@@ -135,6 +138,7 @@ class ParallelModule(nn.Module):
                 "an end-to-end module is not called: train_step(samples) trains it, infer_step(samples) evaluates it"
             )
         self.check_loaded()
+        self._verify_first_inputs((args, kwargs))
         return self._part(*args, **kwargs)
 
     def train_step(
@@ -165,6 +169,7 @@ class ParallelModule(nn.Module):
         if self._config.inference_only:
             raise RuntimeError("the module is for inference: leave inference_only out of its ComputeConfig to train it")
         self._steps.check(samples, is_dummy_batch)
+        self._verify_first_inputs(samples)
         self.zero_grad()
         return self._steps.train(samples, is_dummy_batch, scale_fn)
 
@@ -175,6 +180,7 @@ class ParallelModule(nn.Module):
         """
         self._check_end2end("infer_step")
         self._steps.check(samples)
+        self._verify_first_inputs(samples)
         return self._steps.infer(samples)
 
     def _check_end2end(self, name: str) -> None:
@@ -197,9 +203,29 @@ class ParallelModule(nn.Module):
                 f"module was made without them. Load a state dict, or call broadcast_weights."
             )
 
-    def note_loaded(self, names: set[str]) -> None:
-        """Note that the parameters and buffers in ``names``, as this rank lists them, have values now."""
-        self._empty -= names
+    def note_loaded(self, names: Collection[str]) -> None:
+        """Note that the parameters and buffers in ``names``, as this rank lists them, have new values."""
+        if self._empty:
+            state = self._part.state_dict(keep_vars=True)
+            loaded = {id(state[name]) for name in names if name in state}
+            self._empty = {name for name in self._empty if id(state[name]) not in loaded}
+        if self._pipeline is not None:
+            # The next step compares the values of the replicas again.
+            self._pipeline.load_state_dict({}, strict=False, assign=False)
+
+    def _verify_first_inputs(self, inputs: Any) -> None:
+        """Compare the first inputs of this module over the tensor-parallel ranks. A pipeline compares by itself."""
+        if self._layout.tensor > 1 and not self._has_inputs:
+            verify_equal_inputs(inputs)
+        self._has_inputs = True
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Refuse ``DistributedDataParallel``, which asks for it before it changes anything."""
+        raise RuntimeError(
+            "DistributedDataParallel would give all ranks the parameters of rank 0, which may be other parts: leave it "
+            "out. The optimizer of build_optimizer sums the gradients of the units"
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the whole module, as its own ``train`` does."""
@@ -229,7 +255,7 @@ class ParallelModule(nn.Module):
             raise ValueError("assign=True would replace parameters that stages and optimizers hold: leave it out")
         take_extra_state(state_dict, prefix, self.nxdpp_extra_state())
         self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self.note_loaded({name for name in self._empty if f"{prefix}{name}" in state_dict})
+        self._given = [name for name in self._part.state_dict() if f"{prefix}{name}" in state_dict]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         self._part._apply(fn, recurse)
@@ -248,6 +274,4 @@ class ParallelModule(nn.Module):
 
 def _after_load(module: nn.Module, _: Any) -> None:
     assert isinstance(module, ParallelModule)
-    if module._pipeline is not None:
-        # The next step compares the values of the replicas again.
-        module._pipeline.load_state_dict({}, strict=False, assign=False)
+    module.note_loaded(module._given)

@@ -42,6 +42,7 @@ def loaded_class(*args: Any, **kwargs: Any) -> type[ParallelModule]:
     return kind
 
 
+@pytest.mark.one_python
 def test_objects_and_classes_on_ranks() -> None:
     run_ranks(4, _all_cases)
 
@@ -155,6 +156,18 @@ def _state_dicts_have_the_names_of_the_module(rank: int) -> None:
     assert outer(X.double()).dtype == torch.float64
 
 
+def _ddp_is_refused(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="build_optimizer sums the gradients of the units"):
+        nn.parallel.DistributedDataParallel(loaded(made(), {"x": X}, "dp", FOR_DP))
+
+
+def _other_inputs_inside_a_unit_are_refused(rank: int) -> None:
+    model = loaded(made(), {"x": X}, "tp", FOR_TP)
+    with pytest.raises(RuntimeError, match=r"in one unit and got other inputs.*rank // plan_ngpus"):
+        model(X + rank)
+    model(X + rank // 2)
+
+
 def _end_to_end_modules_are_not_called(rank: int) -> None:
     model = loaded(Mlp(), {"data": sample(0)}, "dp", ComputeConfig(1, 4, use_end2end=True))
     with pytest.raises(RuntimeError, match=r"train_step\(samples\) trains it"):
@@ -183,13 +196,19 @@ def _other_orders_are_refused(rank: int) -> None:
 
 
 _CASES: list[list[Callable[[int], None]]] = [
-    [_an_object_gives_an_object, _training_and_evaluation, _a_class_gives_a_class],
+    [
+        _an_object_gives_an_object,
+        _training_and_evaluation,
+        _a_class_gives_a_class,
+        _other_inputs_inside_a_unit_are_refused,
+    ],
     [
         _a_function_makes_the_modules_of_a_class,
         _values_of_rank_0_count,
         _a_dtype,
         _parameters_without_values,
         _state_dicts_have_the_names_of_the_module,
+        _ddp_is_refused,
         _end_to_end_modules_are_not_called,
         _other_units_are_refused,
     ],

@@ -1,7 +1,7 @@
 """``train_step`` and ``infer_step`` of end-to-end modules, beside one process."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import parallel_state
-from nxdpp.nnscaler import ComputeConfig, ParallelModule, parallelize
+from nxdpp.nnscaler import ComputeConfig, ParallelModule
+from tests.compat.nnscaler.own_folders import parallelize
 from tests.compat.nnscaler.trained_modules import WIDTH, Mlp, SwitchedMlp, sample
 from tests.support.run_ranks import run_ranks
 
@@ -69,12 +70,20 @@ def assert_same(ours: Any, theirs: Any) -> None:
     assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(ours))
 
 
+@pytest.mark.one_python
 def test_steps_on_ranks() -> None:
     run_ranks(4, _on_ranks)
 
 
 def _on_ranks(rank: int) -> None:
-    for case in (_sums_over_samples, _sums_over_units, _over_tensor_ranks_too, _several_stages_a_rank):
+    for case in (
+        _sums_over_samples,
+        _sums_over_units,
+        _over_tensor_ranks_too,
+        _several_stages_a_rank,
+        _samples_of_any_structure,
+        _stages_without_values,
+    ):
         case(rank)
         parallel_state.destroy_model_parallel()
 
@@ -119,7 +128,10 @@ def _dummies_and_scales(model: ParallelModule, whole: nn.Module) -> None:
 
 def _sums_over_units(rank: int) -> None:
     """Two pipelines of two consecutive ranks."""
-    model, whole = loaded(made(SwitchedMlp), "pp", config(2, 2, pipeline_nmicros=MICROBATCHES)), made(SwitchedMlp)
+    model, whole = (
+        loaded(made(SwitchedMlp), "pp", config(2, 2, pipeline_nmicros=MICROBATCHES)),
+        made(SwitchedMlp),
+    )
     outputs = [trained_whole(whole, samples_of(unit)) for unit in range(2)]
     assert_same(model.train_step(samples_of(rank // 2)), outputs[rank // 2])
     assert_same_gradients(model, whole, units=True)
@@ -143,6 +155,59 @@ def _several_stages_a_rank(rank: int) -> None:
     outputs = [trained_whole(whole, samples_of(unit)) for unit in range(2)]
     assert_same(model.train_step(samples_of(rank // 2)), outputs[rank // 2])
     assert_same_gradients(model, whole, units=True)
+
+
+def _stages_without_values(rank: int) -> None:
+    """Also of a class, whose stages make their own tensors."""
+    settings = config(2, 2, pipeline_nmicros=MICROBATCHES)
+    torch.manual_seed(rank)
+    kind = parallelize(Mlp, {"data": sample(0)}, "pp", settings)
+    assert isinstance(kind, type)
+    model, whole = kind(init_params=False), made()
+    with pytest.raises(RuntimeError, match="2 parameters or buffers have no values"):
+        model.train_step(samples_of(0))
+    model.load_state_dict({name: whole.state_dict()[name] for name, _ in model.named_parameters()})
+    for each in (model, kind()):
+        assert_same(each.train_step(samples_of(0)), trained_whole(whole, samples_of(0)))
+        assert_same_gradients(each, whole)
+        whole.zero_grad()
+    with pytest.raises(ValueError, match="each rank loads what it has saved"):
+        model.load_state_dict(_state_of_other_stages(model))
+
+
+def _state_of_other_stages(model: ParallelModule) -> dict[str, Any]:
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, model.state_dict())
+    state: dict[str, Any] = states[(dist.get_rank() + 1) % 2]
+    return state
+
+
+class Pair(NamedTuple):
+    """A sample that is no dict."""
+
+    data: torch.Tensor
+    others: list[Any]
+
+
+class PairMlp(Mlp):
+    """Takes a ``Pair`` of ``data`` and of a target and a dict."""
+
+    def forward(self, data: Any, power: int = 2) -> Any:
+        x, (target, settings) = data
+        return super().forward({"data": x, "target": target}, power) * settings["scale"]
+
+
+def pair(seed: int) -> Pair:
+    values = sample(seed)
+    return Pair(values["data"], [values["target"], {"scale": 2.0}])
+
+
+def _samples_of_any_structure(rank: int) -> None:
+    samples = [pair(seed) for seed in range(MICROBATCHES)]
+    settings = config(4, 1, pipeline_nmicros=MICROBATCHES)
+    model, whole = loaded(made(PairMlp), "pp", settings, pair(0)), made(PairMlp)
+    assert_same(model.train_step(samples), trained_whole(whole, samples))
+    assert_same_gradients(model, whole)
 
 
 class TestWithoutAPipeline:

@@ -1,0 +1,35 @@
+"""Comparison of the inputs of tensor-parallel ranks: a sampler that divides data over them gives wrong numbers."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from nxdpp import parallel_state
+
+
+def verify_equal_inputs(inputs: Any) -> None:
+    """Compare the tensors, numbers and texts in ``inputs`` with those of the first rank; collective over the group.
+
+    Raises ``RuntimeError`` on all tensor-parallel ranks where one has other inputs.
+    """
+    group = parallel_state.get_tensor_control_group()
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, [_digest(leaf) for leaf in pytree.tree_leaves(inputs)], group=group)
+    if all(each == digests[0] for each in digests):
+        return
+    ranks = dist.get_process_group_ranks(group)
+    other = next(rank for rank, each in zip(ranks, digests, strict=True) if each != digests[0])
+    raise RuntimeError(
+        f"ranks {ranks[0]} and {other} are in one unit and got other inputs: give all ranks of a unit the same. "
+        f"DistributedSampler takes num_replicas=runtime_ngpus // plan_ngpus and rank=rank // plan_ngpus"
+    )
+
+
+def _digest(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
+    raw = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return f"{tuple(leaf.shape)} {leaf.dtype} {hashlib.blake2b(raw, digest_size=16).hexdigest()}"
