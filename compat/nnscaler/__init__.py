@@ -8,17 +8,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nxdpp.nnscaler.compute_config import ComputeConfig
+    from nxdpp.nnscaler.deduped import (
+        broadcast_weights,
+        deduped_state_dict,
+        deduped_state_dicts,
+        load_deduped_state_dict,
+    )
     from nxdpp.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
+    from nxdpp.nnscaler.merged import load_merged_state_dict, load_merged_state_dicts, merge_state_dicts
     from nxdpp.nnscaler.parallel_module import ParallelModule
     from nxdpp.nnscaler.parallelization import parallelize
 
-__all__ = ["BroadcastGenFilesStrategy", "ComputeConfig", "ParallelModule", "ReuseType", "parallelize"]
+__all__ = [
+    "BroadcastGenFilesStrategy",
+    "ComputeConfig",
+    "ParallelModule",
+    "ReuseType",
+    "broadcast_weights",
+    "deduped_state_dict",
+    "deduped_state_dicts",
+    "load_deduped_state_dict",
+    "load_merged_state_dict",
+    "load_merged_state_dicts",
+    "merge_state_dicts",
+    "parallelize",
+]
 
 _FILES = {
     "BroadcastGenFilesStrategy": "enums",
     "ComputeConfig": "compute_config",
     "ParallelModule": "parallel_module",
     "ReuseType": "enums",
+    "broadcast_weights": "deduped",
+    "deduped_state_dict": "deduped",
+    "deduped_state_dicts": "deduped",
+    "load_deduped_state_dict": "deduped",
+    "load_merged_state_dict": "merged",
+    "load_merged_state_dicts": "merged",
+    "merge_state_dicts": "merged",
     "parallelize": "parallelization",
 }
 

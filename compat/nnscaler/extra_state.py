@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from nxdpp.nnscaler.compute_config import ComputeConfig
 from nxdpp.nnscaler.placements import Placement
@@ -103,6 +104,36 @@ def optimizer_extra_state(module: nn.Module, parameters: Sequence[torch.Tensor])
         "tied": tied,
         "held": _placements(dict(zip(names, parameters, strict=True))),
     }
+
+
+def add_optimizer_extra_state(module: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict``, which ``optimizer`` made, with the description of its parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {**state_dict, EXTRA_STATE_KEY: optimizer_extra_state(module, parameters)}
+
+
+def take_optimizer_extra_state(
+    module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ``state_dict`` without the extra state, for ``optimizer`` to load.
+
+    Raises ``ValueError`` for the state of a rank with other parts, and for a merged one.
+    """
+    taken = dict(state_dict)
+    saved = taken.pop(EXTRA_STATE_KEY, None)
+    if saved is None:
+        return taken
+    check_version(saved)
+    own = add_optimizer_extra_state(module, optimizer, {})[EXTRA_STATE_KEY]
+    if "merged" in saved:
+        raise ValueError("the optimizer's state is a merged one: load it with load_merged_state_dict")
+    if (saved["own"], saved["held"]) != (own["own"], own["held"]):
+        raise ValueError(
+            f"the optimizer's state is that of rank {saved['rank']} with {len(saved['own'])} parameters, and rank "
+            f"{own['rank']} has {len(own['own'])}, or other parts: each rank loads what it has saved. For another plan "
+            f"call merge_state_dicts, and load_merged_state_dict."
+        )
+    return taken
 
 
 def parallel_modules(module: nn.Module) -> dict[str, Any]:

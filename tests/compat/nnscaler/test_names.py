@@ -26,6 +26,13 @@ SIGNATURES = {
     "ParallelModule.gather_params": "(self)",
     "ParallelModule.zero_grad": None,
     "ComputeConfig.get_sync_group": "(self)",
+    "broadcast_weights": "(module, stride_size=None)",
+    "merge_state_dicts": "(module_state_dicts, optimizer_state_dicts=None)",
+    **dict.fromkeys(
+        ("load_merged_state_dicts", "load_merged_state_dict", "load_deduped_state_dict"),
+        "(module, module_state_dict, optimizer=None, optimizer_state_dict=None, *, device=None)",
+    ),
+    **dict.fromkeys(("deduped_state_dicts", "deduped_state_dict"), "(module, optimizer=None)"),
 }
 
 ATTRIBUTES = (
