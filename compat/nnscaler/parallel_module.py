@@ -18,6 +18,7 @@ from nxdpp.nnscaler.compute_config import ComputeConfig
 from nxdpp.nnscaler.equal_inputs import verify_equal_inputs
 from nxdpp.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.nnscaler.module_copy import take_own_memory
+from nxdpp.nnscaler.recompute import recompute
 from nxdpp.nnscaler.steps import ScaleFn, Steps
 from nxdpp.nnscaler.unit_layout import UnitLayout
 
@@ -73,6 +74,7 @@ class ParallelModule(nn.Module):
         module = plan.make()
         self.training = module.training
         parts = self._divide(module)
+        recompute(module, parts, plan.layout.recompute)
         if plan.given is not None:
             take_own_memory(parts, plan.given)
         # The part is no submodule: its parts are those of this module.

@@ -9,6 +9,7 @@ from torch import nn
 from nxdpp import TracedLayers, trace_layers
 from nxdpp.nnscaler.compute_config import ComputeConfig
 from nxdpp.nnscaler.generic_plan import plan_for
+from nxdpp.nnscaler.recompute import modules_named
 from nxdpp.nnscaler.schedulers import schedule_of
 from nxdpp.nnscaler.unit_layout import UnitLayout
 
@@ -44,6 +45,7 @@ class PolicyGraph:
         self._plan: Mapping[str, str] | None = None
         self._cuts: tuple[str, ...] | None = None
         self._pipeline: tuple[str, int, int] | None = None
+        self._recomputed: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -90,6 +92,13 @@ class PolicyGraph:
         """Run ``stages`` as a pipeline by the scheduler ``name``, with ``microbatches`` samples in a step."""
         self._pipeline = (name, stages, microbatches)
 
+    def recompute(self, names: Sequence[str]) -> None:
+        """Recompute the forward of modules in the backward, in place of keeping their activations.
+
+        ``names`` are names of modules, last parts of these, or classes. Raises ``ValueError`` for one without a module.
+        """
+        self._recomputed = modules_named(self.module, names)
+
     def layout(self) -> UnitLayout:
         """Return the division as a layout of the unit.
 
@@ -104,8 +113,10 @@ class PolicyGraph:
                     f"the policy uses {self._tensor} of plan_ngpus={self.compute_config.plan_ngpus} ranks of a unit: "
                     f"divide the rest by graph.divide or graph.schedule, or give plan_ngpus={self._tensor}"
                 )
-            return UnitLayout(tensor=self._tensor, plan=self._plan)
+            return UnitLayout(tensor=self._tensor, plan=self._plan, recompute=self._recomputed)
         scheduler, stages, microbatches = self._pipeline
+        if above := [name for name in self._recomputed if any(layer.startswith(f"{name}.") for layer in self.layers)]:
+            raise ValueError(f"{', '.join(above)} cannot be recomputed in a pipeline: give the layers inside")
         schedule, chunks = schedule_of(self.compute_config, scheduler, ranks, stages, microbatches)
         return UnitLayout(
             tensor=self._tensor,
@@ -116,6 +127,7 @@ class PolicyGraph:
             cuts=self._cuts_for(stages),
             layer_classes=self._traced[1] if stages > 1 else (),
             plan=self._plan,
+            recompute=self._recomputed,
         )
 
     def _cuts_for(self, stages: int) -> tuple[str, ...]:

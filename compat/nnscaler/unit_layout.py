@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+_LISTS = ("cuts", "layer_classes", "recompute")
+
 
 @dataclass(frozen=True)
 class UnitLayout:
@@ -19,7 +21,7 @@ class UnitLayout:
         layer_classes: names of the classes of these layers. Empty for those that nxdpp finds by itself.
         plan: styles of ``nxdpp.tensor_parallelize`` by name pattern, which ``generic_plan.compare`` compares with one
             process. ``None`` for the module's own plan.
-        checkpoint: recompute the layers in the backward.
+        recompute: names of the modules that recompute their forward in the backward.
     """
 
     tensor: int = 1
@@ -30,7 +32,7 @@ class UnitLayout:
     cuts: tuple[str, ...] = ()
     layer_classes: tuple[str, ...] = ()
     plan: Mapping[str, str] | None = None
-    checkpoint: bool = False
+    recompute: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -44,11 +46,9 @@ class UnitLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values of JSON."""
-        fields = asdict(self)
-        return {**fields, "cuts": list(self.cuts), "layer_classes": list(self.layer_classes)}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in _LISTS}}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Return the layout of ``to_dict``. Raises ``TypeError`` and ``KeyError`` for another content."""
-        lists = {name: tuple(fields[name]) for name in ("cuts", "layer_classes")}
-        return cls(**{**fields, **lists})
+        return cls(**{**fields, **{name: tuple(fields[name]) for name in _LISTS}})

@@ -15,12 +15,13 @@ from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.oslo.config import OsloConfig
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.parallel_model import is_parallel, make_parallel
+from nxdpp.oslo.pipelined_model import pipeline
 from nxdpp.parallel_layers import followed_by_optimizers, move_model_to_device
 
 M = TypeVar("M", bound=PreTrainedModel)
 
 
-def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str]) -> M:
+def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, num_microbatches: int = 1) -> M:
     """Divide ``model`` over ranks as ``config`` says, in place; collective over all ranks.
 
     The model stays a ``PreTrainedModel`` of its class and keeps its ``config``. It is moved to this rank's device, and
@@ -31,6 +32,7 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str]) -> 
         model: of transformers, with the same weights on all ranks.
         config: a dict or the path of a JSON file, with the sections ``"model_parallelism"`` and
             ``"activation_checkpointing"``. docs/oslo.md lists the keys.
+        num_microbatches: number of parts of each batch that run through a pipeline; no key of OSLO's configuration.
 
     Returns:
         ``model`` itself.
@@ -44,13 +46,16 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str]) -> 
     """
     settings = OsloConfig.of(config)
     _check_model(model)
-    if settings.pipeline_parallel_size > 1 or settings.checkpoints:
-        raise ValueError("pipeline_parallel_size > 1 and activation_checkpointing are not built yet: leave them out")
+    if settings.checkpoints:
+        raise ValueError("activation_checkpointing is not built yet: leave it out")
+    _check_microbatches(num_microbatches, settings.pipeline_parallel_size)
     mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
     with followed_by_optimizers(model):
         if settings.tensor_parallel_size > 1:
             tensor_parallelize(model, gather_logits=True)
         move_model_to_device(model, parallel_state.local_device())
+        if settings.pipeline_parallel_size > 1:
+            pipeline(model, num_microbatches)
     make_parallel(model, mpu)
     return model
 
@@ -63,3 +68,12 @@ def _check_model(model: Any) -> None:
         )
     if is_parallel(model):
         raise RuntimeError("the model was given to initialize before: call it once for each model")
+
+
+def _check_microbatches(number: int, pipeline_parallel_size: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"num_microbatches must be a whole number, not {number!r:.80}")
+    if number < 1:
+        raise ValueError(f"num_microbatches is {number}: it must be 1 or more")
+    if number > 1 and pipeline_parallel_size == 1:
+        raise ValueError(f"num_microbatches={number} is for a pipeline, and pipeline_parallel_size is 1: leave it out")

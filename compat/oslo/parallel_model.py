@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from nxdpp.oslo import checkpoints
 from nxdpp.oslo.mpu import MPU
+from nxdpp.oslo.pipelined_model import methods_for
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
+_made: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 class ParallelModel:
@@ -89,8 +90,9 @@ def is_parallel(model: PreTrainedModel) -> bool:
 def make_parallel(model: PreTrainedModel, mpu: MPU) -> None:
     """Make ``model`` a ``ParallelModel``."""
     vars(model)["mpu"] = mpu
-    model.__class__ = _parallel_class(type(model))
-    if mpu.get_tensor_parallel_world_size() * mpu.get_pipeline_parallel_world_size() > 1:
+    is_pipelined = mpu.get_pipeline_parallel_world_size() > 1
+    model.__class__ = _parallel_class(type(model), is_pipelined)
+    if is_pipelined or mpu.get_tensor_parallel_world_size() > 1:
         vars(model).update(save_pretrained=_save_pretrained, resize_token_embeddings=_resize_token_embeddings)
 
 
@@ -113,9 +115,9 @@ def _path(directory: str | os.PathLike[str]) -> Path:
     return Path(directory)
 
 
-def _parallel_class(own: type[Any]) -> type[Any]:
-    if issubclass(own, ParallelModel):
-        return own
-    if own not in _made:
-        _made[own] = type(own.__name__, (ParallelModel, own), {"__module__": own.__module__, "__doc__": own.__doc__})
-    return _made[own]
+def _parallel_class(own: type[Any], is_pipelined: bool) -> type[Any]:
+    if (own, is_pipelined) not in _made:
+        own_names = {"__module__": own.__module__, "__doc__": own.__doc__}
+        methods = methods_for(own) if is_pipelined else {}
+        _made[own, is_pipelined] = type(own.__name__, (ParallelModel, own), {**own_names, **methods})
+    return _made[own, is_pipelined]

@@ -1,0 +1,1 @@
+"""The planner's predictions beside measured steps of this machine."""

@@ -1,0 +1,84 @@
+"""Call of a pipelined model: the whole step in its forward, the gradients of this rank's parameters in its backward.
+
+::
+
+    model(**batch)     Pipeline.train_step on the shadow    loss, equal on all ranks of the pipeline
+    loss.backward()    gradients of the shadow ─▶ AccumulateGrad of the user's parameters ─▶ DistributedDataParallel
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils.generic import ModelOutput
+
+from nxdpp import Pipeline, parallel_state
+from nxdpp.oslo import batches
+from nxdpp.oslo.shadow import Shadow
+
+
+@dataclass
+class TrainingOutput(ModelOutput):
+    """Output of a pipelined model with gradients; other outputs stay on the rank of the last stage.
+
+    Attributes:
+        loss: mean of the microbatches' losses, a scalar.
+    """
+
+    loss: torch.Tensor | None = None
+
+
+class PipelinedCall:
+    """Calls of one pipelined model; each is collective over its pipeline."""
+
+    def __init__(self, shadow: Shadow, pipeline: Pipeline) -> None:
+        self._shadow = shadow
+        self._pipeline = pipeline
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the loss where gradients are on, and the whole output where they are off, on all ranks."""
+        self._shadow.follow(self._pipeline.local_module)
+        if torch.is_grad_enabled():
+            return TrainingOutput(loss=self._train(inputs))
+        samples = batches.split(inputs, self._pipeline.config.num_microbatches)
+        return batches.join(self._pipeline.eval_samples(samples))
+
+    def _train(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        losses = self._pipeline.train_step(inputs)
+        loss = self._on_all_ranks(torch.stack(losses).mean() if losses else None)
+        parameters, gradients = [], []
+        for pair in self._shadow.pairs:
+            gradient, pair.shadow.grad = pair.shadow.grad, None
+            if gradient is not None:
+                parameters.append(pair.parameter)
+                gradients.append(gradient)
+        result: torch.Tensor = _GivenGradients.apply(loss, gradients, *parameters)  # type: ignore[no-untyped-call]
+        return result
+
+    def _on_all_ranks(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """The ``loss`` of the rank of the last stage, which is the last of the pipeline."""
+        group = parallel_state.get_pipeline_control_group()
+        values = [None if loss is None else loss.cpu()]
+        dist.broadcast_object_list(values, group=group, group_src=dist.get_world_size(group) - 1)
+        (value,) = values
+        assert value is not None
+        return value.to(self._pipeline.device) if loss is None else loss
+
+
+class _GivenGradients(torch.autograd.Function):
+    """The loss, whose gradients for the parameters are known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("a second backward of one call of a pipelined model: call the model again")
+        # In place: there is no memory for a second copy.
+        return None, None, *(gradient.mul_(outer[0]) for gradient in gradients)

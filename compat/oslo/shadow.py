@@ -1,0 +1,137 @@
+"""Shadow: a second object of a model over the same memory, which a pipeline trains in place of the user's.
+
+::
+
+    user's model     parameter ◀── DistributedDataParallel, optimizer
+                         │ the same memory
+    shadow           parameter ◀── Pipeline: traces, cuts, adds gradients
+
+DistributedDataParallel averages the gradient of a parameter as soon as it is added. A pipeline adds one in each
+microbatch, so it needs parameters of its own.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class Pair(NamedTuple):
+    """A parameter of this rank: its place in the user's model, and its shadow."""
+
+    owner: nn.Module
+    key: str
+    shadow: nn.Parameter
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The present parameter in the user's model."""
+        parameter = self.owner._parameters[self.key]
+        assert parameter is not None
+        return parameter
+
+
+class Shadow:
+    """The shadow of ``model``, whose buffers and configuration are those of ``model`` itself.
+
+    Attributes:
+        module: the shadow.
+        pairs: the parameters of this rank; empty before ``keep``.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._of: dict[int, nn.Parameter] = {}
+        memo: dict[int, Any] = {id(model.config): model.config}
+        for parameter in model.parameters():
+            memo[id(parameter)] = self._of[id(parameter)] = _over(parameter)
+        memo.update({id(buffer): buffer for buffer in model.buffers()})
+        self.module: PreTrainedModel = copy.deepcopy(model, memo)
+        self.pairs: list[Pair] = []
+        self._modules: list[tuple[nn.Module, int]] = []
+
+    def keep(self, local: nn.Module) -> None:
+        """Free all tensors of the user's model but those in ``local``, this rank's part of the shadow."""
+        kept = {id(tensor) for tensor in (*local.parameters(), *local.buffers())}
+        on_meta: dict[int, torch.Tensor] = {}
+        pairs: dict[int, Pair] = {}
+        for module in self._model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                shadow = self._of[id(parameter)]
+                if id(shadow) in kept:
+                    # Marks of the pipeline, such as that of a tied weight.
+                    vars(parameter).update(vars(shadow))
+                    pairs.setdefault(id(shadow), Pair(module, key, shadow))
+                else:
+                    module._parameters[key] = on_meta.setdefault(id(parameter), _on_meta(parameter))  # type: ignore[assignment]
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in kept:
+                    module._buffers[key] = buffer.to("meta")
+        self.pairs = list(pairs.values())
+        self._of.clear()
+        self._modules = [(module, _hooks(module)) for module in self._model.modules()]
+
+    def freed_names(self) -> list[str]:
+        """Return the names of the user's tensors that other ranks hold."""
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        return [name for name, tensor in (*parameters, *buffers) if tensor.is_meta]
+
+    def follow(self, local: nn.Module) -> None:
+        """Give the shadow and ``local`` the modes, the frozen parameters and the memory of the user's model.
+
+        Raises ``RuntimeError`` for modules of the user's model that were replaced, and for new hooks on them.
+        """
+        self._check_modules()
+        modules: Mapping[str, nn.Module] = dict(self._model.named_modules(remove_duplicate=False))
+        for tree in (self.module, local):
+            for name, module in tree.named_modules():
+                module.training = modules[name].training if name in modules else self._model.training
+        for pair in self.pairs:
+            parameter, shadow = pair.parameter, pair.shadow
+            shadow.requires_grad_(parameter.requires_grad)
+            if shadow.data_ptr() != parameter.data_ptr() or shadow.dtype != parameter.dtype:
+                shadow.data = parameter.detach()
+
+    def _check_modules(self) -> None:
+        present = list(self._model.modules())
+        recorded = [module for module, _ in self._modules]
+        if len(present) != len(recorded) or any(a is not b for a, b in zip(present, recorded, strict=True)):
+            raise RuntimeError(
+                "modules of the model were replaced after oslo.initialize with a pipeline, which would go on with the "
+                "old ones: replace them before"
+            )
+        # Hooks of the model itself run around the whole step.
+        changed = [type(module).__name__ for module, hooks in self._modules[1:] if _hooks(module) != hooks]
+        if changed:
+            raise RuntimeError(
+                f"hooks of {len(changed)} modules, of a {changed[0]} first, were changed after oslo.initialize with a "
+                f"pipeline, which does not run them: register them before"
+            )
+
+
+def _over(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter over the memory of ``parameter``, with its class and attributes."""
+    shadow = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if type(shadow) is not type(parameter):
+        shadow.__class__ = type(parameter)
+    vars(shadow).update(vars(parameter))
+    return shadow
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    vars(meta).update(vars(parameter))
+    return meta
+
+
+def _hooks(module: nn.Module) -> int:
+    return sum(
+        len(getattr(module, kind))
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )

@@ -1,0 +1,83 @@
+"""The planner's accuracy on a tiny Llama: memory of measured ranks, and the figures of the tables."""
+
+import pytest
+
+from benchmarks import planner_accuracy
+from benchmarks.layouts.job import Shape
+from benchmarks.planner.calibrate import Speed, calibrate
+from benchmarks.planner.layouts import LAYOUTS, SHAPE, describe
+from benchmarks.planner.measure import Measured
+from benchmarks.planner.tables import Row, figures, figures_table, rank_correlation, rows_table
+from nxdpp.pipeline.planning.layout import Layout
+
+pytestmark = pytest.mark.one_python
+
+TINY = Shape(hidden=64, middle=128, layers=4, heads=4, vocabulary=256, batch=1, length=32, microbatches=4)
+SPEED = Speed(50e9, 10e9, 2e-6, 100e-6, 1e9, 100e-6)
+TWO_RANKS = (
+    Layout(tensor=2, sequence=True),
+    Layout(pipeline=2, schedule="zb-v", chunks=2),
+    Layout(pipeline=2, checkpoint=True),
+    Layout(data=2, zero1=True),
+)
+
+
+def test_the_memory_of_measured_ranks_is_predicted() -> None:
+    """Times depend on the load of the machine: the benchmark compares them."""
+    rows = planner_accuracy.compare(TWO_RANKS, TINY, SPEED, 2, rounds=1, steps=1)
+
+    assert [row.prediction.layout for row in rows] == list(TWO_RANKS)
+    for row in rows:
+        assert len(row.ranks) == 2
+        assert row.seconds > 0
+        # In a tiny model a message or a mask is a large share.
+        assert row.memory_ratio == pytest.approx(1, abs=0.15), describe(row.prediction.layout)
+    assert all(describe(layout) in rows_table(rows) for layout in TWO_RANKS)
+
+
+def test_a_calibration_is_of_operations_and_collectives() -> None:
+    speed = calibrate(TINY, 2)
+
+    assert all(figure > 0 for figure in speed)
+    machine = speed.machine(4, 10**9, 2)
+    assert (machine.devices, machine.cores, machine.link.latency) == (4, 2, speed.latency)
+
+
+def test_the_layouts_are_enough_and_fit_two_and_four_ranks() -> None:
+    assert len(LAYOUTS) == len(set(LAYOUTS)) >= 24
+    assert {layout.devices for layout in LAYOUTS} == {2, 4}
+    predictions = planner_accuracy.predict_all(LAYOUTS[:1], SHAPE, SPEED, 2)
+    assert predictions[0].step_seconds > 0
+
+
+def test_the_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [40, 30, 20, 10]) == pytest.approx(-1)
+    # Ranks 1, 2.5, 2.5, 4 beside 1, 3, 2, 4.
+    assert rank_correlation([1, 2, 2, 4], [10, 30, 20, 40]) == pytest.approx(0.9487, abs=1e-4)
+
+
+def test_figures_are_those_of_the_layouts() -> None:
+    quick, slow = planner_accuracy.predict_all(
+        (Layout(pipeline=2), Layout(pipeline=2, checkpoint=True)), TINY, SPEED, 2
+    )
+    peaks = [round(rank.total) for rank in quick.memory]
+    of_quick = [Measured(0, peaks[0], [1.0, 3.0, 9.0]), Measured(1, round(1.07 * peaks[1]), [2.0, 2.0, 2.0])]
+    of_slow = [Measured(stage, round(rank.total), [2.0, 2.0, 2.0]) for stage, rank in enumerate(slow.memory)]
+
+    rows = [Row(quick, of_quick), Row(slow, of_slow)]
+
+    # The slower rank of each step: 2, 3, 9.
+    assert rows[0].seconds == 3.0
+    assert rows[0].memory_ratio == pytest.approx(1.07, abs=1e-4)
+    found = figures(rows)
+    assert (found.layouts, found.chosen) == (2, 1.5)
+    assert found.correlation == pytest.approx(-1)
+    assert found.memory == pytest.approx(0.07, abs=1e-4)
+    assert "1.50" in figures_table(rows)
+
+
+def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        planner_accuracy.main(["--rounds", "0"])
+    assert "--rounds 0 must be at least 1" in capsys.readouterr().err
