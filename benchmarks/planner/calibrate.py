@@ -156,7 +156,7 @@ def _median(operation: Callable[[], object], together: bool = False) -> float:
     for _ in range(2):
         operation()
     dist.barrier()
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + _SECONDS
     while len(times) < 10 if together else time.perf_counter() < end or len(times) < 3:
         began = time.perf_counter()

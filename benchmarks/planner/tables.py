@@ -25,8 +25,8 @@ class Row:
     @property
     def seconds(self) -> float:
         """Median step of the slower rank of each step."""
-        steps = zip(*(rank.seconds for rank in self.ranks), strict=True)
-        return statistics.median([max(step) for step in steps])
+        slower: list[float] = [max(step) for step in zip(*(rank.seconds for rank in self.ranks), strict=True)]
+        return statistics.median(slower)
 
     @property
     def peak(self) -> float:
