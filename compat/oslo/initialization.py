@@ -9,9 +9,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp import parallel_state, tensor_parallelize
+from nxdpp.oslo.activation_checkpointing import checkpoint_layers, layers_of
 from nxdpp.oslo.config import OsloConfig
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.parallel_model import is_parallel, make_parallel
@@ -46,16 +48,22 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
     """
     settings = OsloConfig.of(config)
     _check_model(model)
-    if settings.checkpoints:
-        raise ValueError("activation_checkpointing is not built yet: leave it out")
+    layers = layers_of(model) if settings.checkpoints else []
+    if settings.checkpoints and not layers:
+        raise ValueError(f'{type(model).__name__} has no layers that "activation_checkpointing" could recompute')
     _check_microbatches(num_microbatches, settings.pipeline_parallel_size)
     mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
     with followed_by_optimizers(model):
         if settings.tensor_parallel_size > 1:
             tensor_parallelize(model, gather_logits=True)
         move_model_to_device(model, parallel_state.local_device())
+        local: nn.Module = model
         if settings.pipeline_parallel_size > 1:
-            pipeline(model, num_microbatches)
+            local = pipeline(model, num_microbatches).local_module
+    if settings.checkpoints:
+        present = dict(local.named_modules())
+        own = [name for name in layers if name in present]
+        checkpoint_layers(local, own, settings.to_cpu, settings.partitions)
     make_parallel(model, mpu)
     return model
 

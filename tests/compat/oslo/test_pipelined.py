@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import nxdpp.oslo as oslo
 from nxdpp import gather_state_dict, parallel_state
 from nxdpp.parallel_layers import clip_grad_norm
+from tests.compat.oslo.checkpointing import check_several_ranks
 from tests.compat.oslo.training import MODELS, ROWS, batch, distances, engine_of, gpt2, parallel_losses, whole_losses
 from tests.support.run_ranks import run_ranks
 
@@ -29,6 +30,7 @@ def _over_four_ranks(rank: int, folder: Path) -> None:
     _check_training("gpt2", 1, 2, 2, 1e-6)
     _check_gradients()
     _check_files(folder)
+    check_several_ranks(1, 2)
     parallel_state.destroy_model_parallel()
     _check_training("gpt2", 2, 2, 1, 1e-5)
     parallel_state.destroy_model_parallel()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import nxdpp.oslo as oslo
 from nxdpp import gather_state_dict, parallel_state
+from tests.compat.oslo.checkpointing import check_several_ranks
 from tests.compat.oslo.training import LENGTH, MODELS, batch, distances, engine_of, gpt2, parallel_losses, whole_losses
 from tests.support.run_ranks import run_ranks
 
@@ -29,6 +30,7 @@ def _over_tensor_ranks(rank: int, folder: Path) -> None:
     for name in MODELS:
         _check_training(name, folder)
     _check_generation()
+    check_several_ranks(2, 1)
     _check_files(folder)
 
 
