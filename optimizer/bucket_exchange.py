@@ -1,4 +1,4 @@
-"""Messages of an optimizer's step over the data-parallel replicas: averages of buckets, and their parameters."""
+"""Messages of an optimizer's step over the data-parallel replicas: reduced buckets, and their parameters."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ import torch
 
 from nxdpp.optimizer.sharded_bucket import ShardedBucket
 from nxdpp.parallel_layers.faults.board import board
-from nxdpp.parallel_layers.gradient_average import Work
+from nxdpp.parallel_layers.gradient_average import Hook, Work
 
 # One bucket is sent while the next one is packed.
 _IN_FLIGHT = 2
 
 
-def average_buckets(buckets: Sequence[ShardedBucket]) -> None:
-    """Average the gradients of the buckets, each rank its own part; collective over the replicas."""
+def reduce_buckets(buckets: Sequence[ShardedBucket], before: Sequence[Hook] = ()) -> None:
+    """Average or sum the gradients of the buckets, each rank its own part; collective over the replicas."""
     reductions: deque[Work | None] = deque()
     for bucket in buckets:
         _wait(reductions, _IN_FLIGHT - 1)
-        reductions.append(bucket.start_reduction())
+        reductions.append(bucket.start_reduction(before))
     _wait(reductions)
 
 

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.optimizer.master_copy import master_dtype, take_changes
-from nxdpp.parallel_layers.gradient_average import Work
+from nxdpp.parallel_layers.gradient_average import Hook, Work
 from nxdpp.parallel_layers.gradient_dtype import gradient_dtype
 from nxdpp.parallel_layers.host_wire import begin_on_host, from_wire, needs_host
 
@@ -62,6 +62,7 @@ class Sharding:
 
     ``dtype`` is that of the values that the optimizer changes, by default at least float32. ``accumulated`` is that of
     ``.grad``, and ``averaged`` that of the messages with gradients, where they have more bits than the parameter.
+    ``mean`` is ``False`` for sums of gradients.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Sharding:
     dtype: torch.dtype | None = None
     accumulated: torch.dtype | None = None
     averaged: torch.dtype | None = None
+    mean: bool = True
 
 
 class ShardedBucket:
@@ -129,17 +131,26 @@ class ShardedBucket:
         """Return whether a parameter has a gradient on any rank, by ``present`` for all parameters by index."""
         return any(present[member.index] for member in self.members)
 
-    def start_reduction(self) -> Work | None:
-        """Start to average the gradients over the ranks; each gets its own part. Missing gradients count as zeros."""
+    def start_reduction(self, before: Sequence[Hook] = ()) -> Work | None:
+        """Start to average or sum the gradients over the ranks; each gets its own part. Missing ones count as zeros.
+
+        ``before`` are functions of the flat vector, which run before the division.
+        """
         if self._sharding.size == 1:
             self._reduced = self._packed(self._gradients(), self._device)
+            for hook in before:
+                hook(self._reduced)
             return None
         wire = torch.device("cpu") if self._through_host else self._device
         reduced = self._reduced = torch.empty(self._shard_numel, dtype=self.averaged_dtype, device=wire)
 
         def scatter(gradients: Sequence[torch.Tensor]) -> dist.Work | None:
-            # Divided before they are summed, as the average without sharding does.
-            flat = self._packed(gradients, wire).div_(self._sharding.size)
+            flat = self._packed(gradients, wire)
+            for hook in before:
+                hook(flat)
+            if self._sharding.mean:
+                # Divided before they are summed, as the average without sharding does.
+                flat.div_(self._sharding.size)
             work: dist.Work | None = _reduce_scatter(reduced, flat, group=self._sharding.group, async_op=True)
             return work
 
@@ -158,9 +169,14 @@ class ShardedBucket:
                 part.view_as(member.parameter).copy_(next(given))
         return flat
 
-    def give_gradients(self, present: Sequence[bool]) -> None:
-        """Give the averaged gradients to the pieces, in the dtype of their values."""
+    def give_gradients(self, present: Sequence[bool], after: Sequence[Hook] = ()) -> None:
+        """Give the reduced gradients to the pieces, in the dtype of their values.
+
+        ``after`` are functions of this rank's part of the flat vector, which run first.
+        """
         assert self._reduced is not None, "the reduction comes first"
+        for hook in after:
+            hook(self._reduced)
         for piece in self.pieces:
             if present[piece.member.index]:
                 own = self._reduced[piece.offset : piece.offset + piece.stop - piece.start]

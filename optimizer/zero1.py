@@ -8,6 +8,7 @@
 The method is that of "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2019).
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,14 +18,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.devices.kinds import device_of
-from nxdpp.optimizer.bucket_exchange import average_buckets, gather_buckets
+from nxdpp.optimizer.bucket_exchange import gather_buckets, reduce_buckets
 from nxdpp.optimizer.elementwise import check_elementwise
 from nxdpp.optimizer.grad_norm import clip_pieces
 from nxdpp.optimizer.replica_position import Position, present_anywhere
-from nxdpp.optimizer.sharded_bucket import Member, Piece, ShardedBucket, Sharding, make_buckets
+from nxdpp.optimizer.sharded_bucket import Piece, Sharding
+from nxdpp.optimizer.sharded_parameters import ShardedParameters
+from nxdpp.optimizer.step_reduction import StepReduction
+from nxdpp.optimizer.zero1_checks import check_dtypes, check_reduction, checked_norm, refuse_meta, refuse_sparse
 from nxdpp.optimizer.zero1_state import Shard, check_state, options_of, saved_state, shard_of
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.gradient_average import Hook
 from nxdpp.parallel_layers.gradient_dtype import accumulate_in
 
 
@@ -33,7 +38,11 @@ class Zero1Optimizer(Optimizer):
 
     ``step`` averages the gradients over the data-parallel ranks, so the model leaves that to it
     (``use_zero1_optimizer=True``). Gradients that are averaged already stay as they are: the mean of equal numbers is
-    that number, at the cost of a second message. ``.grad`` of a parameter stays the gradient of this rank.
+    that number, at the cost of a second message. With ``reduction="sum"`` they must be those of each rank.
+    ``.grad`` of a parameter stays the gradient of this rank.
+
+    A program may take a step in parts: ``reduce_gradients``, then ``scale_gradients``, ``gradient_norm`` or
+    ``clip_gradients``, then ``step``.
 
     ``param_groups`` has the parameters and their options; learning-rate schedulers and ``add_param_group`` work on it.
     Every replica makes it with the same parameters, after the model is moved and loaded.
@@ -48,6 +57,7 @@ class Zero1Optimizer(Optimizer):
         accumulated_dtype: of ``.grad``, such as float32 for half parameters. It has effect where it has more bits than
             the parameter, and then needs torch 2.10. By default that of the parameter.
         averaged_dtype: of the messages with gradients, likewise. By default that of ``.grad``.
+        reduction: ``"mean"``, or ``"sum"`` for the sum of the gradients over the data-parallel ranks.
         optimizer_defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -70,6 +80,7 @@ class Zero1Optimizer(Optimizer):
         bucket_cap_mb: float = 25.0,
         accumulated_dtype: torch.dtype | None = None,
         averaged_dtype: torch.dtype | None = None,
+        reduction: str = "mean",
         **optimizer_defaults: Any,
     ) -> None:
         dtypes = {
@@ -77,12 +88,9 @@ class Zero1Optimizer(Optimizer):
             "accumulated_dtype": accumulated_dtype,
             "averaged_dtype": averaged_dtype,
         }
-        for name, dtype in dtypes.items():
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} must be a floating dtype such as torch.float32, not {dtype}.")
-        max_norm = 1.0 if max_norm is None else float(max_norm)
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, not {max_norm}. grad_clipping=False does not clip.")
+        check_dtypes(dtypes)
+        check_reduction(reduction)
+        max_norm = checked_norm(1.0 if max_norm is None else max_norm)
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be above 0, not {bucket_cap_mb}.")
         device = parallel_state.local_device()
@@ -92,18 +100,16 @@ class Zero1Optimizer(Optimizer):
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None
-        self._bucket_bytes = int(bucket_cap_mb * 2**20)
-        self._sharding = _sharding(optimizer_dtype, accumulated_dtype, averaged_dtype)
-        self._buckets: list[ShardedBucket] = []
+        self._sharding = _sharding(optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean")
+        self._reduction = StepReduction(self._sharding.size)
+        self._sharded = ShardedParameters(self._sharding, int(bucket_cap_mb * 2**20))
         self._steps = 0
-        self._layout = 0
         self._is_made = False
         super().__init__(params, options)
-        self._members = self._all_members()
-        _refuse_meta(member.parameter for member in self._members)
-        self._buckets = self._new_buckets(self._members)
+        refuse_meta(parameter for group in self.param_groups for parameter in group["params"])
+        self._sharded.add(self.param_groups)
         pieces: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
-        for piece in self._pieces():
+        for piece in self._sharded.pieces():
             pieces[piece.member.group].append(piece.tensor)
         groups = [{**options_of(group), "params": own} for group, own in zip(self.param_groups, pieces, strict=True)]
         self.base_optimizer = optimizer_class(groups, **optimizer_defaults)
@@ -124,14 +130,14 @@ class Zero1Optimizer(Optimizer):
             self._add_members()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients, clip them, step this rank's pieces and gather the parameters.
+        """Average the gradients unless ``reduce_gradients`` has, clip them, step this rank's pieces, gather parameters.
 
         Collective over all ranks. A gradient that is missing on some replicas counts as zeros there; parameters
         without a gradient on all replicas stay as they are. Returns what ``closure`` returns.
 
         Raises:
             RuntimeError: where replicas are in different steps, or have other parameters or options, before anything is
-                changed.
+                changed. So for gradients that were changed since ``reduce_gradients``.
             ValueError: for sparse gradients.
         """
         loss = None
@@ -139,10 +145,59 @@ class Zero1Optimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parallel_state.refuse_in_debug("a step of Zero1Optimizer")
-        _refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
+        refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
         with board.call("Zero1Optimizer.step", has_limit=True), failure_watch.reported(), torch.no_grad():
             self._step()
         return loss
+
+    def reduce_gradients(self, before: Sequence[Hook] = (), after: Sequence[Hook] = ()) -> None:
+        """Average or sum the gradients over the data-parallel ranks before the step; collective over all ranks.
+
+        Each rank gets the result of its own pieces. Nothing happens if this is done already: until ``step``, until
+        ``zero_grad``, or until all gradients are other tensors on all ranks. Between this and the step, a backward
+        that adds to a gradient raises ``RuntimeError``.
+
+        Args:
+            before: functions of a flat bucket of this rank's gradients, of shape (elements,), which change it in place.
+                They run in their order, before the division of an average.
+            after: functions of this rank's part of the flat bucket of the result, likewise.
+
+        Raises as ``step`` does.
+        """
+        parallel_state.refuse_in_debug("a step of Zero1Optimizer")
+        refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
+        with board.call("Zero1Optimizer.reduce_gradients", has_limit=True), failure_watch.reported(), torch.no_grad():
+            if not self._reduction.is_done():
+                self._reduce(before, after)
+                self._reduction.mark(member.parameter for member in self._sharded.sharded())
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply the reduced gradients by ``factor``, a number equal on all ranks; not collective.
+
+        Raises ``RuntimeError`` before ``reduce_gradients``.
+        """
+        self._reduction.scale(factor)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm of the reduced gradients of the whole model; collective over all ranks.
+
+        Returns a float32 tensor of shape (), equal on all ranks. Raises ``RuntimeError`` before ``reduce_gradients``.
+        """
+        return self._clip(math.inf)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale the reduced gradients so that their norm is ``max_norm`` at most; collective over all ranks.
+
+        Returns the norm before, as ``gradient_norm`` does. ``step`` clips again if ``grad_clipping`` is set.
+
+        Raises ``RuntimeError`` before ``reduce_gradients``, and ``ValueError`` for ``max_norm`` of 0 or less.
+        """
+        return self._clip(checked_norm(max_norm))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free or zero all gradients, reduced ones too."""
+        super().zero_grad(set_to_none)
+        self._reduction.end()
 
     def shards(self) -> Iterator[tuple[Shard, nn.Parameter, dict[str, Any]]]:
         """Give each part of a parameter that this rank keeps, its values, and its state; not collective.
@@ -156,7 +211,7 @@ class Zero1Optimizer(Optimizer):
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters of which the replicas keep parts, those of other replicas too; not collective."""
         self._add_members()
-        return [member.parameter for bucket in self._buckets for member in bucket.members]
+        return [member.parameter for member in self._sharded.sharded()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state; not collective.
@@ -165,7 +220,12 @@ class Zero1Optimizer(Optimizer):
         these are no views of parameters. ``param_groups`` has the options, with indices of the parameters.
         """
         return saved_state(
-            self._ordered(), self._buckets, self._members, self.param_groups, self.base_optimizer, self._sharding
+            self._ordered(),
+            self._sharded.buckets,
+            self._sharded.members,
+            self.param_groups,
+            self.base_optimizer,
+            self._sharding,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -196,31 +256,45 @@ class Zero1Optimizer(Optimizer):
                 accumulate_in(parameter, self._sharding.accumulated)
 
     def _step(self) -> None:
+        if self._reduction.is_done():
+            self._follow()
+            self._give_options()
+        else:
+            self._reduce()
+        if self.grad_clipping:
+            self.grad_norm = clip_pieces(self._reduction.pieces(), self.max_norm)
+        self.base_optimizer.step()
+        gather_buckets(self._reduction.buckets)
+        self._reduction.end()
+
+    def _reduce(self, before: Sequence[Hook] = (), after: Sequence[Hook] = ()) -> None:
+        """Give the pieces their reduced gradients."""
         self._add_members()
-        for bucket in self._buckets:
-            bucket.follow()
+        self._follow()
         self._give_options()
         self._steps += 1
         present = self._present_anywhere()
-        buckets = [bucket for bucket in self._buckets if bucket.has_gradients(present)]
-        # Average.
-        average_buckets(buckets)
-        for bucket in buckets:
-            bucket.give_gradients(present)
-        # Clip.
-        if self.grad_clipping:
-            self.grad_norm = clip_pieces((piece for bucket in buckets for piece in bucket.pieces), self.max_norm)
-        # Step and gather.
-        self.base_optimizer.step()
-        gather_buckets(buckets)
+        self._reduction.buckets = [bucket for bucket in self._sharded.buckets if bucket.has_gradients(present)]
+        reduce_buckets(self._reduction.buckets, before)
+        for bucket in self._reduction.buckets:
+            bucket.give_gradients(present, after)
+
+    def _follow(self) -> None:
+        for bucket in self._sharded.buckets:
+            bucket.follow()
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        self._reduction.check_done()
+        with board.call("Zero1Optimizer.gradient_norm", has_limit=True), failure_watch.reported(), torch.no_grad():
+            return clip_pieces(self._reduction.pieces(), max_norm)
 
     def _present_anywhere(self) -> list[bool]:
         """Return for each parameter whether a replica has its gradient. Raises as ``step`` does."""
-        present = [member.parameter.grad is not None for member in self._members]
+        present = [member.parameter.grad is not None for member in self._sharded.members]
         if self._sharding.size == 1:
             return present
-        trainings = board.calls_of("run_train") + board.calls_of("train_step")
-        position = Position(self._steps, trainings, self._layout, len(present), self._options())
+        trainings = sum(map(board.calls_of, ("run_train", "train_step", "train_samples")))
+        position = Position(self._steps, trainings, self._sharded.layout, len(present), self._options())
         return present_anywhere(present, position)
 
     def _options(self) -> int:
@@ -229,46 +303,17 @@ class Zero1Optimizer(Optimizer):
             sorted((key, value) for key, value in group.items() if isinstance(value, bool | int | float | str | tuple))
             for group in map(options_of, self.param_groups)
         ]
-        return zlib.crc32(repr((groups, self.grad_clipping, self.max_norm)).encode())
+        return zlib.crc32(repr((groups, self.grad_clipping, self.max_norm, self._sharding.mean)).encode())
 
     def _add_members(self) -> None:
         """Shard parameters that were added, and those that require a gradient since the last step."""
-        known = {member.index for bucket in self._buckets for member in bucket.members}
-        self._members = self._all_members()
-        new = [m for m in self._members if m.parameter.requires_grad and m.index not in known]
-        if not new:
-            return
-        _refuse_meta(member.parameter for member in new)
-        buckets = self._new_buckets(new)
-        self._buckets += buckets
-        for piece in (piece for bucket in buckets for piece in bucket.pieces):
-            self.base_optimizer.param_groups[piece.member.group]["params"].append(piece.tensor)
-
-    def _new_buckets(self, members: Sequence[Member]) -> list[ShardedBucket]:
-        buckets = make_buckets(
-            [member for member in members if member.parameter.requires_grad], self._sharding, self._bucket_bytes
-        )
-        text = [
-            [b.averaged_dtype, *((m.index, m.group, tuple(m.parameter.shape), m.parameter.dtype) for m in b.members)]
-            for b in buckets
-        ]
-        self._layout = zlib.crc32(repr(text).encode(), self._layout)
-        return buckets
-
-    def _all_members(self) -> list[Member]:
-        members: list[Member] = []
-        for number, group in enumerate(self.param_groups):
-            names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
-            for name, parameter in zip(names, group["params"], strict=True):
-                members.append(Member(parameter, len(members), number, name))
-        return members
-
-    def _pieces(self) -> Iterator[Piece]:
-        return (piece for bucket in self._buckets for piece in bucket.pieces)
+        for bucket in self._sharded.add(self.param_groups):
+            for piece in bucket.pieces:
+                self.base_optimizer.param_groups[piece.member.group]["params"].append(piece.tensor)
 
     def _ordered(self) -> list[Piece]:
         """The pieces in the order of the base optimizer's state."""
-        by_tensor = {id(piece.tensor): piece for piece in self._pieces()}
+        by_tensor = {id(piece.tensor): piece for piece in self._sharded.pieces()}
         return [by_tensor[id(tensor)] for group in self.base_optimizer.param_groups for tensor in group["params"]]
 
     def _give_options(self) -> None:
@@ -277,23 +322,9 @@ class Zero1Optimizer(Optimizer):
             base.update(options_of(group))
 
 
-def _sharding(*dtypes: torch.dtype | None) -> Sharding:
+def _sharding(
+    own: torch.dtype | None, accumulated: torch.dtype | None, averaged: torch.dtype | None, mean: bool
+) -> Sharding:
     size = parallel_state.get_data_parallel_size()
     group = parallel_state.get_data_parallel_group() if size > 1 else None
-    return Sharding(parallel_state.get_data_parallel_rank(), size, group, *dtypes)
-
-
-def _refuse_meta(parameters: Iterable[nn.Parameter]) -> None:
-    if any(parameter.is_meta for parameter in parameters):
-        raise RuntimeError(
-            "parameters on the meta device have no values to shard: make the optimizer after move_model_to_device()."
-        )
-
-
-def _refuse_sparse(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which cannot be averaged in "
-                f"buckets: build its embedding with sparse=False"
-            )
+    return Sharding(parallel_state.get_data_parallel_rank(), size, group, own, accumulated, averaged, mean)

@@ -56,6 +56,11 @@ class GradientReducer:
         )
         self._marks.set(parameter for parameter in self.parameters if parameter.requires_grad)
 
+    def end_step(self) -> None:
+        """Note that an optimizer has stepped with the gradients. They stay reduced until they are removed."""
+        if self._marks.is_set:
+            self._marks.end_step()
+
     def forget(self) -> None:
-        """Take the gradients from now on for those of this rank alone: after a step, and after ``zero_grad``."""
+        """Take the gradients from now on for those of this rank alone: after ``zero_grad``."""
         self._marks.clear()

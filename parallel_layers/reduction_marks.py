@@ -15,21 +15,22 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-_REMEDY = "Call zero_grad() of the optimizer, or its step(), before the next backward."
+_REMEDY = "Call zero_grad() of the optimizer before the next backward."
 
 
 class ReductionMarks:
     """The gradients of one reduction.
 
     Args:
-        control: a group over the replicas that takes CPU tensors.
+        control: a group over the replicas that takes CPU tensors; ``None`` for one replica.
     """
 
-    def __init__(self, control: ProcessGroup) -> None:
+    def __init__(self, control: ProcessGroup | None) -> None:
         self._control = control
         self._parameters: list[nn.Parameter] = []
         self._marked: dict[int, tuple[torch.Tensor, int]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._is_after_step = False
         self.is_set = False
 
     def set(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -47,7 +48,18 @@ class ReductionMarks:
         for hook in self._hooks:
             hook.remove()
         self._parameters, self._marked, self._hooks = [], {}, []
-        self.is_set = False
+        self._is_after_step = self.is_set = False
+
+    def end_step(self) -> None:
+        """Go on without hooks: a later backward is found by the next ``are_present``, which raises then."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for parameter in self._parameters:
+            if self._is_kept(parameter):
+                assert parameter.grad is not None
+                self._marked[id(parameter)] = parameter.grad, parameter.grad._version
+        self._is_after_step = True
 
     def are_present(self) -> bool:
         """Return whether the parameters have the marked gradients still, on all replicas alike.
@@ -55,14 +67,19 @@ class ReductionMarks:
         Collective over the replicas where gradients are marked; all of them have marked some, or none has. If the
         gradients are others, the marks are cleared.
 
-        Raises ``RuntimeError`` on all replicas where some gradients are the marked ones and others are new.
+        Raises ``RuntimeError`` on all replicas where some gradients are the marked ones and others are new. So for
+        marked gradients that were changed since ``end_step``.
         """
         if not self.is_set:
             return False
+        if self._is_after_step:
+            for parameter in self._parameters:
+                if self._is_kept(parameter) and self._is_changed(parameter):
+                    raise RuntimeError(_addition(parameter))
         kept = any(self._is_kept(parameter) for parameter in self._parameters)
         new = any(each.grad is not None and not self._is_kept(each) for each in self._parameters)
         flags = torch.tensor([kept, new or (bool(self._marked) and not kept)], dtype=torch.int32, device="cpu")
-        if dist.get_world_size(self._control) > 1:
+        if self._control is not None and dist.get_world_size(self._control) > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
         is_kept, is_new = flags.tolist()
         if is_kept and is_new:
@@ -77,8 +94,7 @@ class ReductionMarks:
     def check_unchanged(self) -> None:
         """Raise ``RuntimeError`` for a marked gradient that was changed in place or removed."""
         for parameter in self._parameters:
-            marked = self._marked.get(id(parameter))
-            if marked is not None and (parameter.grad is not marked[0] or parameter.grad._version != marked[1]):
+            if id(parameter) in self._marked and (not self._is_kept(parameter) or self._is_changed(parameter)):
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {list(parameter.shape)} was changed after it was reduced, "
                     f"and the step would ignore that. Change gradients before, or by functions of the optimizer."
@@ -88,10 +104,17 @@ class ReductionMarks:
         marked = self._marked.get(id(parameter))
         return marked is not None and parameter.grad is marked[0]
 
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is not None and parameter.grad._version != self._marked[id(parameter)][1]
+
     def _refuse_addition(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         if parameter.grad is self._marked[id(parameter)][0] or parameter.grad.requires_grad:
-            raise RuntimeError(
-                f"a backward adds to the gradient of a parameter of shape {list(parameter.shape)}, which was reduced "
-                f"over the data-parallel replicas already: it would be counted again. {_REMEDY}"
-            )
+            raise RuntimeError(_addition(parameter))
+
+
+def _addition(parameter: torch.Tensor) -> str:
+    return (
+        f"a backward adds to the gradient of a parameter of shape {list(parameter.shape)}, which was reduced over the "
+        f"data-parallel replicas already: it would be counted again. {_REMEDY}"
+    )

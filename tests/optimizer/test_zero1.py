@@ -21,7 +21,7 @@ pytestmark = pytest.mark.one_python
 
 SHAPES = ((7, 3), (5,), (), (0, 4), (40, 10), (1,), (16, 2, 2))
 STEPS = 16
-TRAININGS = r"replica has made 6 training steps before step 0 of its Zero1Optimizer, and another 8: their gradients"
+TRAININGS = r"replica has made 9 training steps before step 0 of its Zero1Optimizer, and another 12: their gradients"
 CLASSES: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.AdamW: {"lr": 0.01, "weight_decay": 0.1},
     torch.optim.Adam: {"lr": 0.01, "amsgrad": True},
@@ -282,7 +282,7 @@ def followed_memory(rank: int) -> None:
     ours[4].data = ours[4].data.double()
     if any(shard.parameter == 4 for shard, _, _ in optimizer.shards()):
         with pytest.raises(RuntimeError, match=r"make the optimizer after the model is moved"):
-            optimizer._buckets[0].follow()
+            optimizer._sharded.buckets[0].follow()
 
 
 def bytes_of_state(rank: int) -> int:

@@ -16,6 +16,11 @@ def made(rank: int) -> tuple[nn.Linear, GradientReducer]:
     return model, GradientReducer([*model.parameters(), model.bias], *groups, mean=False)
 
 
+def weight_gradient(model: nn.Linear) -> torch.Tensor:
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
 def backward(model: nn.Module, rank: int) -> None:
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
 
@@ -28,11 +33,11 @@ def once(rank: int) -> None:
     for _ in range(2):
         reducer.reduce()
         assert reducer.is_reduced
-        assert torch.equal(model.weight.grad, torch.full((1, 2), 6.0))  # type: ignore[arg-type]  # it has one
+        assert torch.equal(weight_gradient(model), torch.full((1, 2), 6.0))
     # A program may change the sums.
-    model.weight.grad.mul_(2)  # type: ignore[union-attr]  # it has one
+    weight_gradient(model).mul_(2)
     reducer.reduce()
-    assert torch.equal(model.weight.grad, torch.full((1, 2), 12.0))  # type: ignore[arg-type]  # it has one
+    assert torch.equal(weight_gradient(model), torch.full((1, 2), 12.0))
     with pytest.raises(RuntimeError, match=r"a backward adds to the gradient of a parameter of shape \[1\], which was"):
         backward(model, rank)
 
@@ -44,7 +49,7 @@ def new_gradients(rank: int) -> None:
     model.zero_grad()
     backward(model, rank)
     reducer.reduce()
-    assert torch.equal(model.weight.grad, torch.full((1, 2), 3.0))  # type: ignore[arg-type]  # it has one
+    assert torch.equal(weight_gradient(model), torch.full((1, 2), 3.0))
     reducer.forget()
     assert not reducer.is_reduced
     backward(model, rank)
@@ -54,7 +59,26 @@ def new_gradients(rank: int) -> None:
     if rank == 0:
         backward(model, rank)
     reducer.reduce()
-    assert torch.equal(model.weight.grad, torch.full((1, 2), 1.0))  # type: ignore[arg-type]  # it has one
+    assert torch.equal(weight_gradient(model), torch.full((1, 2), 1.0))
+
+
+def after_a_step(rank: int) -> None:
+    """The sums stay after a step; a backward that adds to them is found before they are summed again."""
+    model, reducer = made(rank)
+    reducer.end_step()
+    backward(model, rank)
+    reducer.reduce()
+    reducer.end_step()
+    reducer.reduce()
+    assert torch.equal(weight_gradient(model), torch.full((1, 2), 3.0))
+    model.zero_grad()
+    backward(model, rank)
+    reducer.reduce()
+    assert torch.equal(weight_gradient(model), torch.full((1, 2), 3.0))
+    reducer.end_step()
+    backward(model, rank)
+    with pytest.raises(RuntimeError, match="a backward adds to the gradient"):
+        reducer.reduce()
 
 
 def in_part(rank: int) -> None:
@@ -72,6 +96,7 @@ def cases(rank: int) -> None:
     parallel_state.initialize_model_parallel()
     once(rank)
     new_gradients(rank)
+    after_a_step(rank)
 
 
 def test_gradients_are_reduced_once() -> None:
