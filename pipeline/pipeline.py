@@ -295,7 +295,9 @@ class Pipeline:
 
         Args:
             samples: the model's inputs by name of each of the ``num_microbatches`` samples, equal on all ranks of the
-                pipeline. Nothing is split. Inputs may be nested dicts, lists, tuples, named tuples and dataclasses.
+                pipeline. Nothing is split. Inputs may be nested dicts, lists, tuples, named tuples and dataclasses. All
+                samples have the same structure and dtypes; tensors may differ in sizes. The first step with each new
+                mix of sizes takes longer.
             transform: a function of the number of a sample and its loss, a tensor of one element. It returns the loss
                 whose gradient is taken. ``loss * 0.0`` gives zeros as gradients. The rank of the last stage calls it.
             average: as that of ``train_step``.
@@ -417,6 +419,7 @@ class Pipeline:
             values=self._next_step.unverified_values(),
             average=self._replicas if train else None,
             transform=transform,
+            may_differ=step.may_differ,
         )
         self._next_step.note_verified()
         return results

@@ -55,6 +55,7 @@ class PreparedStep:
         loss: the microbatches, and the part of each in the loss.
         given: as that of ``Batch``.
         scales: factor of each microbatch's loss in the loss that is differentiated; ``None`` for the mean.
+        may_differ: ``True`` if each microbatch may have shapes of its own.
         has_loss: ``True`` if the program ends with the loss, ``False`` if it ends with the whole output.
     """
 
@@ -64,6 +65,7 @@ class PreparedStep:
     given: Sequence[Mapping[str, Any]]
     scales: Sequence[float] | None = None
     has_loss: bool = True
+    may_differ: bool = False
 
 
 class StepPreparation:
@@ -145,13 +147,13 @@ class StepPreparation:
         node = cut.loss_of_sample(self._config.output_loss_value_spec)
         loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, True, node)
         program = self._programs.program(cut, "loss and output")
-        return PreparedStep(cut, program, loss, batch.given, self._scales(loss))
+        return PreparedStep(cut, program, loss, batch.given, self._scales(loss), may_differ=True)
 
     def evaluated_samples(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation that ends with the output of each sample."""
         cut = self._graph(batch)
         program = self._programs.program(cut, "output")
-        return PreparedStep(cut, program, StepLoss(batch.microbatches), batch.given, has_loss=False)
+        return PreparedStep(cut, program, StepLoss(batch.microbatches), batch.given, has_loss=False, may_differ=True)
 
     def _with_loss(self, cut: CutGraph, batch: Batch, train: bool) -> PreparedStep:
         loss = self._normalization.of_step(cut, batch.microbatches, batch.is_counted, batch.before, train)

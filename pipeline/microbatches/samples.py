@@ -30,7 +30,7 @@ def opened_samples(samples: Sequence[Mapping[str, Any]], device: torch.device) -
 
     Raises:
         TypeError: for values of other kinds than tensors, numbers, strings, ``None``, and containers of them.
-        ValueError: for other structures, shapes or dtypes than the first sample has.
+        ValueError: for other structures, numbers of dimensions or dtypes than the first sample has.
     """
     opened = [open_inputs(sample, all_kinds=True) for sample in samples]
     first = _described(opened[0])
@@ -42,19 +42,19 @@ def opened_samples(samples: Sequence[Mapping[str, Any]], device: torch.device) -
             there, here = (each.get(name, f"no {name}") for each in (first, described))
             raise ValueError(
                 f"samples 0 and {number} differ in {name}: {there} and {here}. Give all samples of a step the same "
-                f"structure, shapes and dtypes."
+                f"structure, numbers of dimensions and dtypes. Only sizes may differ."
             )
     return opened
 
 
 def _described(sample: Mapping[str, Any]) -> dict[str, str]:
-    """The shape and dtype of each tensor, the type and keys of each container, and the type of other values."""
+    """Words for each value: dimensions and dtype of a tensor, keys of a container, the type of another value."""
     return {name: _description(value) for name, value in sample.items()}
 
 
 def _description(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {value.dtype}"
+        return f"a tensor of {value.ndim} dimensions, {value.dtype}"
     if isinstance(value, InputDict):
         return f"a {value.kind.__name__} of {[key for key, _ in value.names]}"
     return type(value).__name__

@@ -123,6 +123,10 @@ class Peer:
         self._pairs = pairs
         self.microbatches = microbatches
 
+    def metadata_tag(self, pair: int, form: int) -> int:
+        """The tag of the layouts of microbatches of one form between the stages of ``pair``."""
+        return pair + self._pairs * form
+
     def tag(self, pair: int, number: int, microbatch: int) -> int:
         """The tag of a boundary tensor of one microbatch between the stages of ``pair``."""
         return pair + self._pairs * (number * self.microbatches + microbatch)
@@ -139,12 +143,24 @@ class RemoteChannel:
             further send waits for the oldest. ``None`` is no limit: ``release`` waits then. A first step has a limit
             in the global order alone. Elsewhere a receive without a layout is posted late: ranks could wait for each
             other.
+        form: form of the channel's microbatches. Forms of one pair of stages have channels of their own.
+        microbatches: number of microbatches of this form in a step; by default all.
     """
 
-    def __init__(self, boundary: Boundary, peer: Peer, pair: int, in_flight: int | None) -> None:
+    def __init__(
+        self,
+        boundary: Boundary,
+        peer: Peer,
+        pair: int,
+        in_flight: int | None,
+        form: int = 0,
+        microbatches: int | None = None,
+    ) -> None:
         self.boundary = boundary
         self._peer = peer
         self._pair = pair
+        self._metadata_tag = peer.metadata_tag(pair, form)
+        self._microbatches = peer.microbatches if microbatches is None else microbatches
         self._in_flight = in_flight
         self._is_first_step = True
         self._posted: dict[tuple[Direction, int], list[Callable[[], torch.Tensor]]] = {}
@@ -156,12 +172,13 @@ class RemoteChannel:
         """Receive the layouts, unless they are known."""
         if not self.boundary.layouts:
             self.boundary.set_layouts(
-                self._peer.transport.receive_object(self._peer.rank, self._pair, Direction.ACTIVATION)
+                self._peer.transport.receive_object(self._peer.rank, self._metadata_tag, Direction.ACTIVATION)
             )
 
     def send_metadata(self) -> None:
         """Start to send the layouts."""
-        self._peer.transport.send_object(self.boundary.layouts, self._peer.rank, self._pair, Direction.ACTIVATION)
+        peer = self._peer
+        peer.transport.send_object(self.boundary.layouts, peer.rank, self._metadata_tag, Direction.ACTIVATION)
 
     def post(self, direction: Direction, microbatch: int) -> None:
         """Start to receive, after all earlier receives from the same rank."""
@@ -184,7 +201,7 @@ class RemoteChannel:
         received = [wait() for wait in self._posted.pop((direction, microbatch))]
         if direction is Direction.GRADIENT and received and not self.boundary.knows_gradients:
             self.boundary.set_gradient_layouts(
-                self._peer.transport.receive_object(self._peer.rank, self._pair, direction)
+                self._peer.transport.receive_object(self._peer.rank, self._metadata_tag, direction)
             )
         # On a device a gradient is looked at if the first microbatch did not have it: a later one may have it.
         return [
@@ -198,7 +215,7 @@ class RemoteChannel:
         if direction is Direction.GRADIENT and tensors and not self.boundary.knows_gradients:
             layouts = [None if tensor is None else tensor_layout(tensor) for tensor in tensors]
             self.boundary.set_gradient_layouts(layouts)
-            peer.transport.send_object(layouts, peer.rank, pair, direction)
+            peer.transport.send_object(layouts, peer.rank, self._metadata_tag, direction)
         self._sent[direction, microbatch] = [
             peer.transport.send(
                 self._missing_gradient(entry) if tensor is None else entry.layout.arrange(tensor),
@@ -240,7 +257,7 @@ class RemoteChannel:
         """Raise ``RuntimeError`` for a gradient that all microbatches of the step sent as zeros."""
         sent, self._missing = self._missing, Counter()
         for entry in self.boundary.gradients:
-            if sent[entry.number] == self._peer.microbatches:
+            if sent[entry.number] == self._microbatches:
                 raise RuntimeError(
                     f"the loss of this step does not depend on {entry.value}, which stage {self.boundary.source} sends "
                     f"to stage {self.boundary.destination}; in the first step it did. Parameters before it have zeros "

@@ -56,6 +56,7 @@ class EngineConfig:
         in_flight: limit of microbatches in flight that a channel sends in one direction; ``None`` for none.
         in_order: ``True`` if the actions have the receives in the global order.
         loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
+        forms: the form of each microbatch; empty where all have one. Microbatches of one form have equal shapes.
     """
 
     placement: Placement | ListedPlacement
@@ -67,6 +68,7 @@ class EngineConfig:
     in_flight: int | None = None
     in_order: bool = False
     loss_gradient: LossGradient = torch.ones_like
+    forms: Sequence[int] = ()
 
 
 class LastBackwardWatch(Protocol):
@@ -82,7 +84,8 @@ class LastBackwardWatch(Protocol):
 class Engine:
     """The steps of one rank for inputs of one signature.
 
-    The first step includes the metadata exchange, along with the first microbatch.
+    The first step includes the metadata exchange, along with the first microbatch of each form. A form has runners and
+    channels of its own.
 
     Args:
         config: settings of the steps.
@@ -112,30 +115,34 @@ class Engine:
         self._device = device_of(config.device)
         self.timer = StepTimer(config.device)
         self._peers: dict[int, Peer] = {}
-        self._channels_in: dict[int, dict[int, Channel]] = {}
-        self._channels_out: dict[int, dict[int, Channel]] = {}
-        self._runners: dict[int, StageRunner] = {}
-        local: dict[tuple[int, int], LocalChannel] = {}
+        # By stage and form.
+        self._channels_in: dict[tuple[int, int], dict[int, Channel]] = {}
+        self._channels_out: dict[tuple[int, int], dict[int, Channel]] = {}
+        self._runners: dict[tuple[int, int], StageRunner] = {}
+        local: dict[tuple[int, int, int], LocalChannel] = {}
         splits = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
         if splits:
             warn_of_hidden_hooks()
         for stage, program in sorted(programs.items()):
             self._device.expect_updates((*program.module.parameters(), *program.module.buffers()))
-            self._channels_in[stage] = {b.source: self._channel(b, b.source, local) for b in _incoming(program.plan)}
-            self._channels_out[stage] = {
-                b.destination: self._channel(b, b.destination, local) for b in _outgoing(program.plan)
-            }
-            self._runners[stage] = StageRunner(
-                program,
-                list(self._channels_in[stage].values()),
-                list(self._channels_out[stage].values()),
-                config.device,
-                config.train,
-                config.keep_outputs,
-                splits,
-                self.timer,
-                config.loss_gradient,
-            )
+            for key in ((stage, form) for form in sorted({0, *config.forms})):
+                self._channels_in[key] = {
+                    b.source: self._channel(b, b.source, key[1], local) for b in _incoming(program.plan)
+                }
+                self._channels_out[key] = {
+                    b.destination: self._channel(b, b.destination, key[1], local) for b in _outgoing(program.plan)
+                }
+                self._runners[key] = StageRunner(
+                    program,
+                    list(self._channels_in[key].values()),
+                    list(self._channels_out[key].values()),
+                    config.device,
+                    config.train,
+                    config.keep_outputs,
+                    splits,
+                    self.timer,
+                    config.loss_gradient,
+                )
         self.last_backwards = [
             LastBackward(actions[at].stage, list(programs[actions[at].stage].module.parameters()))
             for at in sorted(_last_backwards(actions).values())
@@ -178,7 +185,7 @@ class Engine:
             action = self._called_for[at]
             _note(error, action)
             if isinstance(error, IndexError):
-                note_ranges(error, inputs[action.microbatch], self._runners[action.stage].program)
+                note_ranges(error, inputs[action.microbatch], self._runners[self._key(action)].program)
             failure_watch.report(error)
             raise
         finally:
@@ -199,19 +206,27 @@ class Engine:
         if self._transport is not None:
             self._transport.finish()
 
-    def _channel(self, boundary: Boundary, other: int, local: dict[tuple[int, int], LocalChannel]) -> Channel:
+    def _key(self, action: Action) -> tuple[int, int]:
+        """The stage of ``action`` and the form of its microbatch."""
+        forms = self._config.forms
+        return action.stage, forms[action.microbatch] if forms else 0
+
+    def _channel(
+        self, boundary: Boundary, other: int, form: int, local: dict[tuple[int, int, int], LocalChannel]
+    ) -> Channel:
         """The channel over ``boundary`` to stage ``other``; two stages of this rank share one."""
         config = self._config
         rank = config.placement.rank_of(other)
         if rank == config.rank:
-            return local.setdefault((boundary.source, boundary.destination), LocalChannel(boundary))
+            return local.setdefault((boundary.source, boundary.destination, form), LocalChannel(boundary))
         assert self._transport is not None, "other ranks have stages"
         chunks = config.placement.chunks
         if rank not in self._peers:
             self._peers[rank] = Peer(self._transport, rank, chunks * chunks, config.microbatches, config.in_order)
         pair = self._chunk(boundary.source) * chunks + self._chunk(boundary.destination)
         make_channel = RemoteChannel if self._recorder is None else partial(RecordedChannel, self._recorder)
-        return make_channel(boundary, self._peers[rank], pair, config.in_flight)
+        of_form = config.forms.count(form) if config.forms else config.microbatches
+        return make_channel(boundary, self._peers[rank], pair, config.in_flight, form, of_form)
 
     def _chunk(self, stage: int) -> int:
         placement = self._config.placement
@@ -241,7 +256,7 @@ class Engine:
         return calls, called_for
 
     def _calls_of(self, action: Action, last: bool) -> list[Callable[[], None]]:
-        runner, microbatch = self._runners[action.stage], action.microbatch
+        runner, microbatch = self._runners[self._key(action)], action.microbatch
         # Post receives.
         if action.kind in _RECEIVES:
             return [partial(channel.post, _RECEIVES[action.kind], microbatch) for channel in self._remote(action)]
@@ -279,7 +294,7 @@ class Engine:
     def _remote(self, action: Action) -> list[RemoteChannel]:
         """The channels of a send or receive."""
         to_destinations = action.kind in (ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_GRADIENT)
-        channels = (self._channels_out if to_destinations else self._channels_in)[action.stage]
+        channels = (self._channels_out if to_destinations else self._channels_in)[self._key(action)]
         wanted = channels.values() if action.peer is None else [channels[action.peer]]
         return [channel for channel in wanted if isinstance(channel, RemoteChannel)]
 

@@ -15,7 +15,7 @@ from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline.agreement.input_hash import InputHasher
 from nxdpp.pipeline.agreement.same_values import RankValues
-from nxdpp.pipeline.agreement.step_signature import StepSignature
+from nxdpp.pipeline.agreement.step_signature import Forms, StepSignature, forms_of, input_shapes
 from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.pipeline.last_used import LastUsed
@@ -143,6 +143,7 @@ class StepRunner:
         values: RankValues | None = None,
         average: StepAverage | None = None,
         transform: LossTransform | None = None,
+        may_differ: bool = False,
     ) -> list[list[Any]]:
         """Run one step; all ranks of the pipeline must call this.
 
@@ -158,6 +159,7 @@ class StepRunner:
             average: of the gradients of a training step. It begins once the step is verified.
             scales: factor of each microbatch's loss in the loss that is differentiated, by default that of a mean.
             transform: as that of ``Engine.run``.
+            may_differ: ``True`` if each microbatch may have shapes of its own. By default all have those of the first.
 
         Returns:
             The results of each microbatch on the rank of the last stage, nothing on others.
@@ -169,7 +171,8 @@ class StepRunner:
         if self._compiled is None:
             self._compiled = device_of(device).compiled()
         # Verify that all ranks run the same step.
-        signature = StepSignature(_shapes(microbatches[0]), _autocast(device.type), train)
+        forms = forms_of(microbatches) if may_differ else Forms(input_shapes(microbatches[0]))
+        signature = StepSignature(forms.first, _autocast(device.type), train, forms.numbers, forms.others)
         engines = self._engines.setdefault(program, LastUsed())
         known = engines.get(signature)
         step = StepIdentity(program.graph, signature, origin)
@@ -198,7 +201,7 @@ class StepRunner:
         if once_verified is not None:
             once_verified()
         # Run it.
-        engine = self._engine(program, device, train) if known is None else known[0]
+        engine = self._engine(program, device, train, forms.numbers) if known is None else known[0]
         with failure_watch.reported(), nullcontext() if self._timeline is None else self._timeline.step(device, train):
             watch = None if average is None else average.begin(engine.last_backwards)
             results = engine.run(microbatches, scales, watch, transform)
@@ -210,7 +213,7 @@ class StepRunner:
             engines[signature] = engine, digest
         return results
 
-    def _engine(self, program: RankProgram, device: torch.device, train: bool) -> Engine:
+    def _engine(self, program: RankProgram, device: torch.device, train: bool, forms: Sequence[int]) -> Engine:
         rules = parallel_state.get_pipeline_transfer_groups().rules
         (actions, finished_sends), in_flight = self._lowered_for(program.edges, train, rules)
         config = EngineConfig(
@@ -223,6 +226,7 @@ class StepRunner:
             in_flight,
             in_order=rules.posted_ahead is None,
             loss_gradient=self._loss_gradient,
+            forms=forms,
         )
         recorder = None if self._timeline is None else self._timeline.recorder
         return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
@@ -238,12 +242,6 @@ class StepRunner:
             is_limited = not (train and self._keep_outputs)
             self._lowered[edges, train] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
         return self._lowered[edges, train]
-
-
-def _shapes(inputs: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    """Shapes and dtypes of the tensors; other inputs are part of the graph, or checked when they change a shape."""
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    return tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(tensors.items()))
 
 
 def _autocast(device_type: str) -> tuple[bool, torch.dtype]:

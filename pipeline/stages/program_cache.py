@@ -154,7 +154,7 @@ class ProgramCache:
                 raise ValueError(
                     f"microbatches 0 and {number} need different graphs, and a step runs one: {first} and "
                     f"{signature(microbatch)}. Give split_inputs_fn, a function that splits the batch such that all "
-                    f"have the same shapes."
+                    f"have the same shapes, or samples of equal shapes."
                 )
         return cut
 
