@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.config import PipelineConfig
     from nxdpp.pipeline.model import NxDPPModel
     from nxdpp.pipeline.pipeline import Pipeline
+    from nxdpp.pipeline.planning.planner import plan
     from nxdpp.pipeline.traced_layers import TracedLayers, trace_layers
     from nxdpp.tensor_parallel.comparison import check_tensor_parallel
     from nxdpp.tensor_parallel.known_plan import tensor_plan
@@ -48,6 +49,7 @@ __all__ = [
     "load_pretrained",
     "neuronx_distributed_config",
     "parallel_state",
+    "plan",
     "save_checkpoint",
     "save_pretrained",
     "tensor_parallelize",
@@ -74,6 +76,7 @@ _MODULES = {
     "load_checkpoint": "nxdpp.trainer.checkpoint",
     "load_pretrained": "nxdpp.checkpoint.huggingface.load",
     "neuronx_distributed_config": "nxdpp.trainer.config",
+    "plan": "nxdpp.pipeline.planning.planner",
     "save_checkpoint": "nxdpp.trainer.checkpoint",
     "save_pretrained": "nxdpp.checkpoint.huggingface.save",
     "tensor_parallelize": "nxdpp.tensor_parallel.parallelize",

@@ -21,6 +21,7 @@ IGNORED_LABEL = -100
 
 # Rows of logits are converted to float32 up to this size at a time.
 _BYTES_AT_ONCE = 1 << 24
+_PARTS_WITHOUT_VALUES = 8
 
 
 def parallel_cross_entropy(
@@ -156,6 +157,8 @@ def _parts(rows: torch.Tensor) -> Iterator[slice]:
         return
     # XLA computes the float32 copies without memory for them, in one graph.
     together = len(rows) if device_of(rows.device).is_lazy else _BYTES_AT_ONCE // max(1, rows.shape[-1] * 4)
-    count = max(1, together)
+    # Tensors without values are there for sizes alone, which few parts show.
+    least = 1 if has_values(rows) else -(-len(rows) // _PARTS_WITHOUT_VALUES)
+    count = max(1, together, least)
     for start in range(0, len(rows), count):
         yield slice(start, start + count)

@@ -149,8 +149,10 @@ class _Counter:
 
     def _count(self, run: NodeRun) -> _Counted:
         with suppress(Exception):
-            value, cost, saved = _count(run, self._balance)
-            return value, self._with_parts(run, cost), saved
+            if self._parts is None:
+                return _count(run, self._balance)
+            value, cost, saved = _count(run, self._balance, with_backward=False)
+            return value, _with_parts(run, cost, self._parts), saved
         if run.module is not None and next(listings.parameters(run.module), None) is not None:
             value, cost, saved = _estimate(run, self._balance)
             return value, replace(cost, parts=_estimated_parts(cost)), saved
@@ -158,12 +160,6 @@ class _Counter:
         with suppress(Exception), torch.no_grad():
             return run.forward(), NodeCost(), []
         return self._run_on_zeros(run), NodeCost(), []
-
-    def _with_parts(self, run: NodeRun, cost: NodeCost) -> NodeCost:
-        if self._parts is None:
-            return cost
-        args, kwargs = map_tensors(detached, (run.args, run.kwargs))
-        return replace(cost, parts=count_parts(replace(run, args=args, kwargs=kwargs), self._parts))
 
     def _run_on_zeros(self, run: NodeRun) -> Any:
         """Return the value of a node without parameters whose forward reads its data."""
@@ -189,7 +185,15 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _count(run: NodeRun, balance: float) -> _Counted:
+def _with_parts(run: NodeRun, cost: NodeCost, how: CountedParts) -> NodeCost:
+    """Return ``cost``, of a forward, with that of the backward and with parts."""
+    args, kwargs = map_tensors(detached, (run.args, run.kwargs))
+    parts = count_parts(replace(run, args=args, kwargs=kwargs), how)
+    sent = parts.forward_sent + parts.backward_sent
+    return replace(cost, backward=parts.backward_flops, work=parts.work, tensor_bytes=sent, parts=parts)
+
+
+def _count(run: NodeRun, balance: float, with_backward: bool = True) -> _Counted:
     saved: list[torch.Tensor] = []
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +205,8 @@ def _count(run: NodeRun, balance: float) -> _Counted:
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             value = run.forward()
         forward = flops.get_total_flops()
-        backward(value, torch.empty_like)
+        if with_backward:
+            backward(value, torch.empty_like)
         total = flops.get_total_flops()
     work, not_counted = counter.work, set()
     if run.module is not None:

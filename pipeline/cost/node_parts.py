@@ -31,6 +31,7 @@ class NodeParts:
         kept: bytes that live between input-gradient and weight-gradient.
         forward_sent, backward_sent: bytes that a rank sends at least in its tensor group.
         forward_collectives, backward_collectives: number of collectives.
+        backward_flops: FLOPs of the backward.
     """
 
     forward: float = 0.0
@@ -43,6 +44,12 @@ class NodeParts:
     backward_sent: float = 0.0
     forward_collectives: int = 0
     backward_collectives: int = 0
+    backward_flops: int = 0
+
+    @property
+    def work(self) -> float:
+        """Work of forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,19 @@ def count_parts(run: NodeRun, how: CountedParts) -> NodeParts:
             WorkCounter(flops, how.balance, how.least_work) as counter,
             live,
         ):
-            return _count(run, received, counter, live, sent)
+            return _count(run, received, flops, counter, live, sent)
     finally:
         for parameter in parameters:
             parameter.grad = None
 
 
 def _count(
-    run: NodeRun, received: list[GradientEdge], counter: WorkCounter, live: LiveBytes, sent: SentBytes
+    run: NodeRun,
+    received: list[GradientEdge],
+    flops: FlopCounterMode,
+    counter: WorkCounter,
+    live: LiveBytes,
+    sent: SentBytes,
 ) -> NodeParts:
     # Forward.
     edges, like = _ends(run.forward())
@@ -95,7 +107,7 @@ def _count(
         torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
         del starts
     input_gradient = counter.work - forward
-    backward_sent, collectives = sent.total, sent.count
+    backward_sent, collectives, flops_before = sent.total, sent.count, flops.get_total_flops()
     live.reset_peak()
     torch.autograd.backward(edges, [make() for make in like])
     backward = counter.work - forward - input_gradient
@@ -110,6 +122,7 @@ def _count(
         sent.total - backward_sent,
         forward_collectives,
         sent.count - collectives,
+        flops.get_total_flops() - flops_before,
     )
 
 

@@ -7,13 +7,15 @@ roofline's maximum, so others are interpolated.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
+from nxdpp.parallel_layers.launch import choose_device
 from nxdpp.pipeline.cost.count import NodeCost, count_costs
 from nxdpp.pipeline.cost.layer_costs import activation_bytes, layers_and_head, shared_bytes, shared_names, state_bytes
+from nxdpp.pipeline.cost.measure import measure_nodes
 from nxdpp.pipeline.cost.node_parts import CountedParts, NodeParts
 from nxdpp.pipeline.cost.transport_bytes import largest_message
 from nxdpp.pipeline.planning.dimensions import Dimensions, divided
@@ -22,6 +24,8 @@ from nxdpp.pipeline.planning.machine import Machine
 from nxdpp.tracing import listings
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
+
+M = TypeVar("M", bound=nn.Module)
 
 # The average over replicas copies gradients into buckets of this size; larger ones are sent from their memory.
 BUCKET_BYTES = 25 * 2**20
@@ -79,6 +83,29 @@ class LayerTimes:
         }
         return replace(self, **changed)
 
+    def slower(self, factor: float) -> "LayerTimes":
+        """Return this with ``factor`` times the seconds of computation."""
+        return replace(
+            self,
+            forward=self.forward * factor,
+            input_gradient=self.input_gradient * factor,
+            weight_gradient=self.weight_gradient * factor,
+        )
+
+    def scaled(self, seconds: float, size: float) -> "LayerTimes":
+        """Return this with all times, and all bytes that grow with a microbatch, multiplied."""
+        return replace(
+            self.slower(seconds),
+            forward_tensor=self.forward_tensor * seconds,
+            backward_tensor=self.backward_tensor * seconds,
+            held=self.held * size,
+            kept=self.kept * size,
+            taken=self.taken * size,
+            forward_extra=self.forward_extra * size,
+            backward_extra=self.backward_extra * size,
+            sent=self.sent * size,
+        )
+
 
 @dataclass(frozen=True)
 class CountedModel:
@@ -119,15 +146,19 @@ class ModelCosts:
         model: the model, not divided. It is not changed, and may be on the meta device.
         machine: gives the speed.
         job: gives the inputs.
+        profiled: measure the seconds of layers on this process's device, for a model that no tensor group divides.
+            Their parts, and divided models, have the shares that are counted.
 
     Its methods raise ``ValueError`` for a model that a tensor group cannot divide, and ``TracingError`` for one that
     cannot be traced.
     """
 
-    def __init__(self, model: nn.Module, machine: Machine, job: Job) -> None:
+    def __init__(self, model: nn.Module, machine: Machine, job: Job, profiled: bool = False) -> None:
         self.machine = machine
         self.job = job
         self._model = model
+        self._profiled = profiled
+        self._measured: list[float] = []
         self.dtype = next((p.dtype for p in listings.parameters(model) if p.is_floating_point()), torch.float32)
         self._counted: dict[tuple[int, bool, int], CountedModel] = {}
         self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}
@@ -166,17 +197,22 @@ class ModelCosts:
         device = self.machine.device
         speed = device.flops(self.dtype)
         how = CountedParts(device.balance(self.dtype), device.operation_seconds * speed)
-        model = _on_meta(self._model) if sizes.tensor > 1 else self._model
+        model = on_meta(self._model) if sizes.tensor > 1 else self._model
         with divided(model, sizes):
             options = TracingOptions(find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
             costs = count_costs(traced, model, inputs, parts=how)
+            if self._profiled and not self._measured:
+                # The first count is of the whole model with one sample.
+                self._measured = _quotients(traced, model, inputs, costs, speed, choose_device(None, device.kind))
         link = self.machine.link_of(sizes.tensor, 1)
 
         def collective_seconds(sent: float, count: float) -> float:
             return sent / link.bytes_per_second + count * link.latency
 
         layers, tied = _layers(traced, model, costs, speed, collective_seconds)
+        if self._measured:
+            layers = [layer.slower(by) for layer, by in zip(layers, self._measured, strict=True)]
         nowhere = shared_names(traced, layers_and_head(traced, model)[1])
         of_none = sum(cost.parts.forward for node, cost in costs.items() if cost.parts and node.name in nowhere)
         estimated = any(cost.estimated for cost in costs.values())
@@ -184,7 +220,25 @@ class ModelCosts:
         return CountedModel(layers, shared, of_none / speed, largest_message(traced, costs), estimated, tied)
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def _quotients(
+    traced: TracedGraph,
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    costs: Mapping[fx.Node, NodeCost],
+    speed: float,
+    device: torch.device,
+) -> list[float]:
+    """Return measured / counted seconds of each layer and the head."""
+    names, assigned, _ = layers_and_head(traced, root)
+    seconds = measure_nodes(traced, root, inputs, assigned, device)
+    measured, counted = [0.0] * len(names), [0.0] * len(names)
+    for node, layer in assigned.items():
+        measured[layer] += seconds.get(node, 0.0)
+        counted[layer] += costs[node].work / speed
+    return [a / b if a and b else 1.0 for a, b in zip(measured, counted, strict=True)]
+
+
+def on_meta(model: M) -> M:
     """Copy ``model`` to the meta device, with its ties."""
     memo: dict[int, Any] = {}
     for tensor in (*listings.parameters(model), *listings.buffers(model)):

@@ -1,9 +1,8 @@
 """Layout of a job over its devices: sizes of the dimensions, the schedule, and switches."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from nxdpp.pipeline.planning.dimensions import Dimensions
 from nxdpp.schedules.families.registry import FAMILIES, find_family
@@ -71,23 +70,17 @@ class Layout:
         find_family(self.schedule).placement(self.pipeline, self.chunks)
 
 
-def layouts_of(
-    devices: int,
-    devices_per_host: int,
-    global_batch: int,
-    layers: int,
-    tensors: Iterable[int],
-    fixed: Mapping[str, Any],
+def groups_of(
+    devices: int, devices_per_host: int, global_batch: int, layers: int, tensors: Iterable[int]
 ) -> Iterator[Layout]:
-    """Give all layouts of ``devices`` devices, those of one rank a pipeline with one schedule.
+    """Give all layouts of ``devices`` devices with one schedule each; ``schedules_of`` has the other ones.
 
     Args:
         devices: number of devices.
         devices_per_host: a tensor group stays on one host.
         global_batch: samples of a step.
-        layers: number of layers that a stage can have one of, the head included.
-        tensors: tensor-parallel sizes that the model divides into.
-        fixed: values of fields of ``Layout`` that all have.
+        layers: the most stages of the model: its layers and the head.
+        tensors: tensor-parallel sizes to try.
     """
     for tensor in tensors:
         if devices % tensor or devices_per_host % tensor:
@@ -99,12 +92,8 @@ def layouts_of(
             switches = product(
                 (False, True), (False, True) if data > 1 else (False,), (False, True) if tensor > 1 else (False,)
             )
-            for (checkpoint, zero1, sequence), microbatch, (schedule, chunks) in product(
-                switches, divisors(global_batch // data), schedules_of(pipeline, layers)
-            ):
-                layout = Layout(tensor, pipeline, data, chunks, schedule, microbatch, checkpoint, zero1, sequence)
-                if all(getattr(layout, name) == value for name, value in fixed.items()):
-                    yield layout
+            for (checkpoint, zero1, sequence), microbatch in product(switches, divisors(global_batch // data)):
+                yield Layout(tensor, pipeline, data, 1, "1f1b", microbatch, checkpoint, zero1, sequence)
 
 
 def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:

@@ -1,6 +1,6 @@
 """Prediction of a layout: seconds of a step, memory of each rank, bubble and bytes, and the part that limits it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nxdpp.parallel_layers.collective_bytes import least_sent
@@ -81,13 +81,14 @@ class Prediction:
         return ", ".join(f"{name} {share:.0%}" for share, name in shares[:2] if share >= 0.01)
 
 
-def predict(costs: ModelCosts, layout: Layout, ends: Sequence[int] | None = None) -> Prediction:
+def predict(costs: ModelCosts, layout: Layout, ends: Sequence[int] | None = None, shorten: bool = True) -> Prediction:
     """Predict ``layout`` on the machine, and for the job, of ``costs``.
 
     Args:
         costs: costs of the model.
         layout: the layout.
         ends: number of layers up to the end of each stage. By default those with the least work of the slowest stage.
+        shorten: simulate few microbatches and as many again: the times of more are affine in their number.
 
     Raises:
         ValueError: for a layout that does not fit the model, the batch or the devices.
@@ -104,17 +105,45 @@ def predict(costs: ModelCosts, layout: Layout, ends: Sequence[int] | None = None
     ends = list(ends) if ends is not None else stage_ends(model, layout.stages, layout.checkpoint)
     stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
     states, gradients = states_of(model, layout, stages)
-    times = step_times(machine, layout, microbatches, stages, states, gradients, costs.dtype.itemsize)
-    schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
-    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    memory = []
-    for rank, actions in enumerate(schedule):
-        own = {stage: gradients[stage] for stage in placement.stages_of(rank)}
-        peak = activation_peak(actions, stages, own)
-        memory.append(rank_memory(layout, states[rank], peak, machine.device.kind, costs.dtype.itemsize, model.message))
+    itemsize = costs.dtype.itemsize
+
+    def times_and_peaks(count: int) -> tuple[list[RankTimes], list[float]]:
+        times = step_times(machine, layout, count, stages, states, gradients, itemsize)
+        return times, activation_peaks(layout, count, stages, gradients)
+
+    few, more = _simulated_counts(layout, microbatches) if shorten else (microbatches, microbatches)
+    times, peaks = times_and_peaks(more)
+    if more < microbatches:
+        fewer_times, fewer_peaks = times_and_peaks(few)
+        share = (microbatches - more) / (more - few)
+        times = [a.beyond(b, share) for a, b in zip(times, fewer_times, strict=True)]
+        peaks = [a + share * (a - b) for a, b in zip(peaks, fewer_peaks, strict=True)]
+    memory = [
+        rank_memory(layout, state, peak, machine.device.kind, itemsize, model.message)
+        for state, peak in zip(states, peaks, strict=True)
+    ]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
     sent = _sent(layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
+
+
+def _simulated_counts(layout: Layout, microbatches: int) -> tuple[int, int]:
+    """Return two numbers of microbatches that differ by a group of them; the second is ``microbatches`` if few."""
+    ranks = layout.pipeline
+    more = 4 * ranks + microbatches % ranks
+    return (more - ranks, more) if more < microbatches else (microbatches, microbatches)
+
+
+def activation_peaks(
+    layout: Layout, microbatches: int, stages: Sequence[StageCosts], gradients: Mapping[int, float]
+) -> list[float]:
+    """Return the peak of each rank's activations and temporary tensors, beyond its gradients."""
+    schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
+    placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
+    return [
+        activation_peak(actions, stages, {stage: gradients[stage] for stage in placement.stages_of(rank)})
+        for rank, actions in enumerate(schedule)
+    ]
 
 
 def states_of(

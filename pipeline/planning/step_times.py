@@ -1,9 +1,10 @@
 """Times of a step: the schedule in simulated time, then average, optimizer and what ZeRO-1 exchanges."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from nxdpp.pipeline.planning.layer_times import BUCKET_BYTES
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.machine import Machine
 from nxdpp.pipeline.planning.stage_costs import RankState, StageCosts
@@ -40,6 +41,15 @@ class RankTimes:
     def total(self) -> float:
         """All seconds."""
         return self.compute + self.tensor + self.bubble + self.average + self.optimizer
+
+    def beyond(self, fewer: "RankTimes", share: float) -> "RankTimes":
+        """Return this + ``share`` * (this - ``fewer``) for what each microbatch adds."""
+        return replace(
+            self,
+            compute=self.compute + share * (self.compute - fewer.compute),
+            tensor=self.tensor + share * (self.tensor - fewer.tensor),
+            bubble=self.bubble + share * (self.bubble - fewer.bubble),
+        )
 
 
 @lru_cache(maxsize=64)
@@ -145,7 +155,7 @@ def _average_end(
     finished = 0.0
     for stage, (started, ended) in sorted(last.items(), key=lambda item: item[1][1]):
         # The bucket of the first layer is ready at the end.
-        tail = exchange_seconds("all_reduce", min(gradients[stage], 25 * 2**20), layout.data, link)
+        tail = exchange_seconds("all_reduce", min(gradients[stage], BUCKET_BYTES), layout.data, link)
         finished = max(max(finished, started) + seconds[stage], ended + tail)
     return max(finished, end)
 

@@ -1,0 +1,153 @@
+"""``nxdpp.plan``: the layouts of a job with the shortest steps, from texts and numbers."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxdpp.pipeline.planning.job import Job
+from nxdpp.pipeline.planning.layer_times import ModelCosts, on_meta
+from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.pipeline.planning.machine import Device, Link, Machine, find_device
+from nxdpp.pipeline.planning.plan import Plan
+from nxdpp.pipeline.planning.search import rank_layouts, search
+from nxdpp.pipeline.planning.units import rate_of, size_of
+
+# A microbatch of some samples, or one that shows its inputs.
+Inputs = Callable[[int], Mapping[str, Any]] | Mapping[str, Any]
+
+
+def plan(
+    model_or_config: Any,
+    *,
+    devices: int,
+    device_memory: str | float,
+    global_batch: int,
+    seq_length: int | None = None,
+    hosts: int = 1,
+    link: str | float | Link = "400GB/s",
+    host_link: str | float | Link = "50GB/s",
+    device: str | Device = "h100",
+    dtype: torch.dtype | str | None = None,
+    costs: str = "counted",
+    layouts: Sequence[Layout] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
+    cores: int | None = None,
+    best: int = 10,
+) -> Plan:
+    """Return the layouts of a job with the shortest steps that fit into the memory of a device; not collective.
+
+    It searches all sizes of tensor, pipeline and data parallelism, schedules, stages a rank and microbatches, each with
+    and without activation checkpointing, ZeRO-1 and sequence parallelism. Nothing is allocated or run. See
+    docs/planner.md for what a prediction has in it.
+
+    Args:
+        model_or_config: a model, which is not changed and may be on the meta device, or a configuration of
+            transformers.
+        devices: number of devices, a rank each.
+        device_memory: memory of a device, such as ``"80GB"`` (80e9 bytes) or ``"75GiB"``, or a number of bytes.
+        global_batch: samples of a step, all replicas together.
+        seq_length: tokens of a sample; by default 2048, or all positions. Not together with ``inputs``.
+        hosts: number of hosts, with equal numbers of devices.
+        link: rate of a device to another one on its host, one way: ``"400GB/s"``, ``"400Gb/s"`` (bits), or a ``Link``.
+        host_link: rate of a device to one on another host.
+        device: ``"a100"``, ``"h100"``, ``"h200"``, ``"cpu"``, or a ``Device`` with figures of your own.
+        dtype: of the model, by default its own.
+        costs: ``"counted"``, by FLOPs and bytes, or ``"profiled"``: seconds measured on this process's device.
+        layouts: compare these alone.
+        fixed: fields of ``Layout`` that all layouts have, such as ``{"pipeline": 4}``.
+        inputs: a function of a number of samples that returns the inputs of a microbatch with labels; or one
+            microbatch, whose tensors have the samples in their first dimension. Needed for a model that is not of
+            transformers.
+        cores: processor cores that the ranks share, for ranks on a CPU. ``None`` where each has a device of its own.
+        best: number of predictions.
+
+    Raises:
+        ValueError: for arguments that are not understood; where no layout fits, with the smallest memory needed.
+        TypeError: for another kind of model.
+        RuntimeError: after ``initialize_model_parallel``, if tensor-parallel sizes above 1 are possible.
+        TracingError: for a model that cannot be traced.
+    """
+    model = _model(model_or_config, dtype)
+    found_device = find_device(device) if isinstance(device, str) else device
+    machine = Machine(
+        devices,
+        size_of(device_memory, "device_memory"),
+        found_device,
+        hosts,
+        _link(link, "link", 10e-6),
+        _link(host_link, "host_link", 20e-6),
+        cores,
+    )
+    job = Job(global_batch, _inputs(model, inputs, seq_length))
+    if costs not in ("counted", "profiled"):
+        raise ValueError(f"costs={costs!r} must be 'counted' or 'profiled'.")
+    counted = ModelCosts(model, machine, job, profiled=costs == "profiled")
+    found = search(counted, fixed, best) if layouts is None else rank_layouts(counted, layouts, best)
+    return Plan(
+        type(model).__name__,
+        devices,
+        hosts,
+        machine.memory,
+        global_batch,
+        found.best,
+        found.predicted,
+        found.too_large,
+        found.refused,
+    )
+
+
+def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(wanted, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is no dtype of torch, such as 'bfloat16'.")
+    if isinstance(given, nn.Module):
+        if hasattr(given, "replace_local_tensors"):
+            raise TypeError("nxdpp.plan takes a model before it is wrapped.")
+        if wanted is None:
+            return given
+        return on_meta(given).to(wanted)
+    from transformers import PreTrainedConfig
+
+    from nxdpp.pipeline.planning.configured_model import build_on_meta
+
+    if not isinstance(given, PreTrainedConfig):
+        raise TypeError(f"nxdpp.plan takes a model, or a configuration of transformers, not a {type(given).__name__}.")
+    config = copy.deepcopy(given)
+    if wanted is not None:
+        config.dtype = wanted
+    return build_on_meta(config)
+
+
+def _link(given: str | float | Link, name: str, latency: float) -> Link:
+    return given if isinstance(given, Link) else Link(rate_of(given, name), latency)
+
+
+def _inputs(model: nn.Module, inputs: Inputs | None, length: int | None) -> Callable[[int], Mapping[str, Any]]:
+    if inputs is not None and length is not None:
+        raise ValueError("seq_length and inputs exclude each other: inputs have their length.")
+    if callable(inputs):
+        return inputs
+    if inputs is not None:
+        given = inputs
+        return lambda size: {name: _resized(value, size) for name, value in given.items()}
+    from transformers import PreTrainedModel
+
+    from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
+
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"the inputs of {type(model).__name__} are unknown: give inputs=, a function of a number of samples, or "
+            f"one microbatch with labels."
+        )
+    return lambda size: microbatch_on_meta(model, size, length)
+
+
+def _resized(value: Any, size: int) -> Any:
+    """Return a tensor like ``value`` with ``size`` samples, on the meta device."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta")
