@@ -8,6 +8,7 @@
 import inspect
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from nxdpp.nnscaler.parallel_module import ModulePlan, ParallelModule
 from nxdpp.nnscaler.policies import Policy, check_policy, layout_of
 from nxdpp.nnscaler.saved_plan import SavedPlan, plan_path
 from nxdpp.nnscaler.shared_plan import shared_layout
+from nxdpp.nnscaler.unit_layout import UnitLayout
 from nxdpp.nnscaler.units import initialize_units
 
 
@@ -87,11 +89,12 @@ def parallelize(
     )
     if not load_module:
         return None
+    source.check_values(layout)
     initialize_units(compute_config, layout)
-    make = source.maker(layout.is_pipeline)
+    make = source.maker()
     if layout.tensor > 1 and layout.plan is not None:
-        generic_plan.compare(make(), dummy_forward_args, layout.plan)
-    plan = ModulePlan(make, source.given, compute_config, layout, sample_name(source.kind))
+        generic_plan.compare(make(False), dummy_forward_args, layout.plan)
+    plan = ModulePlan(partial(make, layout.is_pipeline), source.given, compute_config, layout, sample_name(source.kind))
     made: type[ParallelModule] = type(
         f"Parallel{source.kind.__name__}", (ParallelModule,), {"_plan": plan, "__module__": __name__}
     )
@@ -149,21 +152,31 @@ class _Source:
         with torch.random.fork_rng(devices=[]):
             return deferred_init(self._made)
 
-    def maker(self, is_pipeline: bool) -> Callable[[], nn.Module]:
+    def check_values(self, layout: UnitLayout) -> None:
+        """Raise ``ValueError`` for a given module without memory, where no pipeline makes its values."""
+        if self.given is None or (layout.is_pipeline and layout.plan is None):
+            return
+        if without := [name for name, parameter in self.given.named_parameters() if parameter.is_meta]:
+            raise ValueError(
+                f"{without[0]} of the given {self.kind.__name__} is on the meta device and has no values: give a "
+                f"module with values, or the class with module_fn"
+            )
+
+    def maker(self) -> Callable[[bool], nn.Module]:
         """Return a function that makes the module with the values of rank 0; collective over all ranks.
 
-        The stages of a pipeline make their own tensors alone, where a class was given.
+        Its argument is ``True`` to make a given class without memory: the stages of a pipeline make their own tensors.
         """
         if self.given is not None:
             whole = self._converted(shared_copy(self.given))
             take_first_values(whole)
-            return lambda: whole
+            return lambda without_memory: whole
         state = first_random_state()
 
-        def make() -> nn.Module:
+        def make(without_memory: bool) -> nn.Module:
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(state)
-                return deferred_init(self._made) if is_pipeline else self._made()
+                return deferred_init(self._made) if without_memory else self._made()
 
         return make
 

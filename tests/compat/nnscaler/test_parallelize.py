@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdpp import parallel_state
+from nxdpp import deferred_init, parallel_state
 from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ParallelModule, ReuseType
 from tests.compat.nnscaler.own_folders import parallelize
 from tests.compat.nnscaler.trained_modules import WIDTH, Mlp, Net, sample
@@ -156,6 +156,11 @@ def _state_dicts_have_the_names_of_the_module(rank: int) -> None:
     assert outer(X.double()).dtype == torch.float64
 
 
+def _a_module_without_memory_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="of the given Net is on the meta device and has no values: give a module"):
+        parallelize(deferred_init(made), {"x": X}, "dp", FOR_DP)
+
+
 def _ddp_is_refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match="build_optimizer sums the gradients of the units"):
         nn.parallel.DistributedDataParallel(loaded(made(), {"x": X}, "dp", FOR_DP))
@@ -209,6 +214,7 @@ _CASES: list[list[Callable[[int], None]]] = [
         _parameters_without_values,
         _state_dicts_have_the_names_of_the_module,
         _ddp_is_refused,
+        _a_module_without_memory_is_refused,
         _end_to_end_modules_are_not_called,
         _other_units_are_refused,
     ],

@@ -139,14 +139,19 @@ def _sums_over_units(rank: int) -> None:
 
 def _over_tensor_ranks_too(rank: int) -> None:
     settings = config(4, 1, pipeline_nmicros=MICROBATCHES, pp_size=2, pipeline_nstages=2)
-    model, whole = loaded(made(), "hybrid", settings), made()
-    assert {parameter.shape for parameter in model.parameters()} == {(WIDTH // 2, WIDTH)}
-    torch.testing.assert_close(model.train_step(samples_of(0)), trained_whole(whole, samples_of(0)))
-    for name, parameter in model.named_parameters():
-        gradient = whole.get_parameter(name).grad
-        assert gradient is not None
-        half = gradient.chunk(2)[rank % 2]
-        torch.testing.assert_close(parameter.grad, half)
+    whole = made()
+    expected = trained_whole(whole, samples_of(0))
+    torch.manual_seed(0)
+    kind = parallelize(Mlp, {"data": sample(0)}, "hybrid", settings)
+    assert isinstance(kind, type)
+    for model in (loaded(made(), "hybrid", settings), kind()):
+        assert {parameter.shape for parameter in model.parameters()} == {(WIDTH // 2, WIDTH)}
+        torch.testing.assert_close(model.train_step(samples_of(0)), expected)
+        for name, parameter in model.named_parameters():
+            gradient = whole.get_parameter(name).grad
+            assert gradient is not None
+            half = gradient.chunk(2)[rank % 2]
+            torch.testing.assert_close(parameter.grad, half)
 
 
 def _several_stages_a_rank(rank: int) -> None:
