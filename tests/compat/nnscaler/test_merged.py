@@ -30,6 +30,10 @@ WEIGHTS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 PLANS = {
     "pp2 dp2": ("pp", ComputeConfig(2, 4, use_end2end=True, pas_config={"pipeline_nmicros": 2})),
     "pp4": ("pp", ComputeConfig(4, 4, use_end2end=True, pas_config={"pipeline_nmicros": 2})),
+    "pp2 tp2": (
+        "hybrid",
+        ComputeConfig(4, 4, use_end2end=True, pas_config={"pipeline_nmicros": 2, "pipeline_nstages": 2}),
+    ),
     "tp2 dp2": ("tp", ComputeConfig(2, 4, use_end2end=True)),
 }
 
@@ -226,7 +230,7 @@ def _factored(states: list[Any]) -> Any:
 
 
 def _plain(rank: int) -> None:
-    _cases(rank, Blocks, ["pp4", "tp2 dp2"])
+    _cases(rank, Blocks, ["pp4", "tp2 dp2", "pp2 tp2"])
     parallel_state.destroy_model_parallel()
     _cases(rank, Tied, [])
     parallel_state.destroy_model_parallel()
