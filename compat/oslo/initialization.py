@@ -18,6 +18,7 @@ from nxdpp.oslo.config import OsloConfig
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.parallel_model import is_parallel, make_parallel
 from nxdpp.oslo.pipelined_model import pipeline
+from nxdpp.oslo.summed_gradients import sum_partial_gradients
 from nxdpp.parallel_layers import followed_by_optimizers, move_model_to_device
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -60,6 +61,8 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
         local: nn.Module = model
         if settings.pipeline_parallel_size > 1:
             local = pipeline(model, num_microbatches).local_module
+        else:
+            sum_partial_gradients(model, mpu.get_tensor_parallel_group())
     if settings.checkpoints:
         present = dict(local.named_modules())
         own = [name for name in layers if name in present]

@@ -29,6 +29,7 @@ def _over_four_ranks(rank: int, folder: Path) -> None:
         _check_training(name, 1, 2, 1, 1e-6)
     _check_training("gpt2", 1, 2, 2, 1e-6)
     _check_gradients()
+    _check_all_labels()
     _check_files(folder)
     check_several_ranks(1, 2)
     parallel_state.destroy_model_parallel()
@@ -124,6 +125,19 @@ def _check_gradients() -> None:
     model(**batch(2, replica)).loss.backward()
     assert all(parameter.grad is None for parameter in frozen)
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def _check_all_labels() -> None:
+    """``num_items_in_batch`` of all replicas gives the gradients of the mean over all labels, however they lie."""
+    whole, model = gpt2(), oslo.initialize(gpt2(), _config(1, 2), num_microbatches=2)
+    inputs = [batch(0, replica) for replica in range(2)]
+    items = sum(int((each["labels"][:, 1:] != -100).sum()) for each in inputs)
+    engine = engine_of(model)
+    engine(**inputs[model.mpu.get_data_parallel_rank()], num_items_in_batch=items).loss.backward()
+    sum(whole(**each, num_items_in_batch=items).loss for each in inputs).backward()
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            assert torch.allclose(parameter.grad, whole.get_parameter(name).grad, atol=1e-6), name
 
 
 def _check_files(folder: Path) -> None:

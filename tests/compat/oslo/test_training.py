@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
@@ -15,10 +16,33 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 import nxdpp.oslo as oslo
 from nxdpp import gather_state_dict, parallel_state
 from tests.compat.oslo.checkpointing import check_several_ranks
-from tests.compat.oslo.training import LENGTH, MODELS, batch, distances, engine_of, gpt2, parallel_losses, whole_losses
+from tests.compat.oslo.training import (
+    LENGTH,
+    MODELS,
+    batch,
+    distances,
+    engine_of,
+    gpt2,
+    parallel_losses,
+    qwen3,
+    whole_losses,
+)
 from tests.support.run_ranks import run_ranks
+from tests.tensor_parallel.test_type_plans import CONFIGURATIONS
 
 STEPS = range(4)
+FAMILIES = {
+    "albert": "AlbertForMaskedLM",
+    "bart": "BartForConditionalGeneration",
+    "bert": "BertForMaskedLM",
+    "blenderbot": "BlenderbotForConditionalGeneration",
+    "electra": "ElectraForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "roberta": "RobertaForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+}
 
 
 def _config(tensor: int, pipeline: int = 1) -> dict[str, Any]:
@@ -29,6 +53,8 @@ def _config(tensor: int, pipeline: int = 1) -> dict[str, Any]:
 def _over_tensor_ranks(rank: int, folder: Path) -> None:
     for name in MODELS:
         _check_training(name, folder)
+    _check_summed_gradients()
+    _check_families(folder)
     _check_generation()
     check_several_ranks(2, 1)
     _check_files(folder)
@@ -78,6 +104,40 @@ def _check_training(name: str, folder: Path) -> None:
     with pytest.raises(ValueError, match="has stepped"):
         oslo.initialize(stepped, _config(2))
     assert not hasattr(stepped, "mpu")
+
+
+def _check_summed_gradients() -> None:
+    """Gradients of norms of this rank's heads are those of all heads."""
+    whole, model = qwen3(), qwen3()
+    model.model.layers[0].requires_grad_(False)
+    model = oslo.initialize(model, _config(2))
+    model.requires_grad_(True)
+    engine = engine_of(model)
+    for step in range(2):
+        engine(**batch(step, model.mpu.get_data_parallel_rank())).loss.backward()
+        for replica in range(2):
+            (whole(**batch(step, replica)).loss / 2).backward()
+    for name, parameter in model.named_parameters():
+        expected = whole.get_parameter(name).grad
+        if parameter.shape == expected.shape:
+            assert torch.allclose(parameter.grad, expected, atol=1e-6), name
+
+
+def _check_families(folder: Path) -> None:
+    """The ten families of the tutorial's library: the loss, and the merged bits."""
+    for model_type, class_name in FAMILIES.items():
+        kind = getattr(transformers, class_name)
+        config, sizes = CONFIGURATIONS[model_type]
+        torch.manual_seed(0)
+        whole = kind(getattr(transformers, config)(**sizes)).eval()
+        model = oslo.initialize(copy.deepcopy(whole), _config(2))
+        ids = batch(0, model.mpu.get_data_parallel_rank())["input_ids"].clamp(min=3)
+        loss = engine_of(model)(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert float(loss.detach()) == pytest.approx(float(whole(input_ids=ids, labels=ids).loss.detach()), abs=1e-5)
+        model.save_parallelized(folder / model_type, merge_checkpoints=True)
+        loaded = kind.from_pretrained(folder / model_type).state_dict()
+        assert all(distance == 0 for _, distance in distances(loaded, whole.state_dict())), model_type
 
 
 def _check_generation() -> None:
