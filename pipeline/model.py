@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
 import torch
@@ -15,6 +15,7 @@ from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.grad_scaler import GradScaler
 from nxdpp.parallel_layers.overlapped_average import AverageReport
 from nxdpp.pipeline import arguments
+from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
@@ -26,6 +27,10 @@ from nxdpp.pipeline.pipeline import Pipeline
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.schedules.chosen import Written
+from nxdpp.tensor_parallel.parallelize import tensor_parallelize
+
+if TYPE_CHECKING:
+    from nxdpp.pipeline.planning.plan import Plan
 
 
 class NxDPPModel(LocalView):
@@ -167,6 +172,40 @@ class NxDPPModel(LocalView):
         self.training = module.training
         call_hooks(hooks, self, self.rank)
         self._pipeline.follow()
+
+    @classmethod
+    def from_plan(cls, module: nn.Module, plan: "Plan", **arguments: Any) -> Self:
+        """Wrap ``module`` for the first layout of ``plan`` (``nxdpp.plan``), after ``plan.initialize()``.
+
+        It divides ``module`` over the tensor group (``tensor_parallelize``), wraps it with ``plan.arguments()``, and
+        checkpoints its layers where the layout does (``apply_checkpoint``). With ZeRO-1 the optimizer is
+        ``Zero1Optimizer``, as for ``use_zero1_optimizer=True``. ``arguments`` are others of ``NxDPPModel``.
+
+        Raises:
+            ValueError: for ``arguments`` that the plan has, and for other sizes than those of the plan. Nothing is
+                changed then. Also as ``NxDPPModel`` and ``tensor_parallelize``.
+        """
+        chosen = plan.arguments()
+        if twice := sorted(chosen.keys() & arguments.keys()):
+            raise ValueError(f"the plan chooses {', '.join(twice)}: leave it out, or call NxDPPModel yourself.")
+        layout = plan.layout
+        wanted = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+        found = {
+            "tensor": parallel_state.get_tensor_model_parallel_size(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_size(),
+            "data": parallel_state.get_data_parallel_size(),
+        }
+        if found != wanted:
+            raise ValueError(
+                f"the plan is for {wanted}, and the job has {found}. Start it on {plan.devices} devices and call "
+                f"plan.initialize()."
+            )
+        if layout.tensor > 1:
+            tensor_parallelize(module, sequence_parallel=layout.sequence)
+        model = cls(module, **chosen, **arguments)
+        if layout.checkpoint:
+            apply_checkpoint(model)
+        return model
 
     @property
     def last_average(self) -> AverageReport:

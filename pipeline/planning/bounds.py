@@ -7,24 +7,18 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from nxdpp.parallel_layers.collective_bytes import least_sent
-from nxdpp.pipeline.planning.layer_times import CountedModel, LayerTimes, ModelCosts
+from nxdpp.pipeline.planning.layer_times import LayerTimes, ModelCosts
 from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.pipeline.planning.least_held import least_held
 from nxdpp.pipeline.planning.predict import states_of
 from nxdpp.pipeline.planning.rank_memory import rank_memory
 from nxdpp.pipeline.planning.stage_costs import StageCosts, stage_costs, stage_ends
 from nxdpp.pipeline.planning.transfers import data_link
 from nxdpp.schedules.families.registry import find_family
 
-# The roofline is convex in the samples, so a line through 1 and 2 bounds more samples from below. Some slack is for
-# copies that one sample does not need, and for a divided model, which may grow a little slower.
-_OF_A_LINE = 0.97
-# Families that hold all microbatches, and those that hold at least one for each rank that follows.
-_ALL_AT_ONCE = frozenset({"gpipe", "looped-bfs"})
-_ONE_EACH = frozenset({"1f1b", "1f1b-eager", "zb-h1"})
 # Families of full backwards: the last one of a rank is of its first stage.
 _ENDS_WITH_BACKWARDS = frozenset({"gpipe", "1f1b", "1f1b-eager", "interleaved", "looped-bfs"})
 
@@ -54,14 +48,7 @@ class _Totals:
     def of(cls, layers: Sequence[LayerTimes]) -> "_Totals":
         again = [layer for layer in layers if layer.is_layer]
         return cls(
-            work=sum(
-                layer.forward
-                + layer.input_gradient
-                + layer.weight_gradient
-                + layer.forward_tensor
-                + layer.backward_tensor
-                for layer in layers
-            ),
+            work=sum(layer.work for layer in layers),
             recomputed=sum(layer.forward + layer.forward_tensor for layer in again),
             held=sum(layer.held for layer in layers),
             held_recomputed=sum(layer.taken if layer.is_layer else layer.held for layer in layers),
@@ -78,23 +65,20 @@ class LowerBounds:
     def __init__(self, costs: ModelCosts) -> None:
         self._costs = costs
         self._totals: dict[tuple[int, bool, int], _Totals] = {}
-        self._stages: dict[tuple[int, bool, int, bool, int, bool], tuple[CountedModel, list[StageCosts]]] = {}
-        self._scaled: dict[tuple[int, bool, int], CountedModel] = {}
+        self._stages: dict[tuple[int, bool, int, bool, int], list[StageCosts]] = {}
 
     def of_undivided(self, layout: Layout) -> Bounds:
         """Return bounds of a group from the model that no tensor group divides, shared evenly by the group."""
-        return self._of_group(layout, 1, False, layout.tensor)
+        return self._of_group(layout, self._total(1, False, layout.microbatch), layout.tensor)
 
     def of_group(self, layout: Layout) -> Bounds:
         """Return bounds of all schedules of ``layout``. Raises ``ValueError`` where the model cannot be divided."""
-        return self._of_group(layout, layout.tensor, layout.sequence, 1)
+        return self._of_group(layout, self._total(layout.tensor, layout.sequence, layout.microbatch), 1)
 
-    def _of_group(self, layout: Layout, tensor: int, sequence: bool, share: int) -> Bounds:
-        one, batch = self._total(tensor, sequence, 1), layout.microbatch
+    def _of_group(self, layout: Layout, one: _Totals, share: int) -> Bounds:
         work, held = one.work, one.held
         if layout.checkpoint:
             work, held = one.work + one.recomputed, one.held_recomputed
-        work, held = work * self._growth(batch, "work"), held * self._growth(batch, "held")
         ranks = share * layout.pipeline
         microbatches = layout.microbatches(self._costs.job.global_batch)
         shared = layout.zero1 and layout.data > 1
@@ -106,26 +90,16 @@ class LowerBounds:
         seconds = microbatches * work / ranks + exchange / data_link(self._costs.machine, layout).bytes_per_second
         return Bounds(seconds, (state + held) / ranks)
 
-    def _growth(self, batch: int, name: Literal["work", "held"]) -> float:
-        """Return the least quotient of ``batch`` samples and 1, by the model that no tensor group divides."""
-        if batch == 1:
-            return 1.0
-        one, two = (self._total(1, False, samples) for samples in (1, 2))
-        quotient = two.work / one.work if name == "work" else two.held / one.held
-        return _OF_A_LINE * (1 + (batch - 1) * (quotient - 1))
-
     def _total(self, tensor: int, sequence: bool, microbatch: int) -> _Totals:
         key = (tensor, sequence, microbatch)
         if key not in self._totals:
             self._totals[key] = _Totals.of(self._costs.of(*key).layers)
         return self._totals[key]
 
-    def of_layout(self, layout: Layout, exact: bool = True) -> Bounds:
-        """Return bounds of ``layout`` with its cuts.
-
-        Only ``exact`` ones count the layers for the microbatch. The others are lower, from one sample.
-        """
-        model, stages = self._cut(layout, exact)
+    def of_layout(self, layout: Layout) -> Bounds:
+        """Return bounds of ``layout`` with its cuts."""
+        model = self._costs.of(layout.tensor, layout.sequence, layout.microbatch)
+        stages = self._cut(layout)
         placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
         microbatches = layout.microbatches(self._costs.job.global_batch)
         states, _ = states_of(model, layout, stages)
@@ -137,7 +111,7 @@ class LowerBounds:
             # A rank begins after the first forwards of the stages before it, and full backwards of these follow it.
             seconds = max(seconds, before + microbatches * sum(stage.work for stage in own))
             before += stages[rank].work if ends_with_backwards else stages[rank].forward
-            held = sum(stage.held for stage in own) * self._in_flight(layout, rank, microbatches)
+            held = least_held(layout, rank, microbatches, own)
             # Gradients may come after the peak of the activations.
             activations = max(held - states[rank].gradients, 0.0)
             memory = rank_memory(layout, states[rank], activations, machine.device.kind, itemsize, model.message)
@@ -148,37 +122,11 @@ class LowerBounds:
             seconds += exchange / data_link(machine, layout).bytes_per_second
         return Bounds(seconds, most)
 
-    def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> float:
-        """Return the fewest microbatches that a rank holds at once, each in all of its stages."""
-        if layout.schedule in _ALL_AT_ONCE:
-            return microbatches
-        if layout.schedule in _ONE_EACH:
-            return min(layout.pipeline - rank, microbatches)
-        # One chunk of one microbatch.
-        return 1 / layout.chunks
-
-    def _cut(self, layout: Layout, exact: bool) -> tuple[CountedModel, list[StageCosts]]:
-        key = (layout.tensor, layout.sequence, layout.microbatch, layout.checkpoint, layout.stages, exact)
+    def _cut(self, layout: Layout) -> list[StageCosts]:
+        key = (layout.tensor, layout.sequence, layout.microbatch, layout.checkpoint, layout.stages)
         if key not in self._stages:
-            model = self._model(layout, exact)
+            model = self._costs.of(layout.tensor, layout.sequence, layout.microbatch)
             ends = stage_ends(model, layout.stages, layout.checkpoint)
             action = self._costs.machine.device.action_seconds
-            self._stages[key] = model, stage_costs(model, ends, layout.checkpoint, action)
+            self._stages[key] = stage_costs(model, ends, layout.checkpoint, action)
         return self._stages[key]
-
-    def _model(self, layout: Layout, exact: bool) -> CountedModel:
-        batch = layout.microbatch
-        if exact or batch == 1:
-            return self._costs.of(layout.tensor, layout.sequence, batch)
-        key = (layout.tensor, layout.sequence, batch)
-        if key not in self._scaled:
-            one = self._costs.of(layout.tensor, layout.sequence, 1)
-            seconds, size = self._growth(batch, "work"), self._growth(batch, "held")
-            self._scaled[key] = replace(
-                one,
-                layers=[layer.scaled(seconds, size) for layer in one.layers],
-                shared=one.shared * size,
-                shared_forward=one.shared_forward * seconds,
-                message=one.message * size,
-            )
-        return self._scaled[key]

@@ -1,10 +1,12 @@
-"""``python -m nxdpp plan``: table of work, memory and sent bytes of each stage of a configuration."""
+"""``python -m nxdpp plan``: the stages of a given layout, or with ``--devices`` the best layouts of a job."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nxdpp.pipeline.planning.search_command import add_search_arguments, check_no_search, run_search
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,13 +21,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command to ``python -m nxdpp``."""
     parser = commands.add_parser(
         "plan",
-        help="print work, memory and sent bytes of each stage",
-        description="Print work, memory and sent bytes of each stage of a pipeline. No weights are allocated.",
+        help="print the best layouts of a job, or work and memory of each stage of one",
+        description="With --devices: search the layouts with the shortest steps. Without: print work, memory and sent "
+        "bytes of each stage of a pipeline. No weights are allocated.",
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
-    parser.add_argument("--pipeline-parallel-size", type=_count, required=True, metavar="N", help="ranks of a pipeline")
-    parser.add_argument("--num-microbatches", type=_count, required=True, metavar="N", help="microbatches of a step")
-    parser.add_argument("--virtual-pipeline-size", type=_count, default=1, metavar="N", help="stages of a rank (1)")
+    parser.add_argument("--pipeline-parallel-size", type=_count, metavar="N", help="ranks of a pipeline")
+    parser.add_argument("--num-microbatches", type=_count, metavar="N", help="microbatches of a step")
+    parser.add_argument("--virtual-pipeline-size", type=_count, metavar="N", help="stages of a rank (1)")
     parser.add_argument(
         "--batch-size", type=_count, metavar="N", help="samples of a replica in a step (one a microbatch)"
     )
@@ -36,26 +39,29 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
     parser.add_argument(
         "--device",
-        choices=("cuda", "cpu"),
+        choices=("cuda", "cpu", "a100", "h100", "h200"),
         default="cuda",
-        help="device of the ranks: on cuda a memory limit counts communicators and messages (cuda)",
+        help="device of the ranks: on cuda a memory limit counts communicators and messages (cuda, h100 in a search)",
     )
-    parser.add_argument(
-        "--tensor-parallel-size", type=_count, default=1, metavar="N", help="ranks that divide each layer (1)"
-    )
-    parser.add_argument("--data-parallel-size", type=_count, default=1, metavar="N", help="data-parallel replicas (1)")
+    parser.add_argument("--tensor-parallel-size", type=_count, metavar="N", help="ranks that divide each layer (1)")
+    parser.add_argument("--data-parallel-size", type=_count, metavar="N", help="data-parallel replicas (1)")
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="the tensor group divides the sequence between linear layers"
     )
     parser.add_argument("--zero1", action="store_true", help="the replicas share the optimizer state")
+    add_search_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table of stages.
+    """Print the best layouts with ``--devices``, else the table of stages.
 
     Raises ``ValueError`` for options that do not fit together or do not fit the model.
     """
+    if options.devices is not None:
+        run_search(options)
+        return
+    check_no_search(options)
     import torch
 
     from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
@@ -69,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
             f"a batch of {batch} does not divide into {microbatches} microbatches. Use a multiple of {microbatches}."
         )
     sizes = Dimensions(
-        options.tensor_parallel_size, options.data_parallel_size, options.zero1, options.sequence_parallel
+        options.tensor_parallel_size or 1, options.data_parallel_size or 1, options.zero1, options.sequence_parallel
     )
     model = build_on_meta(read_configuration(options.config))
     inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
@@ -85,8 +91,8 @@ def run(options: argparse.Namespace) -> None:
             microbatches,
             balanced,
             limit,
-            options.virtual_pipeline_size,
-            torch.device(options.device),
+            options.virtual_pipeline_size or 1,
+            torch.device("cpu" if options.device == "cpu" else "cuda"),
             sizes,
         )
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())

@@ -1,11 +1,12 @@
 """Seconds and bytes of each layer of a model, for a tensor-parallel size and a number of samples.
 
-Layers are counted on the meta device for a few numbers of samples. All terms are affine in that number but for the
-roofline's maximum, so others are interpolated.
+Layers are counted on the meta device. All terms are affine in the number of samples but for the roofline's maximum:
+where 4 samples are on the line through 1 and 2, so are others; else powers of 2 are counted. A divided model is counted
+for one sample, and each of its terms grows as that of the whole model.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -20,13 +21,15 @@ from nxdpp.pipeline.cost.node_parts import CountedParts, NodeParts
 from nxdpp.pipeline.cost.transport_bytes import largest_message
 from nxdpp.pipeline.planning.dimensions import Dimensions, divided
 from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.machine import Machine
+from nxdpp.pipeline.planning.machine import Link, Machine
 from nxdpp.tracing import listings
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
 
 M = TypeVar("M", bound=nn.Module)
 
+# The largest relative distance of 4 samples from the line through 1 and 2 that counts as none.
+_OFF_A_LINE = 0.005
 # The average over replicas copies gradients into buckets of this size; larger ones are sent from their memory.
 BUCKET_BYTES = 25 * 2**20
 
@@ -38,7 +41,8 @@ class LayerTimes:
     Attributes:
         layer: name of the layer.
         forward, input_gradient, weight_gradient: seconds of computation.
-        forward_tensor, backward_tensor: seconds of collectives of the tensor group.
+        forward_wire, backward_wire: seconds of the bytes of collectives of the tensor group.
+        forward_latency, backward_latency: their seconds beside the bytes, for any number of samples.
         tensor_bytes: bytes that a rank sends in them.
         held: bytes that the layer keeps for its backward.
         kept: bytes that it keeps between input-gradient and weight-gradient.
@@ -56,8 +60,10 @@ class LayerTimes:
     forward: float
     input_gradient: float
     weight_gradient: float
-    forward_tensor: float
-    backward_tensor: float
+    forward_wire: float
+    backward_wire: float
+    forward_latency: float
+    backward_latency: float
     tensor_bytes: float
     held: float
     kept: float
@@ -74,14 +80,21 @@ class LayerTimes:
     copied: int
     is_layer: bool = True
 
-    def plus(self, other: "LayerTimes", share: float) -> "LayerTimes":
-        """Return this + ``share`` * (``other`` - this), field by field."""
-        changed = {
-            field.name: getattr(self, field.name) + share * (getattr(other, field.name) - getattr(self, field.name))
-            for field in fields(self)
-            if field.type is float
-        }
-        return replace(self, **changed)
+    @property
+    def forward_tensor(self) -> float:
+        """Seconds of collectives of the tensor group in the forward."""
+        return self.forward_wire + self.forward_latency
+
+    @property
+    def backward_tensor(self) -> float:
+        """Seconds of collectives of the tensor group in the backward."""
+        return self.backward_wire + self.backward_latency
+
+    @property
+    def work(self) -> float:
+        """Seconds of forward and backward."""
+        computed = self.forward + self.input_gradient + self.weight_gradient
+        return computed + self.forward_tensor + self.backward_tensor
 
     def slower(self, factor: float) -> "LayerTimes":
         """Return this with ``factor`` times the seconds of computation."""
@@ -92,19 +105,26 @@ class LayerTimes:
             weight_gradient=self.weight_gradient * factor,
         )
 
-    def scaled(self, seconds: float, size: float) -> "LayerTimes":
-        """Return this with all times, and all bytes that grow with a microbatch, multiplied."""
-        return replace(
-            self.slower(seconds),
-            forward_tensor=self.forward_tensor * seconds,
-            backward_tensor=self.backward_tensor * seconds,
-            held=self.held * size,
-            kept=self.kept * size,
-            taken=self.taken * size,
-            forward_extra=self.forward_extra * size,
-            backward_extra=self.backward_extra * size,
-            sent=self.sent * size,
-        )
+    def plus(self, other: "LayerTimes", share: float) -> "LayerTimes":
+        """Return this + ``share`` * (``other`` - this), for what depends on the samples."""
+        changed: dict[str, Any] = {
+            name: value + share * (getattr(other, name) - value) for name, value in self._of_samples()
+        }
+        return replace(self, **changed)
+
+    def grown(self, one: "LayerTimes", more: "LayerTimes") -> "LayerTimes":
+        """Return this with the growth from ``one`` to ``more``: of the same layer with 1 sample, and with more."""
+        sent = more.sent / one.sent if one.sent else more.work / one.work if one.work else 1.0
+        changed: dict[str, Any] = {}
+        for name, value in self._of_samples():
+            before = getattr(one, name)
+            changed[name] = value * (getattr(more, name) / before if before else sent)
+        return replace(self, **changed)
+
+    def _of_samples(self) -> list[tuple[str, float]]:
+        """Return names and values of the fields that depend on the number of samples."""
+        names = [each.name for each in fields(self) if each.type is float and not each.name.endswith("_latency")]
+        return [(name, getattr(self, name)) for name in names]
 
 
 @dataclass(frozen=True)
@@ -160,6 +180,7 @@ class ModelCosts:
         self._profiled = profiled
         self._measured: list[float] = []
         self.dtype = next((p.dtype for p in listings.parameters(model) if p.is_floating_point()), torch.float32)
+        self._line: bool | None = None
         self._counted: dict[tuple[int, bool, int], CountedModel] = {}
         self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}
 
@@ -167,23 +188,38 @@ class ModelCosts:
         """Return the costs for a tensor-parallel size and ``microbatch`` samples."""
         key = (tensor, sequence, microbatch)
         if key not in self._interpolated:
-            self._interpolated[key] = self._interpolate(*key)
+            self._interpolated[key] = self._of(*key)
         return self._interpolated[key]
 
-    def _interpolate(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+    def _of(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
+        if tensor == 1:
+            return self._of_whole(microbatch)
+        divided_one = self._count(tensor, sequence, 1)
+        if microbatch == 1:
+            return divided_one
+        one, more = self._of_whole(1), self.of(1, False, microbatch)
+        layers = [each.grown(a, b) for each, a, b in zip(divided_one.layers, one.layers, more.layers, strict=True)]
+        return _grown(divided_one, layers, more.shared / one.shared if one.shared else 1.0, microbatch)
+
+    def _of_whole(self, microbatch: int) -> CountedModel:
+        """Return the costs of the model that no tensor group divides: counted for powers of 2, or on a line."""
         below = 1 << (microbatch.bit_length() - 1)
-        one = self._count(tensor, sequence, below)
-        if below == microbatch:
-            return one
-        two, share = self._count(tensor, sequence, 2 * below), microbatch / below - 1
+        if microbatch <= 2 or (below == microbatch and not self._is_line()):
+            return self._count(1, False, microbatch)
+        if self._is_line():
+            below = 1
+        one, two = self._count(1, False, below), self._count(1, False, 2 * below)
+        share = microbatch / below - 1
         layers = [a.plus(b, share) for a, b in zip(one.layers, two.layers, strict=True)]
-        return replace(
-            one,
-            layers=layers,
-            shared=one.shared + share * (two.shared - one.shared),
-            shared_forward=one.shared_forward + share * (two.shared_forward - one.shared_forward),
-            message=one.message + share * (two.message - one.message),
-        )
+        shared = one.shared + share * (two.shared - one.shared)
+        return _grown(one, layers, shared / one.shared if one.shared else 1.0, microbatch / below)
+
+    def _is_line(self) -> bool:
+        """Return whether the work of 4 samples is on the line through 1 and 2."""
+        if self._line is None:
+            one, two, four = (sum(layer.work for layer in self._count(1, False, n).layers) for n in (1, 2, 4))
+            self._line = abs(one + 3 * (two - one) - four) <= _OFF_A_LINE * four
+        return self._line
 
     def _count(self, tensor: int, sequence: bool, microbatch: int) -> CountedModel:
         key = (tensor, sequence, microbatch)
@@ -207,10 +243,7 @@ class ModelCosts:
                 self._measured = _quotients(traced, model, inputs, costs, speed, choose_device(None, device.kind))
         link = self.machine.link_of(sizes.tensor, 1)
 
-        def collective_seconds(sent: float, count: float) -> float:
-            return sent / link.bytes_per_second + count * link.latency
-
-        layers, tied = _layers(traced, model, costs, speed, collective_seconds)
+        layers, tied = _layers(traced, model, costs, speed, link)
         if self._measured:
             layers = [layer.slower(by) for layer, by in zip(layers, self._measured, strict=True)]
         nowhere = shared_names(traced, layers_and_head(traced, model)[1])
@@ -218,6 +251,16 @@ class ModelCosts:
         estimated = any(cost.estimated for cost in costs.values())
         shared = shared_bytes(traced, model, costs)
         return CountedModel(layers, shared, of_none / speed, largest_message(traced, costs), estimated, tied)
+
+
+def _grown(one: CountedModel, layers: list[LayerTimes], shared: float, message: float) -> CountedModel:
+    return replace(
+        one,
+        layers=layers,
+        shared=one.shared * shared,
+        shared_forward=one.shared_forward * shared,
+        message=one.message * message,
+    )
 
 
 def _quotients(
@@ -252,7 +295,7 @@ def _layers(
     root: nn.Module,
     costs: Mapping[fx.Node, NodeCost],
     speed: float,
-    collective_seconds: Callable[[float, float], float],
+    link: Link,
 ) -> tuple[list[LayerTimes], list[TiedState]]:
     names, assigned, owners = layers_and_head(traced, root)
     parameters = dict(listings.named_parameters(root, remove_duplicate=False))
@@ -278,8 +321,10 @@ def _layers(
                 forward=sum(part.forward for part in parts) / speed,
                 input_gradient=sum(part.input_gradient for part in parts) / speed,
                 weight_gradient=sum(part.weight_gradient for part in parts) / speed,
-                forward_tensor=collective_seconds(forward_sent, sum(part.forward_collectives for part in parts)),
-                backward_tensor=collective_seconds(backward_sent, sum(part.backward_collectives for part in parts)),
+                forward_wire=forward_sent / link.bytes_per_second,
+                backward_wire=backward_sent / link.bytes_per_second,
+                forward_latency=link.latency * sum(part.forward_collectives for part in parts),
+                backward_latency=link.latency * sum(part.backward_collectives for part in parts),
                 tensor_bytes=forward_sent + backward_sent,
                 held=held,
                 kept=sum(part.kept for part in parts),

@@ -3,8 +3,7 @@
 Best first: a heap holds groups of layouts, layouts, and predictions by their least seconds. The smallest one is taken;
 a group gives way to its layouts, a layout to its prediction. So a prediction that is taken is the best of those left::
 
-    group (model as it is) -> group (divided model) -> layouts (schedules, chunks; one sample counted, then the
-    microbatch) -> predictions
+    group (model as it is) -> group (divided model) -> layouts (schedules, chunks) -> predictions
 """
 
 import heapq
@@ -112,13 +111,11 @@ class _Order:
                     self._push_group(layout, push)
             elif level == 1:
                 for each in self._layouts(layout):
-                    push(self._bounds.of_layout(each, exact=False), each, 2 if each.microbatch > 1 else 3)
-            elif level == 2:
-                push(self._bounds.of_layout(layout), layout, 3)
+                    push(self._bounds.of_layout(each), each, 2)
             else:
                 self._found.predicted += 1
                 exact = predict(self._costs, layout)
-                push(Bounds(exact.step_seconds, exact.peak_bytes), layout, 4, exact)
+                push(Bounds(exact.step_seconds, exact.peak_bytes), layout, 3, exact)
 
     def _push_group(self, group: Layout, push: Any) -> None:
         try:

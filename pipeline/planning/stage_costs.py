@@ -113,14 +113,7 @@ def _reached(sums: Sequence[float], start: int, slowest: float) -> int:
 
 def _work(layer: LayerTimes, checkpoint: bool) -> float:
     again = layer.forward + layer.forward_tensor if checkpoint and layer.is_layer else 0.0
-    return (
-        layer.forward
-        + layer.input_gradient
-        + layer.weight_gradient
-        + layer.forward_tensor
-        + layer.backward_tensor
-        + again
-    )
+    return layer.work + again
 
 
 def stage_costs(model: CountedModel, ends: Sequence[int], checkpoint: bool, action_seconds: float) -> list[StageCosts]:

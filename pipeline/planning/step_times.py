@@ -13,10 +13,13 @@ from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.placement import Placement
+from nxdpp.schedules.shared_execution import shared_run
 
 # AdamW in torch reads and writes about so many tensors of the size of the parameters.
 _OPTIMIZER_PASSES = 20
 _MASTER_BYTES = 4
+# Kinds of actions that end the backward of a microbatch.
+_LAST = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -81,32 +84,55 @@ def step_times(
     schedule = built(layout.schedule, layout.pipeline, microbatches, layout.chunks)
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     times = times_of(machine, layout, stages, placement, _is_split(schedule))
-    starts = run_in_order(schedule, len(stages), microbatches, times)
+    ends, lasts, busy = _run(machine, layout, schedule, times, microbatches)
+    slowdown = 1.0 if machine.cores is None else max(machine.devices / machine.cores, 1.0)
+    makespan = max(ends)
+    found = []
+    for rank, end in enumerate(ends):
+        tensor = microbatches * sum(stages[stage].tensor_seconds for stage in placement.stages_of(rank))
+        averaged = _average_end(machine, layout, lasts[rank], gradients, end)
+        optimizer = slowdown * _optimizer_seconds(machine, layout, states[rank], itemsize)
+        exchange = _sharded_exchange(machine, layout, states[rank])
+        unhidden = max(averaged - makespan, 0.0)
+        found.append(RankTimes(busy[rank] - tensor, tensor, makespan - busy[rank], unhidden + exchange, optimizer))
+    return found
+
+
+# Start and end of the last backward of each stage of a rank.
+_Lasts = dict[int, tuple[float, float]]
+
+
+def _run(
+    machine: Machine, layout: Layout, schedule: Schedule, times: Times, microbatches: int
+) -> tuple[list[float], list[_Lasts], list[float]]:
+    """Run ``schedule`` in simulated time. Return end, last backwards and busy seconds of each rank."""
+    full = [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)]
+    if machine.cores is not None and machine.devices > machine.cores:
+        spans = shared_run(schedule, times, machine.cores / (layout.tensor * layout.data)).spans
+        shared_lasts: list[_Lasts] = [
+            {each.action.stage: (each.start, each.end) for each in rank if each.action.kind in _LAST} for rank in spans
+        ]
+        return [rank[-1].end for rank in spans], shared_lasts, [sum(s.end - s.start for s in rank) for rank in spans]
+    starts = run_in_order(schedule, len(times.forward), microbatches, times)
     durations = {
         ActionKind.FORWARD: times.forward,
-        ActionKind.BACKWARD: [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)],
+        ActionKind.BACKWARD: full,
         ActionKind.INPUT_GRADIENT: times.input_gradient,
         ActionKind.WEIGHT_GRADIENT: times.weight_gradient,
     }
-    found = []
-    ends = [
-        at[-1] + durations[actions[-1].kind][actions[-1].stage] for actions, at in zip(schedule, starts, strict=True)
-    ]
-    makespan = max(ends)
-    for rank, (actions, at) in enumerate(zip(schedule, starts, strict=True)):
-        own = placement.stages_of(rank)
-        busy = microbatches * sum(times.forward[each] + durations[ActionKind.BACKWARD][each] for each in own)
-        tensor = microbatches * sum(stages[each].tensor_seconds for each in own)
-        last: dict[int, tuple[float, float]] = {}
-        for action, start in zip(actions, at, strict=True):
-            if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
-                last[action.stage] = (start, start + durations[action.kind][action.stage])
-        averaged = _average_end(machine, layout, last, gradients, ends[rank])
-        optimizer = _optimizer_seconds(machine, layout, states[rank], itemsize)
-        exchange = _sharded_exchange(machine, layout, states[rank])
-        hidden = max(averaged - makespan, 0.0)
-        found.append(RankTimes(busy - tensor, tensor, makespan - busy, hidden + exchange, optimizer))
-    return found
+    ends, lasts, busy = [], [], []
+    for actions, at in zip(schedule, starts, strict=True):
+        own: _Lasts = {}
+        for action, start in zip(reversed(actions), reversed(at), strict=True):
+            if action.kind in _LAST and action.stage not in own:
+                own[action.stage] = (start, start + durations[action.kind][action.stage])
+                if len(own) == layout.chunks:
+                    break
+        last = actions[-1]
+        ends.append(at[-1] + durations[last.kind][last.stage])
+        lasts.append(own)
+        busy.append(microbatches * sum(times.forward[stage] + full[stage] for stage in own))
+    return ends, lasts, busy
 
 
 def times_of(
@@ -137,7 +163,7 @@ def _is_split(schedule: Schedule) -> bool:
 def _average_end(
     machine: Machine,
     layout: Layout,
-    last: Mapping[int, tuple[float, float]],
+    last: _Lasts,
     gradients: Mapping[int, float],
     end: float,
 ) -> float:

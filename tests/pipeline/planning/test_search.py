@@ -77,7 +77,6 @@ def test_bounds_are_below_predictions(costs: ModelCosts, everything: list[Predic
         for bound in (
             bounds.of_undivided(layout),
             bounds.of_group(layout),
-            bounds.of_layout(layout, exact=False),
             bounds.of_layout(layout),
         ):
             assert bound.seconds <= prediction.step_seconds * (1 + 1e-9), layout

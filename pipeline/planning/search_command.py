@@ -1,0 +1,79 @@
+"""``python -m nxdpp plan --devices``: the best layouts of a job."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+# Options of the search, and those of a given layout that a search has no use for.
+_OF_SEARCH = ("device_memory", "global_batch", "hosts", "link", "host_link", "write", "best")
+_OF_LAYOUT = ("num_microbatches", "batch_size", "memory_limit")
+_NEEDED = ("device_memory", "global_batch")
+# Options of a given layout that fix a field of a layout in a search.
+_FIXED = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "data_parallel_size": "data",
+    "virtual_pipeline_size": "chunks",
+    "zero1": "zero1",
+    "sequence_parallel": "sequence",
+}
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a search."""
+    group = parser.add_argument_group("search", "sizes given besides fix a dimension")
+    group.add_argument("--devices", type=int, metavar="N", help="number of devices: search their layouts")
+    group.add_argument("--device-memory", metavar="SIZE", help="memory of a device, such as 80GB or 75GiB")
+    group.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, all replicas together")
+    group.add_argument("--hosts", type=int, metavar="N", help="hosts with equal numbers of devices (1)")
+    group.add_argument("--link", metavar="RATE", help="rate of a device to another one of its host (400GB/s)")
+    group.add_argument("--host-link", metavar="RATE", help="rate of a device to one of another host (50GB/s)")
+    group.add_argument("--best", type=int, metavar="N", help="layouts to print (10)")
+    group.add_argument("--write", type=Path, metavar="FILE", help="JSON file for the plan, for NxDPPModel.from_plan")
+
+
+def check_no_search(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for options of a search without ``--devices``, and for missing ones of a layout."""
+    if given := [name for name in _OF_SEARCH if getattr(options, name) is not None]:
+        raise ValueError(f"{_flags(given)}: for a search. Add --devices, the number of devices.")
+    if missing := [name for name in ("pipeline_parallel_size", "num_microbatches") if getattr(options, name) is None]:
+        raise ValueError(
+            f"{_flags(missing)}: missing. Give the layout whose stages to print, or --devices to search layouts."
+        )
+
+
+def run_search(options: argparse.Namespace) -> None:
+    """Print the best layouts.
+
+    Raises ``ValueError`` for options that are missing or not understood, and where no layout fits.
+    """
+    from nxdpp.pipeline.planning.configured_model import read_configuration
+    from nxdpp.pipeline.planning.plan_table import show
+    from nxdpp.pipeline.planning.planner import plan
+
+    if missing := [name for name in _NEEDED if getattr(options, name) is None]:
+        raise ValueError(f"{_flags(missing)}: missing. A search with --devices needs it.")
+    given = [name for name in _OF_LAYOUT if getattr(options, name) is not None]
+    if given or options.partition != "even":
+        names = [*given, *(["partition"] if options.partition != "even" else [])]
+        raise ValueError(f"{_flags(names)}: the search chooses it. Leave it out with --devices.")
+    fixed = {field: getattr(options, name) for name, field in _FIXED.items() if getattr(options, name)}
+    named = {name: getattr(options, name) for name in ("hosts", "link", "host_link", "best")}
+    chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    found = plan(
+        read_configuration(options.config),
+        devices=options.devices,
+        device_memory=options.device_memory,
+        global_batch=options.global_batch,
+        seq_length=options.seq_length,
+        device="h100" if options.device == "cuda" else options.device,
+        fixed=fixed,
+        **chosen,
+    )
+    show(found)
+    if options.write is not None:
+        found.write(options.write)
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
