@@ -120,6 +120,11 @@ def start(device: torch.device) -> str:
     return f"{properties.name} {getattr(properties, 'uuid', device.index)}"
 
 
+def total_memory(index: int) -> int:
+    """Return the bytes of memory of the device ``index``."""
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
 def current_index() -> int:
     """Return the index of the current device."""
     return torch.cuda.current_device()

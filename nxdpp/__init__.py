@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from nxdpp.checkpoint.huggingface.load import load_pretrained
     from nxdpp.checkpoint.huggingface.load_report import LoadReport
     from nxdpp.checkpoint.huggingface.save import save_pretrained
+    from nxdpp.devices.memory import device_memory
     from nxdpp.initialization.deferred_init import deferred_init
     from nxdpp.initialization.init_on_device import init_on_device
     from nxdpp.parallel_layers import parallel_state
@@ -39,6 +40,7 @@ __all__ = [
     "apply_checkpoint",
     "check_tensor_parallel",
     "deferred_init",
+    "device_memory",
     "finalize_checkpoint",
     "gather_state_dict",
     "has_checkpoint",
@@ -66,6 +68,7 @@ _MODULES = {
     "TracedLayers": "nxdpp.pipeline.traced_layers",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
     "check_tensor_parallel": "nxdpp.tensor_parallel.comparison",
+    "device_memory": "nxdpp.devices.memory",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "finalize_checkpoint": "nxdpp.trainer.checkpoint",
     "gather_state_dict": "nxdpp.checkpoint.distributed.whole_state",

@@ -164,8 +164,6 @@ class ComputeConfig:
         for name, value in (("pipeline_nmicros", microbatches), ("pipeline_nstages", stages)):
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ValueError(f"{name} must be a whole number above 0, not {value!r}")
-        if self.plan_ngpus % stages and stages % self.plan_ngpus:
-            raise ValueError(f"pipeline_nstages={stages} must divide plan_ngpus={self.plan_ngpus}")
         if self.inference_only != (scheduler in INFERENCE_SCHEDULERS):
             mode = "inference_only=True needs" if self.inference_only else "training cannot use"
             raise ValueError(f"{mode} pipeline_scheduler={INFERENCE_SCHEDULERS[0]!r}; given: {scheduler!r}")

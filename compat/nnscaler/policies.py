@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.nnscaler.autodist import SETTINGS, autodist
 from nxdpp.nnscaler.compute_config import ComputeConfig
 from nxdpp.nnscaler.policy_graph import PolicyGraph
 from nxdpp.nnscaler.unit_layout import UnitLayout
@@ -96,6 +97,8 @@ def _hybrid(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
     ranks = settings.get("pp_size", min(stages, compute_config.plan_ngpus) if _is_number(stages) else stages)
     if not _is_number(ranks) or ranks < 1 or compute_config.plan_ngpus % ranks:
         raise ValueError(f"pp_size={ranks!r} must be a divisor of plan_ngpus={compute_config.plan_ngpus}")
+    if _is_number(stages) and stages > 0 and compute_config.plan_ngpus % stages and stages % compute_config.plan_ngpus:
+        raise ValueError(f"pipeline_nstages={stages} must divide plan_ngpus={compute_config.plan_ngpus}")
     graph.divide(compute_config.plan_ngpus // ranks)
     graph.schedule(settings.get("pipeline_scheduler", "1f1b"), stages, settings["pipeline_nmicros"])
 
@@ -106,6 +109,7 @@ POLICIES: dict[str, tuple[Callable[[PolicyGraph, ComputeConfig], None], tuple[st
     "pp": (_pp, _PIPELINE),
     "data": (_data, ()),
     "hybrid": (_hybrid, _PIPELINE),
+    "autodist": (autodist, SETTINGS),
 }
 
 

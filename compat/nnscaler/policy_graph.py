@@ -28,6 +28,7 @@ class PolicyGraph:
     Attributes:
         module: the model.
         compute_config: the configuration of ``parallelize``.
+        example: its ``dummy_forward_args``.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class PolicyGraph:
     ) -> None:
         self.module = module
         self.compute_config = compute_config
-        self._args = dummy_forward_args
+        self.example = dummy_forward_args
         self._given_classes = tuple(layer_classes)
         self._tensor = 1
         self._plan: Mapping[str, str] | None = None
         self._cuts: tuple[str, ...] | None = None
         self._pipeline: tuple[str, int, int] | None = None
         self._recomputed: tuple[str, ...] = ()
+        self._taken: UnitLayout | None = None
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -62,6 +64,34 @@ class PolicyGraph:
         """Work of each layer for one sample, in FLOPs of the roofline model, and of the ``head`` if it has any."""
         return {cost.layer: cost.work for cost in self._traced[0].costs}
 
+    @property
+    def layer_classes(self) -> tuple[str, ...]:
+        """Names of the classes of the layers. Empty for those that nxdpp takes by itself."""
+        return self._traced[1]
+
+    def take_layers(self, classes: Sequence[str]) -> None:
+        """Take the modules of ``classes``, names of classes, for the layers."""
+        self._given_classes = tuple(classes)
+        self.__dict__.pop("_traced", None)
+
+    def take(self, layout: UnitLayout) -> None:
+        """Take a whole layout, such as one from a file.
+
+        Raises ``ValueError`` for a layout of another number of ranks.
+        """
+        if layout.ranks != self.compute_config.plan_ngpus:
+            raise ValueError(
+                f"the layout is for {layout.ranks} ranks, and plan_ngpus is {self.compute_config.plan_ngpus}"
+            )
+        if layout.pipeline > 1:
+            scheduler = "infer_pipe" if self.compute_config.inference_only else "1f1b"
+            self.compute_config.check_pipeline(layout.pipeline * layout.chunks, layout.microbatches or 0, scheduler)
+        self._taken = layout
+
+    def default_plan(self, ranks: int) -> Mapping[str, str] | None:
+        """Return the tensor plan of ``divide(ranks)``: ``None`` for that of the module's type, or for one rank."""
+        return plan_for(self.module, ranks) if ranks > 1 else None
+
     def divide(self, ranks: int, plan: Mapping[str, str] | None = None) -> None:
         """Share each layer among ``ranks``.
 
@@ -75,7 +105,7 @@ class PolicyGraph:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or self.compute_config.plan_ngpus % ranks:
             raise ValueError(f"divide({ranks!r}) needs a divisor of plan_ngpus={self.compute_config.plan_ngpus}")
         self._tensor = ranks
-        self._plan = dict(plan) if plan is not None else plan_for(self.module, ranks) if ranks > 1 else None
+        self._plan = dict(plan) if plan is not None else self.default_plan(ranks)
 
     def cut_after(self, names: Sequence[str]) -> None:
         """Cut after the layers ``names``. By default the stages of ``schedule`` have even sizes.
@@ -104,6 +134,8 @@ class PolicyGraph:
 
         Raises ``ValueError`` for a division that leaves ranks without work, and for a pipeline that cannot run.
         """
+        if self._taken is not None:
+            return self._taken
         ranks = self.compute_config.plan_ngpus // self._tensor
         if self._pipeline is None:
             if self._cuts:
@@ -145,9 +177,11 @@ class PolicyGraph:
     def _traced(self) -> tuple[TracedLayers, tuple[str, ...]]:
         """The layers, and the names of their classes where nxdpp would not take them by itself."""
         if self._given_classes:
-            return trace_layers(self.module, self._args, transformer_layer_cls=self._given_classes), self._given_classes
+            return trace_layers(
+                self.module, self.example, transformer_layer_cls=self._given_classes
+            ), self._given_classes
         try:
-            return trace_layers(self.module, self._args), ()
+            return trace_layers(self.module, self.example), ()
         except ValueError as error:
             try:
                 return self._leaves()
@@ -158,4 +192,4 @@ class PolicyGraph:
         """Layers of a model without transformer layers: each module with parameters and without children."""
         leaves = (part for part in self.module.modules() if not [*part.children()] and [*part.parameters()])
         classes = tuple(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
-        return trace_layers(self.module, self._args, transformer_layer_cls=list(classes)), classes
+        return trace_layers(self.module, self.example, transformer_layer_cls=list(classes)), classes

@@ -1,7 +1,9 @@
 """``UnitLayout``: the parallelism inside a unit. Policies make it, saved plans keep it, and parallel modules run it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 _LISTS = ("cuts", "layer_classes", "recompute")
@@ -52,3 +54,18 @@ class UnitLayout:
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Return the layout of ``to_dict``. Raises ``TypeError`` and ``KeyError`` for another content."""
         return cls(**{**fields, **{name: tuple(fields[name]) for name in _LISTS}})
+
+
+def write_layout(layout: UnitLayout, path: Path) -> None:
+    """Write ``layout`` to a JSON file."""
+    path.write_text(json.dumps(layout.to_dict(), indent=1) + "\n")
+
+
+def read_layout(path: Path) -> UnitLayout:
+    """Return the layout of ``write_layout``. Raises ``ValueError`` for a missing file, and for another content."""
+    try:
+        return UnitLayout.from_dict(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no layout {path}: write it with save_plan_path") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no layout of a unit ({error}): write it with save_plan_path") from error

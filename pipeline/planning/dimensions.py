@@ -1,5 +1,6 @@
 """Sizes of tensor, data and ZeRO-1 parallelism around a pipeline, and the bytes that they send."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,10 +95,11 @@ def _summed_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 @contextmanager
-def divided(model: nn.Module, sizes: Dimensions) -> Iterator[None]:
+def divided(model: nn.Module, sizes: Dimensions, plan: Mapping[str, str] | None = None) -> Iterator[None]:
     """Divide ``model`` over the tensor group of ``sizes``, and act as its first rank meanwhile; no process is needed.
 
-    The rule is that of ``tensor_parallelize``. Raises ``ValueError`` for a model that it refuses.
+    The rule is that of ``tensor_parallelize``, by its ``plan`` if one is given. Raises ``ValueError`` for a model that
+    it refuses.
     """
     if sizes.tensor == 1:
         yield
@@ -106,7 +108,10 @@ def divided(model: nn.Module, sizes: Dimensions) -> Iterator[None]:
 
     parallel_state.initialize_debug(tensor_model_parallel_size=sizes.tensor)
     try:
-        tensor_parallelize(model, sequence_parallel=sizes.sequence)
+        with warnings.catch_warnings():
+            if plan is not None:
+                warnings.simplefilter("ignore")  # whoever runs the plan compares it
+            tensor_parallelize(model, plan, sequence_parallel=sizes.sequence)
         yield
     finally:
         parallel_state.destroy_model_parallel()

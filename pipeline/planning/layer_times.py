@@ -23,6 +23,7 @@ from nxdpp.pipeline.planning.dimensions import Dimensions, divided
 from nxdpp.pipeline.planning.job import Job
 from nxdpp.pipeline.planning.machine import Link, Machine
 from nxdpp.tracing import listings
+from nxdpp.tracing.input_dicts import InputDict, open_inputs
 from nxdpp.tracing.layers import find_layer_classes
 from nxdpp.tracing.trace import TracedGraph, TracingOptions, trace_for
 
@@ -173,11 +174,21 @@ class ModelCosts:
     cannot be traced.
     """
 
-    def __init__(self, model: nn.Module, machine: Machine, job: Job, profiled: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        machine: Machine,
+        job: Job,
+        profiled: bool = False,
+        transformer_layer_cls: Any | None = None,
+        tensor_plan: Mapping[str, str] | None = None,
+    ) -> None:
         self.machine = machine
         self.job = job
         self._model = model
         self._profiled = profiled
+        self._layer_cls = transformer_layer_cls
+        self._tensor_plan = tensor_plan
         self._measured: list[float] = []
         self.dtype = next((p.dtype for p in listings.parameters(model) if p.is_floating_point()), torch.float32)
         self._line: bool | None = None
@@ -229,18 +240,22 @@ class ModelCosts:
 
     def _counted_now(self, sizes: Dimensions, microbatch: int) -> CountedModel:
         inputs = self.job.inputs(microbatch)
-        sizes.check_length(inputs)
+        opened = open_inputs(inputs, all_kinds=True)
+        batch = {name: value for name, value in opened.items() if not isinstance(value, InputDict)}
+        sizes.check_length(batch)
         device = self.machine.device
         speed = device.flops(self.dtype)
         how = CountedParts(device.balance(self.dtype), device.operation_seconds * speed)
         model = on_meta(self._model) if sizes.tensor > 1 else self._model
-        with divided(model, sizes):
-            options = TracingOptions(find_layer_classes(model, None))
+        # Modules of a divided model are of classes derived from these.
+        given = None if self._layer_cls is None else find_layer_classes(model, self._layer_cls)
+        with divided(model, sizes, self._tensor_plan):
+            options = TracingOptions(given or find_layer_classes(model, None))
             traced = trace_for(model, inputs, options)
-            costs = count_costs(traced, model, inputs, parts=how)
+            costs = count_costs(traced, model, batch, parts=how)
             if self._profiled and not self._measured:
                 # The first count is of the whole model with one sample.
-                self._measured = _quotients(traced, model, inputs, costs, speed, choose_device(None, device.kind))
+                self._measured = _quotients(traced, model, batch, costs, speed, choose_device(None, device.kind))
         link = self.machine.link_of(sizes.tensor, 1)
 
         layers, tied = _layers(traced, model, costs, speed, link)

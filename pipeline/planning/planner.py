@@ -35,6 +35,8 @@ def plan(
     layouts: Sequence[Layout] | None = None,
     fixed: Mapping[str, Any] | None = None,
     inputs: Inputs | None = None,
+    transformer_layer_cls: Any | None = None,
+    tensor_plan: Mapping[str, str] | None = None,
     cores: int | None = None,
     best: int = 10,
 ) -> Plan:
@@ -62,6 +64,8 @@ def plan(
         inputs: a function of a number of samples that returns the inputs of a microbatch with labels; or one
             microbatch, whose tensors have the samples in their first dimension. Needed for a model that is not of
             transformers.
+        transformer_layer_cls: class, or name of a class, of the layers. By default as in ``PipelineConfig``.
+        tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
         cores: processor cores that the ranks share, for ranks on a CPU. ``None`` where each has a device of its own.
         best: number of predictions.
 
@@ -85,7 +89,7 @@ def plan(
     job = Job(global_batch, _inputs(model, inputs, seq_length))
     if costs not in ("counted", "profiled"):
         raise ValueError(f"costs={costs!r} must be 'counted' or 'profiled'.")
-    counted = ModelCosts(model, machine, job, profiled=costs == "profiled")
+    counted = ModelCosts(model, machine, job, costs == "profiled", transformer_layer_cls, tensor_plan)
     found = search(counted, fixed, best) if layouts is None else rank_layouts(counted, layouts, best)
     return Plan(
         type(model).__name__,

@@ -93,7 +93,7 @@ def test_inference_takes_the_scheduler_of_inference() -> None:
 REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
     ("dp", 2, {}, "dp with plan_ngpus=2 would divide the rows of a sample over the ranks of a unit: give plan_ngpus=1"),
     ("data", 2, {}, "data with plan_ngpus=2 would divide the rows of a sample"),
-    ("ddp", 1, {}, "there is no policy 'ddp': give one of dp, tp, pp, data, hybrid"),
+    ("ddp", 1, {}, "there is no policy 'ddp': give one of dp, tp, pp, data, hybrid, autodist"),
     ("pp", 2, {}, "pas_config needs pipeline_nmicros"),
     ("pp", 2, {"pipeline_nmicros": 0}, "pipeline_nmicros must be a whole number above 0, not 0"),
     ("pp", 2, {"pipeline_nmicros": 2, "pipeline_nstages": 4}, "pp needs pipeline_nstages=2, which is plan_ngpus"),
