@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     )
     from nxdpp.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
     from nxdpp.nnscaler.merged import load_merged_state_dict, load_merged_state_dicts, merge_state_dicts
+    from nxdpp.nnscaler.optimizer import build_optimizer
     from nxdpp.nnscaler.parallel_module import ParallelModule
+    from nxdpp.nnscaler.parallel_optimizer import ParallelOptimizer
     from nxdpp.nnscaler.parallelization import parallelize
 
 __all__ = [
     "BroadcastGenFilesStrategy",
     "ComputeConfig",
     "ParallelModule",
+    "ParallelOptimizer",
     "ReuseType",
     "broadcast_weights",
+    "build_optimizer",
     "deduped_state_dict",
     "deduped_state_dicts",
     "load_deduped_state_dict",
@@ -38,8 +42,10 @@ _FILES = {
     "BroadcastGenFilesStrategy": "enums",
     "ComputeConfig": "compute_config",
     "ParallelModule": "parallel_module",
+    "ParallelOptimizer": "parallel_optimizer",
     "ReuseType": "enums",
     "broadcast_weights": "deduped",
+    "build_optimizer": "optimizer",
     "deduped_state_dict": "deduped",
     "deduped_state_dicts": "deduped",
     "load_deduped_state_dict": "deduped",
