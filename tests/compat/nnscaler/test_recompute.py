@@ -35,7 +35,7 @@ def plain(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
     return graph
 
 
-def trained(chosen: Any, ranks: int) -> tuple[dict[str, torch.Tensor | None], int]:
+def trained(chosen: Any, ranks: int, **settings: Any) -> tuple[dict[str, torch.Tensor | None], int]:
     """Gradients of two samples, and the number of forwards of blocks."""
     torch.manual_seed(0)
     module, calls = Blocks(), list[Block]()
@@ -47,7 +47,8 @@ def trained(chosen: Any, ranks: int) -> tuple[dict[str, torch.Tensor | None], in
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "forward", counted)
-        model = parallelize(module, sample_of(module), chosen, ComputeConfig(ranks, ranks, use_end2end=True))
+        config = ComputeConfig(ranks, ranks, use_end2end=True, pas_config=settings)
+        model = parallelize(module, sample_of(module), chosen, config)
         assert isinstance(model, ParallelModule)
         calls.clear()
         model.train_step([sample_of(module)["sample"]] * 2)
@@ -70,13 +71,33 @@ def test_a_rank_alone_runs_the_modules_twice() -> None:
     assert _assert_recomputed(1) == 4  # two blocks, two samples
 
 
-def _in_a_pipeline(rank: int) -> int:
-    return _assert_recomputed(2)
+def _in_a_pipeline(rank: int) -> tuple[int, int]:
+    more = _assert_recomputed(2)
+    _, plain = trained("autodist", 2, pipeline_nmicros=2, max_partition_degree=1, pipeline_scheduler="1f1b")
+    found, often = trained(
+        "autodist",
+        2,
+        pipeline_nmicros=2,
+        max_partition_degree=1,
+        pipeline_scheduler="1f1b",
+        recompute_modules="Block",
+    )
+    torch.manual_seed(0)
+    whole, sample = Blocks(), sample_of(Blocks())
+    for _ in range(2):
+        whole(**sample)[0].backward()
+    for name, gradient in found.items():
+        assert gradient is not None
+        torch.testing.assert_close(gradient, whole.get_parameter(name).grad)
+    return more, often - plain
 
 
 @pytest.mark.one_python
 def test_each_stage_runs_its_own_modules_twice() -> None:
-    assert run_ranks(2, _in_a_pipeline) == [2, 2]
+    """By a function, and by ``autodist``, which chooses the cuts."""
+    by_function, by_autodist = zip(*run_ranks(2, _in_a_pipeline), strict=True)
+    assert by_function == (2, 2)
+    assert sum(by_autodist) == 8  # four blocks, two samples
 
 
 def test_names_of_modules() -> None:
