@@ -76,15 +76,13 @@ def test_steps_on_ranks() -> None:
 
 
 def _on_ranks(rank: int) -> None:
-    for case in (
-        _sums_over_samples,
-        _sums_over_units,
-        _over_tensor_ranks_too,
-        _several_stages_a_rank,
-        _samples_of_any_structure,
-        _stages_without_values,
+    for cases in (
+        (_sums_over_samples, _samples_of_any_structure, _samples_of_different_shapes),
+        (_sums_over_units, _several_stages_a_rank, _stages_without_values),
+        (_over_tensor_ranks_too,),
     ):
-        case(rank)
+        for case in cases:
+            case(rank)
         parallel_state.destroy_model_parallel()
 
 
@@ -160,6 +158,15 @@ def _several_stages_a_rank(rank: int) -> None:
     outputs = [trained_whole(whole, samples_of(unit)) for unit in range(2)]
     assert_same(model.train_step(samples_of(rank // 2)), outputs[rank // 2])
     assert_same_gradients(model, whole, units=True)
+
+
+def _samples_of_different_shapes(rank: int) -> None:
+    samples = [sample(seed, rows) for seed, rows in enumerate((2, 5, 1))]
+    settings = config(4, 1, pipeline_nmicros=MICROBATCHES)
+    model, whole = loaded(made(SwitchedMlp), "pp", settings), made(SwitchedMlp)
+    assert_same(model.train_step(samples), trained_whole(whole, samples))
+    assert_same_gradients(model, whole)
+    assert_same(model.infer_step(samples[::-1]), [whole(each) for each in samples[::-1]])
 
 
 def _stages_without_values(rank: int) -> None:
