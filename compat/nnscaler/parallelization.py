@@ -176,7 +176,12 @@ class _Source:
         def make(without_memory: bool) -> nn.Module:
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(state)
-                return deferred_init(self._made) if without_memory else self._made()
+                if without_memory:
+                    return deferred_init(self._made)
+                module = self._made()
+            # A constructor may draw from other generators than torch's.
+            take_first_values(module)
+            return module
 
         return make
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 import subprocess
 import sys
 import warnings
@@ -118,6 +119,25 @@ def _values_of_rank_0_count(rank: int) -> None:
     assert not [each for each in caught if "rank 0" in str(each.message)]
 
 
+class DrawnElsewhere(Net):
+    """Draws a weight from Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.first.bias, random.random())
+
+
+def _values_of_other_generators_are_those_of_rank_0(rank: int) -> None:
+    random.seed(rank)
+    kind = loaded_class(DrawnElsewhere, {"x": X}, "dp", FOR_DP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bias = kind().get_parameter("first.bias")
+    biases: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(biases, bias[0].item())
+    assert len(set(biases)) == 1
+
+
 def _a_dtype(rank: int) -> None:
     module = made()
     model = loaded(module, {"x": X}, "dp", FOR_DP, module_dtype=torch.bfloat16)
@@ -210,6 +230,7 @@ _CASES: list[list[Callable[[int], None]]] = [
     [
         _a_function_makes_the_modules_of_a_class,
         _values_of_rank_0_count,
+        _values_of_other_generators_are_those_of_rank_0,
         _a_dtype,
         _parameters_without_values,
         _state_dicts_have_the_names_of_the_module,
