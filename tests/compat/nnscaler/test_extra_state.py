@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from nxdpp import parallel_state
+from nxdpp.checkpoint.distributed.rectangles import placement_of
+from nxdpp.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxdpp.nnscaler import ComputeConfig
 from nxdpp.nnscaler.extra_state import (
     EXTRA_STATE_KEY,
@@ -16,6 +19,7 @@ from nxdpp.nnscaler.extra_state import (
     take_extra_state,
 )
 from nxdpp.nnscaler.placements import Placement, Range, join
+from nxdpp.parallel_layers import ColumnParallelLinear, ParallelEmbedding
 
 CONFIG = ComputeConfig(2, 2)
 
@@ -106,3 +110,36 @@ def test_parts_are_joined_with_blocks_and_padding() -> None:
     undivided = Placement.of(whole)
     assert undivided.take(whole) is whole
     assert join([(undivided, whole)]) is whole
+
+
+class Divided(nn.Module):
+    """Rows behind a vocabulary, parts that two ranks hold, and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ParallelEmbedding(6, 4)
+        self.keys = GQAQKVColumnParallelLinear(4, [16, 8], kv_size_multiplier=2)
+        self.blocks = ColumnParallelLinear(4, 12, stride=2, pad=True)
+        self.norm = nn.LayerNorm(4)
+
+
+def test_placements_are_those_of_the_layers() -> None:
+    parts: dict[str, list[Any]] = {}
+    for rank in range(4):
+        parallel_state.initialize_debug(tensor_model_parallel_size=4, tensor_model_parallel_rank=rank)
+        try:
+            for name, tensor in Divided().state_dict(keep_vars=True).items():
+                placement, core = Placement.of(tensor), placement_of(tensor)
+                assert (placement.whole_shape, placement.dim) == (core.shape, core.dim), name
+                assert [tuple(each) for each in placement.ranges] == [tuple(each) for each in core.ranges], name
+                parts.setdefault(name, []).append(placement)
+        finally:
+            parallel_state.destroy_model_parallel()
+    for name, placements in parts.items():
+        whole = torch.rand(placements[0].whole_shape)
+        joined = join([(each, each.take(whole)) for each in placements])
+        assert joined is not None, name
+        assert torch.equal(joined, whole), name
+    assert parts["rows.weight"][0].whole_shape == (6, 4)
+    assert parts["keys.weight_k"][0] == parts["keys.weight_k"][1] != parts["keys.weight_k"][2]
+    assert len(parts["blocks.weight"][0].ranges) == 2
