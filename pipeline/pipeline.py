@@ -553,11 +553,6 @@ class Pipeline:
         return self._preparation.split(inputs, self.device)
 
     def _samples(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
-        if self.config.loss_normalization != "microbatch":
-            raise ValueError(
-                f"loss_normalization={self.config.loss_normalization!r} makes one loss of all samples, and each sample "
-                f"has its own here. Use loss_normalization='microbatch', or train_step."
-            )
         self._preparation.check_samples(samples)
         self._check_modules()
         self.check_materialised()

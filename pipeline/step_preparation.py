@@ -92,7 +92,13 @@ class StepPreparation:
         arguments.check_input_names(self._module, inputs, self._input_names)
 
     def check_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for another number of samples, or inputs of other names."""
+        """Raise ``ValueError`` or ``TypeError`` for another number of samples, other names, or one loss of them all."""
+        rule = self._config.loss_normalization
+        if rule != "microbatch":
+            raise ValueError(
+                f"loss_normalization={rule!r} makes one loss of all samples, and each sample has its own here. Use "
+                f"loss_normalization='microbatch', or train_step."
+            )
         check_samples(samples, self._config.num_microbatches)
         for sample in samples:
             self.check_names(sample)
