@@ -128,6 +128,12 @@ def _search(graph: PolicyGraph, compute_config: ComputeConfig, settings: _Settin
     if len(sizes) == 1 and sizes[0][1] == 1 and settings.memory is None:
         graph.divide(sizes[0][0])  # there is no choice
         return
+    if sizes and sizes[0][0] > 1 and parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "autodist predicts a layout before the ranks of the job are divided into tensor groups: leave "
+            "mem_constraint out, give this module another policy, or make its plan with load_module=False in a process "
+            "of its own"
+        )
     best: Any = None
     reasons = []
     for tensor, pipeline in sizes:

@@ -105,6 +105,22 @@ def test_a_layout_is_saved_and_loaded(tmp_path: Path) -> None:
         chosen(2, {"load_plan_path": tmp_path / "other"})
 
 
+def test_a_second_module_takes_the_sizes_of_the_job() -> None:
+    parallel_state.initialize_debug(tensor_model_parallel_size=2)
+    try:
+        layout = chosen(2, {"pipeline_nmicros": 4})
+        assert (layout.tensor, layout.pipeline) == (2, 1)
+        with pytest.raises(ValueError, match="autodist predicts a layout before the ranks of the job are divided"):
+            chosen(2, {"pipeline_nmicros": 4, "mem_constraint": 1})
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_a_module_without_values() -> None:
+    layout = chosen(2, {"pipeline_nmicros": 4}, nxdpp.deferred_init(Blocks))
+    assert layout.ranks == 2
+
+
 def test_a_transformers_model_is_divided_by_its_plan() -> None:
     llama = models.make("llama")
     compute = ComputeConfig(2, 2, pas_config={"mem_constraint": 1})
