@@ -19,6 +19,7 @@ SIGNATURES = {
     "parallelize": "(module_or_module_class, dummy_forward_args, pas_policy, compute_config, *, "
     "gen_savedir='./.nnscaler', reuse=ReuseType.MATCH, instance_name=None, load_module=True, module_dtype=None, "
     "module_fn=None, init_module_params=True, broadcast_strategy='none')",
+    "build_optimizer": "(module, optimizer_fn, compute_config=None, **kwargs)",
     "merge_state_dicts": "(module_state_dicts, optimizer_state_dicts=None)",
     "load_merged_state_dicts": "(module, module_state_dict, optimizer=None, optimizer_state_dict=None, *, device=None)",
     "load_merged_state_dict": "(module, module_state_dict, optimizer=None, optimizer_state_dict=None, *, device=None)",
@@ -32,12 +33,18 @@ SIGNATURES = {
     "ParallelModule.parameters_for_optimizer": "(self)",
     "ParallelModule.gather_params": "(self)",
     "ParallelModule.zero_grad": None,
+    "ParallelOptimizer.sync_shard_grad": "(self)",
+    "ParallelOptimizer.scale_grads": "(self, scale)",
+    "ParallelOptimizer.clip_gnorm": "(self, max_norm=None)",
+    "ParallelOptimizer.register_reducer_pre_hook": "(self, fn)",
+    "ParallelOptimizer.register_reducer_post_hook": "(self, fn)",
     "ComputeConfig.get_sync_group": "(self)",
 }
 
 ATTRIBUTES = (
     "ComputeConfig.gpu_config",
     "ComputeConfig.graph_config",
+    "ParallelOptimizer._non_parallel_module_reducer",
 )
 
 
