@@ -30,7 +30,7 @@ class ComputeConfig:
         zero_use_reduce_scatter: verified. ZeRO-1 always reduces by reduce-scatter.
         inference_only: the module is never trained.
         use_end2end: forward takes one sample and returns the loss first.
-        use_async_reducer: verified. Gradients are always summed while backwards run.
+        use_async_reducer: verified. The optimizer of ``build_optimizer`` sums the gradients after the backwards.
         reducer_bucket_cap_mb: megabytes (2**20) of gradients in one exchange. ``None`` and 0 for 25.
         pas_config: settings of the policy. Keys that begin with ``_`` are the user's own.
         user_config: values of the user. A saved plan fits only equal ones.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from nxdpp.parallel_layers import move_model_to_device, replaced_parameters
+from nxdpp.parallel_layers import followed_by_optimizers, move_model_to_device, replaced_parameters
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from tests.support.run_ranks import run_ranks
 
@@ -88,6 +88,8 @@ def shard(rank: int) -> None:
     # The inner optimizer holds only this rank's share of the parameters.
     with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer.* holds 4 of the 4 parameters"):
         check_no_optimizer_holds(named(model), "")
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer, keeps parameters in"), followed_by_optimizers(model):
+        raise AssertionError("the block must not run")
     assert optimizer.param_groups
     # A rank that ends early would close connections that the other one still makes.
     dist.barrier()

@@ -169,10 +169,11 @@ def around() -> Around:
     return Around(Net())
 
 
-def plain_parts(use_zero: bool) -> None:
-    config = ComputeConfig(1, RANKS, use_zero=use_zero)
+def plain_parts(use_zero: bool, plan: int = 1) -> None:
+    """A parallel module between plain ones: their gradients are summed too, and each counts once in the norm."""
+    config = ComputeConfig(plan, RANKS, use_zero=use_zero)
     model = around()
-    inner = parallelize(model.inner, {"x": sample(0)["data"]}, "dp", config)
+    inner = parallelize(model.inner, {"x": sample(0)["data"]}, "tp" if plan > 1 else "dp", config)
     assert isinstance(inner, ParallelModule)
     model.inner = inner
     expected = around()
@@ -188,15 +189,16 @@ def plain_parts(use_zero: bool) -> None:
     assert use_zero or len(reducer.parameters) == 4
     theirs = factory(list(expected.parameters()), 0.05)
     for step in range(STEPS):
-        model(sample(10 * step + torch.distributed.get_rank())["data"]).backward()
-        for rank in range(RANKS):
-            expected(sample(10 * step + rank)["data"]).backward()
+        model(sample(10 * step + torch.distributed.get_rank() // plan)["data"]).backward()
+        for unit in range(RANKS // plan):
+            expected(sample(10 * step + unit)["data"]).backward()
         torch.testing.assert_close(ours.clip_gnorm(0.5), nn.utils.clip_grad_norm_(expected.parameters(), 0.5))
         ours.step()
         theirs.step()
         ours.zero_grad()
         theirs.zero_grad()
-    assert_same(model, expected)
+    for part in ("before", "after") if plan > 1 else ("",):
+        assert_same(model.get_submodule(part), expected.get_submodule(part))
     # Without zero_grad a backward would add to the sums. Under ZeRO it adds to the gradients of this unit.
     model(sample(0)["data"]).backward()
     ours.sync_shard_grad()
@@ -257,6 +259,9 @@ def run_cases(rank: int) -> None:
     parallel_state.destroy_model_parallel()
     for use_zero in (False, True):
         manual_and_automatic(2, "pp", use_zero)
+    parallel_state.destroy_model_parallel()
+    for use_zero in (False, True):
+        plain_parts(use_zero, plan=2)
 
 
 def test_steps_are_those_of_one_process() -> None:
