@@ -18,6 +18,7 @@ from nxdpp.oslo.config import OsloConfig
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.parallel_model import is_parallel, make_parallel
 from nxdpp.oslo.pipelined_model import pipeline
+from nxdpp.oslo.same_weights import check_same, digests
 from nxdpp.oslo.summed_gradients import sum_partial_gradients
 from nxdpp.parallel_layers import followed_by_optimizers, move_model_to_device
 
@@ -54,6 +55,7 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
         raise ValueError(f'{type(model).__name__} has no layers that "activation_checkpointing" could recompute')
     _check_microbatches(num_microbatches, settings.pipeline_parallel_size)
     mpu = MPU(settings.tensor_parallel_size, settings.pipeline_parallel_size)
+    before = digests(model)
     with followed_by_optimizers(model):
         if settings.tensor_parallel_size > 1:
             tensor_parallelize(model, gather_logits=True)
@@ -68,6 +70,8 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
         own = [name for name in layers if name in present]
         checkpoint_layers(local, own, settings.to_cpu, settings.partitions)
     make_parallel(model, mpu)
+    if settings.tensor_parallel_size > 1:
+        check_same(model, mpu, before)
     return model
 
 

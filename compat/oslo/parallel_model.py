@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from nxdpp.oslo import checkpoints
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.pipelined_model import methods_for
+from nxdpp.oslo.same_weights import allow
 
 _made: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
@@ -78,7 +79,9 @@ class ParallelModel:
             ValueError: for files of other sizes, and of another model. Nothing is changed then.
             RuntimeError: on the other ranks, for an error of one rank.
         """
-        checkpoints.load_parts(cast(PreTrainedModel, self), self.mpu, _path(load_directory))
+        model = cast(PreTrainedModel, self)
+        checkpoints.load_parts(model, self.mpu, _path(load_directory))
+        allow(model)
         return self
 
 

@@ -11,12 +11,13 @@ microbatch, so it needs parameters of its own.
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+_PLAIN = (bool, int, float, str)
 
 
 class Pair(NamedTuple):
@@ -49,7 +50,14 @@ class Shadow:
         for parameter in model.parameters():
             memo[id(parameter)] = self._of[id(parameter)] = _over(parameter)
         memo.update({id(buffer): buffer for buffer in model.buffers()})
-        self.module: PreTrainedModel = copy.deepcopy(model, memo)
+        try:
+            self.module: PreTrainedModel = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise TypeError(
+                f"a pipelined model needs a second object of its modules, and {type(model).__name__} cannot be copied: "
+                f"remove the attribute that copy.deepcopy refuses ({type(error).__name__}: {error})"
+            ) from error
+        self._twins = list(zip(model.modules(), self.module.modules(), strict=True))
         self.pairs: list[Pair] = []
         self._modules: list[tuple[nn.Module, int]] = []
 
@@ -83,15 +91,20 @@ class Shadow:
         return [name for name, tensor in (*parameters, *buffers) if tensor.is_meta]
 
     def follow(self, local: nn.Module) -> None:
-        """Give the shadow and ``local`` the modes, the frozen parameters and the memory of the user's model.
+        """Give the shadow and ``local`` the modes, plain attributes and memory of the user's model.
 
         Raises ``RuntimeError`` for modules of the user's model that were replaced, and for new hooks on them.
         """
         self._check_modules()
-        modules: Mapping[str, nn.Module] = dict(self._model.named_modules(remove_duplicate=False))
-        for tree in (self.module, local):
-            for name, module in tree.named_modules():
-                module.training = modules[name].training if name in modules else self._model.training
+        for module, twin in self._twins:
+            theirs = vars(twin)
+            for name, value in vars(module).items():
+                if type(value) in _PLAIN and theirs.get(name) != value:
+                    theirs[name] = value
+        # Modules of ``local`` alone are containers.
+        modes = {name: module.training for name, module in self._model.named_modules(remove_duplicate=False)}
+        for name, module in local.named_modules():
+            module.training = modes.get(name, self._model.training)
         for pair in self.pairs:
             parameter, shadow = pair.parameter, pair.shadow
             shadow.requires_grad_(parameter.requires_grad)

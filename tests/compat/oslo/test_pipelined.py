@@ -118,6 +118,14 @@ def _check_gradients() -> None:
         model(**batch(2, replica))
     handle.remove()
 
+    # The stages follow modes and plain attributes of the user's model.
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    losses = [float(model.train(mode)(**batch(2, replica)).loss.detach()) for mode in (False, True)]
+    assert losses[0] == pytest.approx(float(whole.eval()(**batch(2, replica)).loss.detach()), abs=1e-6)
+    assert abs(losses[1] - losses[0]) > 1e-3
+
     model.zero_grad()
     frozen = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     for parameter in frozen:

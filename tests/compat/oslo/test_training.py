@@ -172,7 +172,33 @@ def _check_files(folder: Path) -> None:
     assert all(before is after for before, after in zip(held, other.parameters(), strict=True))
     assert len(optimizer.param_groups[0]["params"]) == len(held)
     assert all(distance == 0 for _, distance in distances(other.state_dict(), model.state_dict()))
+    _check_other_weights(parts)
     _check_refused_files(other, parts, merged, folder)
+
+
+def _check_other_weights(parts: Path) -> None:
+    """Ranks of a tensor group with other weights are refused until the weights are loaded."""
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.bias[4] += torch.distributed.get_rank() % 2
+    model = oslo.initialize(model, _config(2))
+    with pytest.raises(RuntimeError, match=r"Call torch\.manual_seed with one number on all ranks before the model is"):
+        model(**batch(0, 0))
+    expected = gpt2()(**batch(0, 0)).loss
+    assert float(model.from_parallelized(parts)(**batch(0, 0)).loss.detach()) == pytest.approx(
+        float(expected), abs=1e-5
+    )
+    drops = gpt2()
+    drops.transformer.drop.p = 0.1
+    torch.manual_seed(torch.distributed.get_rank() % 2)
+    with pytest.warns(UserWarning, match="random states differ between the tensor-parallel ranks"):
+        drops = oslo.initialize(drops, _config(2))
+    # The remedy: the same masks on both ranks, so equal losses.
+    torch.manual_seed(0)
+    loss = drops.train()(**batch(0, 0)).loss.detach()
+    both = [torch.empty_like(loss) for _ in range(2)]
+    torch.distributed.all_gather(both, loss, group=drops.mpu.get_tensor_parallel_group())
+    assert torch.equal(*both)
 
 
 def _check_refused_files(model: Any, parts: Path, merged: Path, folder: Path) -> None:
