@@ -102,7 +102,7 @@ class LowerBounds:
         stages = self._cut(layout)
         placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
         microbatches = layout.microbatches(self._costs.job.global_batch)
-        states, _ = states_of(model, layout, stages)
+        states, _ = states_of(self._costs, layout, stages)
         machine, itemsize = self._costs.machine, self._costs.dtype.itemsize
         ends_with_backwards = layout.schedule in _ENDS_WITH_BACKWARDS
         before = seconds = most = 0.0

@@ -191,6 +191,8 @@ class ModelCosts:
         self._tensor_plan = tensor_plan
         self._measured: list[float] = []
         self.dtype = next((p.dtype for p in listings.parameters(model) if p.is_floating_point()), torch.float32)
+        # States of the ranks of layouts, kept by ``predict``.
+        self.states: dict[Any, Any] = {}
         self._line: bool | None = None
         self._counted: dict[tuple[int, bool, int], CountedModel] = {}
         self._interpolated: dict[tuple[int, bool, int], CountedModel] = {}

@@ -21,6 +21,8 @@ def least_held(layout: Layout, rank: int, microbatches: int, stages: Sequence[St
         "zb1p": behind + (v - 1) * min(p, microbatches),
         "zb-v": 2 * p - 1,
         "dualpipe-v": 2 * p,
+        "v-half": p // 2,
+        "v-min": p // 3,
     }.get(layout.schedule, 1)
     least = min(stage.held for stage in stages)
     return max(min(chunks, v * microbatches) * least, everything / v)

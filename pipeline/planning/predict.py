@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nxdpp.parallel_layers.collective_bytes import least_sent
-from nxdpp.pipeline.planning.layer_times import CountedModel, ModelCosts
+from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.rank_memory import RankMemory, activation_peak, rank_memory
 from nxdpp.pipeline.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
@@ -81,7 +81,17 @@ class Prediction:
         return ", ".join(f"{name} {share:.0%}" for share, name in shares[:2] if share >= 0.01)
 
 
-def predict(costs: ModelCosts, layout: Layout, ends: Sequence[int] | None = None, shorten: bool = True) -> Prediction:
+class TooLargeError(RuntimeError):
+    """A layout that does not fit into the memory; the argument is the bytes that it needs."""
+
+
+def predict(
+    costs: ModelCosts,
+    layout: Layout,
+    ends: Sequence[int] | None = None,
+    shorten: bool = True,
+    limit: float | None = None,
+) -> Prediction:
     """Predict ``layout`` on the machine, and for the job, of ``costs``.
 
     Args:
@@ -89,9 +99,11 @@ def predict(costs: ModelCosts, layout: Layout, ends: Sequence[int] | None = None
         layout: the layout.
         ends: number of layers up to the end of each stage. By default those with the least work of the slowest stage.
         shorten: simulate few microbatches and as many again: the times of more are affine in their number.
+        limit: bytes of a device. By default the memory does not matter.
 
     Raises:
         ValueError: for a layout that does not fit the model, the batch or the devices.
+        TooLargeError: for one that needs more memory than ``limit``.
     """
     machine = costs.machine
     if layout.devices != machine.devices:
@@ -104,24 +116,31 @@ def predict(costs: ModelCosts, layout: Layout, ends: Sequence[int] | None = None
     model = costs.of(layout.tensor, layout.sequence, layout.microbatch)
     ends = list(ends) if ends is not None else stage_ends(model, layout.stages, layout.checkpoint)
     stages = stage_costs(model, ends, layout.checkpoint, machine.device.action_seconds)
-    states, gradients = states_of(model, layout, stages)
+    states, gradients = states_of(costs, layout, stages)
     itemsize = costs.dtype.itemsize
 
-    def times_and_peaks(count: int) -> tuple[list[RankTimes], list[float]]:
-        times = step_times(machine, layout, count, stages, states, gradients, itemsize)
-        return times, activation_peaks(layout, count, stages, gradients)
+    def times_of(count: int) -> list[RankTimes]:
+        return step_times(machine, layout, count, stages, states, gradients, itemsize)
+
+    def peaks_of(count: int) -> list[float]:
+        return activation_peaks(layout, count, stages, gradients)
 
     few, more = _simulated_counts(layout, microbatches) if shorten else (microbatches, microbatches)
-    times, peaks = times_and_peaks(more)
-    if more < microbatches:
-        fewer_times, fewer_peaks = times_and_peaks(few)
-        share = (microbatches - more) / (more - few)
-        times = [a.beyond(b, share) for a, b in zip(times, fewer_times, strict=True)]
-        peaks = [a + share * (a - b) for a, b in zip(peaks, fewer_peaks, strict=True)]
+    share = 0.0 if more == microbatches else (microbatches - more) / (more - few)
+    # Memory.
+    peaks = peaks_of(more)
+    if share:
+        peaks = [a + share * (a - b) for a, b in zip(peaks, peaks_of(few), strict=True)]
     memory = [
         rank_memory(layout, state, peak, machine.device.kind, itemsize, model.message)
         for state, peak in zip(states, peaks, strict=True)
     ]
+    if limit is not None and max(rank.total for rank in memory) > limit:
+        raise TooLargeError(max(rank.total for rank in memory))
+    # Times.
+    times = times_of(more)
+    if share:
+        times = [a.beyond(b, share) for a, b in zip(times, times_of(few), strict=True)]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
     sent = _sent(layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)
@@ -147,18 +166,25 @@ def activation_peaks(
 
 
 def states_of(
-    model: CountedModel, layout: Layout, stages: Sequence[StageCosts]
+    costs: ModelCosts, layout: Layout, stages: Sequence[StageCosts]
 ) -> tuple[list[RankState], dict[int, float]]:
     """Return the state of each pipeline rank, and the bytes of the gradients of each stage."""
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
-    states = [
-        rank_state(model, [stages[stage] for stage in placement.stages_of(rank)]) for rank in range(layout.pipeline)
-    ]
-    gradients = {
-        number: float(sum(layer.gradients for layer in model.layers[stage.first : stage.end]))
-        for number, stage in enumerate(stages)
-    }
-    return states, gradients
+    ends = tuple(stage.end for stage in stages)
+    key = (layout.tensor, layout.sequence, placement, ends)
+    if key not in costs.states:
+        # State does not depend on the microbatch.
+        model = costs.of(layout.tensor, layout.sequence, 1)
+        states = [
+            rank_state(model, [stages[each] for each in placement.stages_of(rank)]) for rank in range(layout.pipeline)
+        ]
+        gradients = {
+            number: float(sum(layer.gradients for layer in model.layers[stage.first : stage.end]))
+            for number, stage in enumerate(stages)
+        }
+        costs.states[key] = states, gradients
+    found: tuple[list[RankState], dict[int, float]] = costs.states[key]
+    return found
 
 
 def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], states: Sequence[RankState]) -> SentBytes:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from nxdpp.pipeline.planning.bounds import Bounds, LowerBounds
 from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout, divisors, groups_of, schedules_of
-from nxdpp.pipeline.planning.predict import Prediction, predict
+from nxdpp.pipeline.planning.predict import Prediction, TooLargeError, predict
 
 _By = Literal["seconds", "bytes"]
 _GIB = 2**30
@@ -114,7 +114,11 @@ class _Order:
                     push(self._bounds.of_layout(each), each, 2)
             else:
                 self._found.predicted += 1
-                exact = predict(self._costs, layout)
+                try:
+                    exact = predict(self._costs, layout, limit=memory)
+                except TooLargeError:
+                    self._found.too_large += 1
+                    continue
                 push(Bounds(exact.step_seconds, exact.peak_bytes), layout, 3, exact)
 
     def _push_group(self, group: Layout, push: Any) -> None:
