@@ -8,7 +8,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -215,19 +215,25 @@ class ParallelModule(nn.Module):
             # The next step compares the values of the replicas again.
             self._pipeline.load_state_dict({}, strict=False, assign=False)
 
+    def refresh(self) -> None:
+        """Follow changes of ``requires_grad`` or of modules of a pipeline; every rank calls it after them."""
+        if self._pipeline is not None:
+            self._pipeline.refresh()
+
     def _verify_first_inputs(self, inputs: Any) -> None:
         """Compare the first inputs of this module over the tensor-parallel ranks. A pipeline compares by itself."""
         if self._layout.tensor > 1 and not self._has_inputs:
             verify_equal_inputs(inputs)
         self._has_inputs = True
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse ``DistributedDataParallel``, which asks for it before it changes anything."""
-        raise RuntimeError(
-            "DistributedDataParallel would give all ranks the parameters of rank 0, which may be other parts: leave it "
-            "out. The optimizer of build_optimizer sums the gradients of the units"
-        )
+    def __getattr__(self, name: str) -> Any:
+        """Refuse ``DistributedDataParallel``, which asks for this attribute before it changes anything."""
+        if name == "_ddp_params_and_buffers_to_ignore":
+            raise RuntimeError(
+                "DistributedDataParallel would give all ranks the parameters of rank 0, which may be other parts: "
+                "leave it out. The optimizer of build_optimizer sums the gradients of the units"
+            )
+        return super().__getattr__(name)
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the whole module, as its own ``train`` does."""

@@ -253,3 +253,20 @@ class TestWithoutAPipeline:
         with pytest.raises(RuntimeError, match="leave inference_only out"):
             only.train_step(samples_of(0))
         assert_same(only.infer_step(samples_of(0)), [made()(each) for each in samples_of(0)])
+
+    def test_frozen_parameters_after_refresh(self) -> None:
+        several = {"pipeline_nmicros": MICROBATCHES, "pipeline_nstages": 2, "pipeline_scheduler": "1f1b_interleaved"}
+        for policy, settings in (("dp", {}), ("hybrid", several)):
+            model, whole = loaded(made(), policy, config(1, 1, **settings)), made()
+            model.train_step(samples_of(1))
+            for each in (model, whole):
+                each.get_parameter("layers.0.weight").requires_grad_(False)
+            model.refresh()
+            model.train_step(samples_of(0))
+            trained_whole(whole, samples_of(0))
+            assert model.get_parameter("layers.0.weight").grad is None
+            for name, parameter in list(model.named_parameters())[1:]:
+                gradient = whole.get_parameter(name).grad
+                assert gradient is not None
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, gradient)
