@@ -1,7 +1,7 @@
 """Merged and deduplicated state dicts: from two pipelines of two to every other plan, to the bit."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from nxdpp.nnscaler import (
     ComputeConfig,
     ParallelModule,
     broadcast_weights,
+    build_optimizer,
     deduped_state_dict,
     load_deduped_state_dict,
     load_merged_state_dict,
@@ -21,6 +22,7 @@ from nxdpp.nnscaler import (
 from nxdpp.nnscaler.extra_state import EXTRA_STATE_KEY, add_optimizer_extra_state
 from tests.compat.nnscaler.modules import Blocks, sample_of
 from tests.compat.nnscaler.own_folders import parallelize
+from tests.compat.nnscaler.trained_modules import Net
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -87,7 +89,10 @@ def _all_of(value: Any) -> list[Any]:
 
 
 def _states(module: nn.Module, optimizer: torch.optim.Adam) -> Any:
-    return module.state_dict(), add_optimizer_extra_state(module, optimizer, optimizer.state_dict())
+    state = optimizer.state_dict()
+    if EXTRA_STATE_KEY not in state:
+        state = add_optimizer_extra_state(module, optimizer, state)
+    return module.state_dict(), state
 
 
 def _deduped(module: nn.Module, optimizer: torch.optim.Adam) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -234,7 +239,7 @@ def _plain(rank: int) -> None:
     parallel_state.destroy_model_parallel()
     _cases(rank, Tied, [])
     parallel_state.destroy_model_parallel()
-    for case in (_weights_of_the_first_unit, _inside_a_plain_module):
+    for case in (_weights_of_the_first_unit, _weights_of_two_units, _inside_a_plain_module):
         case(rank)
         parallel_state.destroy_model_parallel()
 
@@ -248,6 +253,22 @@ def _weights_of_the_first_unit(rank: int) -> None:
     module, _ = _parallel("pp2 dp2", 5, Blocks, init_module_params=False)
     with pytest.raises(RuntimeError, match="have no values"):
         broadcast_weights(module)
+
+
+def _weights_of_two_units(rank: int) -> None:
+    module = parallelize(Net(), {"x": X}, "dp", ComputeConfig(1, 4), init_module_params=rank < 2)
+    assert isinstance(module, ParallelModule)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(rank)
+    broadcast_weights(module, 2)
+    # A buffer that no state dict has is sent too.
+    assert "shift" not in module.state_dict()
+    for tensor in (*module.parameters(), *module.buffers()):
+        assert tensor.unique().tolist() == [rank % 2]
+    module(X)
+    with pytest.raises(ValueError, match="stride_size=3 must be a multiple of plan_ngpus=1, and divide the 4 ranks"):
+        broadcast_weights(module, 3)
 
 
 class Around(nn.Module):
@@ -267,24 +288,30 @@ class Around(nn.Module):
 
 
 def _inside_a_plain_module(rank: int) -> None:
+    for use_zero in (False, True):
+        _around_cases(rank, use_zero)
+
+
+def _around_cases(rank: int, use_zero: bool) -> None:
     def block(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
     def around(seed: int) -> tuple[Around, torch.optim.Adam]:
-        inner = parallelize(block(seed), {"input": torch.zeros(2, 8)}, "tp", ComputeConfig(2, 4))
+        inner = parallelize(block(seed), {"input": torch.zeros(2, 8)}, "tp", ComputeConfig(2, 4, use_zero=use_zero))
         assert inner is not None
         module = Around(inner)  # type: ignore[arg-type]
-        return module, torch.optim.Adam(module.parameters(), lr=0.01)
+        return module, build_optimizer(module, torch.optim.Adam, lr=0.01)
 
-    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[int]) -> None:
         optimizer.zero_grad()
-        (module(X) * WEIGHTS).sum().backward()
+        for unit in units:
+            (module(X + unit) * WEIGHTS).sum().backward()
         optimizer.step()
 
     torch.manual_seed(1)
     module, optimizer = around(1)
-    step(module, optimizer)
+    step(module, optimizer, [rank // 2])
     deduped = _deduped(module, optimizer)
     merged = _merged(_all_of(_states(module, optimizer)))
     for one, other in zip(_merged(_all_of(deduped)), merged, strict=True):
@@ -295,15 +322,16 @@ def _inside_a_plain_module(rank: int) -> None:
     assert list(merged[0]) == list(original.state_dict())
     original.load_state_dict(merged[0])
     adam.load_state_dict(copy.deepcopy(merged[1]))
-    step(original, adam)
+    step(original, adam, [0, 1])
     for load, states in ((load_deduped_state_dict, deduped), (load_merged_state_dict, merged)):
         torch.manual_seed(3)
         other_module, loaded = around(4)
         load(other_module, states[0], loaded, states[1])
-        step(other_module, loaded)
+        step(other_module, loaded, [rank // 2])
         expected = original.state_dict()
         for name, value in _merged(_all_of(_deduped(other_module, loaded)))[0].items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+            if name != "steps":
+                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
     kept = [name for name, value in deduped[0].items() if isinstance(value, torch.Tensor)]
     inner = ["inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"]
     assert kept == ([] if rank > 1 else inner if rank else list(original.state_dict()))
