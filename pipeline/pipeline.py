@@ -7,16 +7,14 @@
                                                            └─▶ StepRunner     engine, channels, timeline
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from nxdpp.parallel_layers import (
-    background_errors,
     clip_grad_norm,
     failure_watch,
     move_model_to_device,
@@ -24,7 +22,6 @@ from nxdpp.parallel_layers import (
 )
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.overlapped_average import AverageReport
-from nxdpp.parallel_layers.sequence_parallel import StepGradients
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.first_partition import first_partition
@@ -38,33 +35,15 @@ from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.mean_loss import mean_loss
 from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.microbatches.rows import join_outputs, readable_inputs
-from nxdpp.pipeline.outputs.shared_outputs import shared_outputs
-from nxdpp.pipeline.reference_step import ReferenceStep
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
-from nxdpp.pipeline.replicas.tensor_copies import TensorCopies
 from nxdpp.pipeline.runtime.step_runner import StepRunner
-from nxdpp.pipeline.stages.cut_graph import fill_output
 from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.pipeline.step_preparation import Batch, PreparedStep, StepPreparation
+from nxdpp.pipeline.step_preparation import StepPreparation
+from nxdpp.pipeline.steps import Evaluation, Steps
 from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.input_dicts import open_inputs
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of ``eval_step`` on this rank.
-
-    ``losses`` holds the loss of each microbatch where the model's output names a loss, and is ``None`` otherwise. Their
-    mean is the loss.
-    ``output`` is then the model's output, with the microbatches concatenated along dimension 0. Both are empty on
-    ranks without the last stage.
-    """
-
-    losses: list[torch.Tensor] | None
-    output: Any = None
 
 
 class Pipeline:
@@ -153,7 +132,7 @@ class Pipeline:
             self.partition, options, config.output_loss_value_spec, self.local_stages, settings
         )
         self._loss_gradient = torch.ones_like if config.grad_scaler is None else config.grad_scaler.loss_gradient
-        self._steps = StepRunner(
+        self._runner = StepRunner(
             self.schedule,
             self.rank,
             not config.deallocate_pipeline_outputs,
@@ -162,7 +141,6 @@ class Pipeline:
             self._loss_gradient,
         )
         self._preparation = StepPreparation(module, config, self._programs, self._normalization)
-        self._check_first = config.check_against_module is not None
         # From here on the parameters of other stages are freed.
         self.part = LocalPart(
             module,
@@ -174,11 +152,21 @@ class Pipeline:
         )
         self.local_module: nn.Module = self.part.module
         self._replicas = ReplicaGradients(self.part, self._exchanges, config.gradient_reduction == "mean")
-        self._copies = TensorCopies(self.local_module)
-        self._sequence = StepGradients(self.local_module)
         self.tied_names = self.part.aliases
         self._next_step = NextStep(module, self.part, self.partition.layers)
         self._upkeep = LocalUpkeep(self.part, self._programs.replace)
+        self._steps = Steps(
+            config,
+            self.partition,
+            self._last_rank,
+            self.part,
+            self._replicas,
+            self._next_step,
+            self._preparation,
+            self._runner,
+            self._loss_gradient,
+            self._make_ready,
+        )
         if self.part.is_initialised_at_once:
             self.materialise()
         board.pipelines = self._number
@@ -205,8 +193,7 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """The device of this rank's stages."""
-        parameter = next(self.local_module.parameters(), None)
-        return parallel_state.local_device() if parameter is None else parameter.device
+        return self._steps.device
 
     @property
     def is_averaged(self) -> bool:
@@ -221,12 +208,12 @@ class Pipeline:
     @property
     def busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed."""
-        return self._steps.busy_share
+        return self._runner.busy_share
 
     @property
     def compile_seconds(self) -> float:
         """Seconds in which this process compiled graphs, from the end of the step before to the end of the last."""
-        return self._steps.compile_seconds
+        return self._runner.compile_seconds
 
     def trace(self, inputs: Mapping[str, Any]) -> None:
         """Trace for ``inputs`` of a step, and verify the partition with the graph; not collective, sends nothing.
@@ -274,12 +261,7 @@ class Pipeline:
             RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16 without a ``grad_scaler``,
                 for trained parameters in float16, and for a step that fails. A failure ends all ranks.
         """
-        parallel_state.refuse_in_debug("a training step")
-        background_errors.begin_step()
-        call = board.call("train_step", "step", "pipeline", has_limit=True)
-        with call, self._steps.step(), self._replicas.step(average):
-            step, results = self._train(lambda: self._batch(inputs), self._preparation.training_step)
-            return step.loss.scaled([result[0] for result in results if result])
+        return self._steps.train(inputs, average)
 
     def train_samples(
         self,
@@ -311,129 +293,31 @@ class Pipeline:
             ValueError, TypeError: for another number of samples, and as ``train_step`` does.
             TracingError, RuntimeError: as ``train_step`` does.
         """
-        parallel_state.refuse_in_debug("a training step")
-        background_errors.begin_step()
-        call = board.call("train_samples", "step", "pipeline", has_limit=True)
-        with call, self._steps.step(), self._replicas.step(average):
-            prepare = self._preparation.training_samples
-            step, results = self._train(lambda: self._samples(samples), prepare, transform)
-            with failure_watch.reported():
-                # Raises for a loss that is not-a-number for lack of labels.
-                step.loss.scaled([result[0] for result in results if result])
-                return self._shared_outputs(step, results)
-
-    def _train(
-        self,
-        take: Callable[[], Batch],
-        prepare: Callable[[Batch], PreparedStep],
-        transform: LossTransform | None = None,
-    ) -> tuple[PreparedStep, list[list[Any]]]:
-        """Run the training step that ``prepare`` makes of the batch; return it with the results of each microbatch."""
-        if not torch.is_grad_enabled():
-            raise RuntimeError("training needs gradients, and they are off (torch.no_grad()): evaluate there.")
-        batch = take()
-        scaler = self.config.grad_scaler
-        arguments.check_autocast(self.device, is_scaled=scaler is not None and scaler.is_enabled())
-        self._next_step.check_dtypes()
-        if scaler is not None:
-            scaler.begin_step(self.device)
-        step = prepare(batch)
-        self._next_step.note_hooks()
-        check = self._first_check()
-
-        def once_verified() -> None:
-            self._copies.verify(self.part.seed)
-            self._replicas.verify(self.part.attribute_lines())
-            if check is not None:
-                check.run(step.loss.microbatches, step.scales, transform)
-
-        self.part.tied.set_aside()
-        self._sequence.set_aside()
-        results = self._run(step, train=True, once_verified=once_verified, transform=transform)
-        with failure_watch.reported():
-            self._sequence.add_up()
-            self.part.tied.add_up(self._steps.transport(self.device))
-        if check is not None:
-            plans = step.cut.plans([step.cut.loss_of_sample(self.config.output_loss_value_spec)])
-            check.compare([result[0] for result in results if result], plans)
-            self._check_first = False
-        with failure_watch.reported():
-            self._replicas.finish()
-        return step, results
+        return self._steps.train_samples(samples, transform, average)
 
     def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
         """Run the forward of all microbatches without gradients; collective over the pipeline.
 
         Takes and refuses ``inputs`` as ``train_step`` does.
         """
-        parallel_state.refuse_in_debug("an evaluation")
-        with board.call("eval_step", "step", "pipeline", has_limit=True), self._steps.step(), _kept_tensors():
-            return self._eval_step(inputs)
-
-    def _eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
-        step = self._preparation.evaluation(self._batch(inputs))
-        results = self._run(step, train=False)
-        if step.has_loss:
-            return Evaluation(step.loss.scaled([result[0] for result in results if result]))
-        if not self.holds_last_stage:
-            return Evaluation(None)
-        named = [dict(zip(step.program.results, values, strict=True)) for values in results]
-        return Evaluation(None, join_outputs([fill_output(step.cut.output, values) for values in named]))
+        return self._steps.evaluate(inputs)
 
     def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Run the forward of ``samples`` without gradients; collective over the pipeline.
 
         Takes, returns and refuses as ``train_samples`` does.
         """
-        parallel_state.refuse_in_debug("an evaluation")
-        with board.call("eval_samples", "step", "pipeline", has_limit=True), self._steps.step(), _kept_tensors():
-            step = self._preparation.evaluated_samples(self._samples(samples))
-            results = self._run(step, train=False)
-            with failure_watch.reported():
-                return self._shared_outputs(step, results)
-
-    def _shared_outputs(self, step: PreparedStep, results: list[list[Any]]) -> list[Any]:
-        last = self.schedule.placement.rank_of(self.partition.stages - 1)
-        group = parallel_state.get_pipeline_control_group()
-        values = shared_outputs(results, last, group, self.device)
-        named = [dict(zip(step.program.results, own, strict=True)) for own in values]
-        return [fill_output(step.cut.output, own) for own in named]
-
-    def _run(
-        self,
-        step: PreparedStep,
-        train: bool,
-        once_verified: Callable[[], None] | None = None,
-        transform: LossTransform | None = None,
-    ) -> list[list[Any]]:
-        """Run ``step`` as ``StepRunner.run`` does."""
-        results = self._steps.run(
-            step.program,
-            step.loss.microbatches,
-            step.given,
-            self.device,
-            train=train,
-            origin=self.part.origin,
-            once_verified=once_verified,
-            scales=step.scales if train else None,
-            values=self._next_step.unverified_values(),
-            average=self._replicas if train else None,
-            transform=transform,
-            may_differ=step.may_differ,
-        )
-        self._next_step.note_verified()
-        return results
+        return self._steps.evaluate_samples(samples)
 
     def mean_loss(self, losses: Sequence[torch.Tensor], train: bool = True) -> torch.Tensor:
         """Return the mean loss of all microbatches and replicas, float32, on every rank; collective over all ranks.
 
         ``losses`` are the result of a step on this rank, a training step or an evaluation.
         """
-        last = self.schedule.placement.rank_of(self.partition.stages - 1)
         with board.call("mean_loss"), failure_watch.reported():
             if self.holds_last_stage:
                 self._exchanges.begin(f"mean loss of {'a training step' if train else 'an evaluation'}")
-            return mean_loss(losses, last, self.device)
+            return mean_loss(losses, self._last_rank, self.device)
 
     def average_gradients(self) -> None:
         """Average ``.grad`` over the data-parallel replicas; collective over them.
@@ -484,7 +368,7 @@ class Pipeline:
             self.materialise()
             move_model_to_device(self.local_module, target)
             self.follow()
-            self._upkeep.make_equal(self._steps.transport, self.device)
+            self._upkeep.make_equal(self._runner.transport, self.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load this rank's part of a state dict; not collective. The replicas compare values at their next average."""
@@ -522,45 +406,25 @@ class Pipeline:
         if self._next_step.follow():
             warn_of_traced_hooks(self.original_module, self.partition.layers)
         self._programs.forget()
-        self._steps.forget_engines()
+        self._runner.forget_engines()
 
     def _verify_again(self) -> None:
         self._replicas.verify_again()
-        self._copies.verify_again()
+        self._steps.verify_again()
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
         self.part.check_materialised()
 
+    @property
+    def _last_rank(self) -> int:
+        return self.schedule.placement.rank_of(self.partition.stages - 1)
+
+    def _make_ready(self) -> None:
+        self._check_modules()
+        self.check_materialised()
+
     def _check_modules(self) -> None:
         if self._next_step.has_replacements():
             self.follow()
         self._next_step.check_modules()
-
-    def _first_check(self) -> ReferenceStep | None:
-        if not self._check_first:
-            return None
-        group = parallel_state.get_pipeline_control_group()
-        spec = self.config.output_loss_value_spec
-        return ReferenceStep(self.part, self.partition.owners, group, spec, self.device, self._loss_gradient)
-
-    def _batch(self, inputs: Mapping[str, Any]) -> Batch:
-        self._preparation.check_names(inputs)
-        self._check_modules()
-        self.check_materialised()
-        inputs = readable_inputs(inputs, self.device)
-        self._preparation.refuse_packed(inputs)
-        return self._preparation.split(inputs, self.device)
-
-    def _samples(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
-        self._preparation.check_samples(samples)
-        self._check_modules()
-        self.check_materialised()
-        return self._preparation.samples(samples, self.device)
-
-
-@contextmanager
-def _kept_tensors() -> Iterator[None]:
-    """No gradients, also in the caller's inference mode, whose tensors no training step could use later."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
