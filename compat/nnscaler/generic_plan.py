@@ -46,8 +46,14 @@ def compare(module: nn.Module, dummy_forward_args: Mapping[str, Any], plan: Mapp
     """
     device = parallel_state.local_device()
     args = pytree.tree_map(lambda value: _moved(value, device), dict(dummy_forward_args))
+    compared = copy.deepcopy(module).to(device)
+    for parameter in compared.parameters():
+        # Gradients show differences of frozen parts and of modules for inference, too.
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
     try:
-        check_tensor_parallel(copy.deepcopy(module).to(device), args, plan)
+        with torch.enable_grad():
+            check_tensor_parallel(compared, args, plan)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"{type(module).__name__} cannot be divided over {parallel_state.get_tensor_model_parallel_size()} ranks: "
