@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.oslo.activation_checkpointing import checkpoint_layers, layers_of
 from nxdpp.oslo.config import OsloConfig
+from nxdpp.oslo.equal_inputs import compare_first_inputs
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.parallel_model import is_parallel, make_parallel
 from nxdpp.oslo.pipelined_model import pipeline
@@ -72,6 +73,7 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
     make_parallel(model, mpu)
     if settings.tensor_parallel_size > 1:
         check_same(model, mpu, before)
+        compare_first_inputs(model)
     return model
 
 

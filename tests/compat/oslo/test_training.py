@@ -54,6 +54,7 @@ def _over_tensor_ranks(rank: int, folder: Path) -> None:
     for name in MODELS:
         _check_training(name, folder)
     _check_summed_gradients()
+    _check_other_inputs()
     _check_families(folder)
     _check_generation()
     check_several_ranks(2, 1)
@@ -121,6 +122,18 @@ def _check_summed_gradients() -> None:
         expected = whole.get_parameter(name).grad
         if parameter.shape == expected.shape:
             assert torch.allclose(parameter.grad, expected, atol=1e-6), name
+
+
+def _check_other_inputs() -> None:
+    """A sampler by global ranks, which feeds the ranks of a tensor group with other rows, is refused."""
+    model = oslo.initialize(gpt2(), _config(2))
+    engine = engine_of(model)
+    with torch.no_grad():
+        engine(**batch(0, 0))
+    with pytest.raises(RuntimeError, match=r"share each layer and got other inputs: .* rank=model\.mpu\.get_data_para"):
+        engine(**batch(0, torch.distributed.get_rank()))
+    # The remedy.
+    engine(**batch(0, model.mpu.get_data_parallel_rank()))
 
 
 def _check_families(folder: Path) -> None:
