@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -92,8 +92,9 @@ class SavedPlan:
                 f"the plan {self.path} is in use by a module that this process has loaded, and reuse={reuse.value!r} "
                 f"would replace it: give another instance_name, or reuse='match'"
             )
-        with suppress(FileNotFoundError):
-            self.path.unlink()
+        if content is not None:
+            with suppress(FileNotFoundError):
+                self.path.unlink()
         layout = make()
         self.write(self._text_of(layout))
         return layout, True
@@ -110,17 +111,16 @@ class SavedPlan:
     def read(self) -> str | None:
         """Return the text of the file, or ``None`` if there is none."""
         try:
-            return self.path.read_text()
+            return self.path.read_text(errors="replace")
         except FileNotFoundError:
             return None
 
     def write(self, text: str) -> None:
         """Replace the file by ``text`` at once."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".plan-", text=True)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, self.path)
+        own = self.path.with_name(f".plan-{socket.gethostname()}-{os.getpid()}")
+        own.write_text(text)
+        own.replace(self.path)
 
     def layout_in(self, text: str) -> UnitLayout:
         """Return the layout in the text of a file that fits."""

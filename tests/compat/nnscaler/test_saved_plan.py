@@ -65,6 +65,11 @@ def _half_written(folder: Path) -> SavedPlan:
     return plan_in(folder)
 
 
+def _garbage(folder: Path) -> SavedPlan:
+    plan_path(folder, Blocks, None).write_bytes(b"\xff\x00")
+    return plan_in(folder)
+
+
 def _empty(folder: Path) -> SavedPlan:
     plan_path(folder, Blocks, None).unlink()
     return plan_in(folder)
@@ -76,6 +81,7 @@ MATRIX = [
     (_equal, False, "kept", "kept", "new", "new"),
     (_other_config, False, "does not fit", "new", "new", "new"),
     (_other_layers, False, "does not fit", "new", "new", "new"),
+    (_garbage, False, "does not fit", "new", "new", "new"),
     (_half_written, False, "does not fit", "new", "new", "new"),
     (_equal, True, "kept", "kept", "in use", "in use"),
     (_other_config, True, "does not fit", "in use", "in use", "in use"),
@@ -130,6 +136,8 @@ def test_content(tmp_path: Path) -> None:
     content = json.loads(plan.path.read_text())
 
     assert [path.name for path in plan.path.parent.iterdir()] == ["plan.json"]
+    (tmp_path / "other").touch()
+    assert plan.path.stat().st_mode == (tmp_path / "other").stat().st_mode
     assert content["layout"]["cuts"] == ["blocks.0"]
     assert content["compute_config"]["pas_config"] == {"pipeline_nmicros": 4}
     assert content["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
