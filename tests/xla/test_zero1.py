@@ -9,7 +9,7 @@ from torch import nn
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state
 from nxdpp.optimizer import NeuronZero1Optimizer, Zero1Optimizer
-from nxdpp.parallel_layers import gradient_average
+from nxdpp.parallel_layers import GradientReducer, gradient_average
 from nxdpp.parallel_layers.grads import bucket_allreduce_gradients
 from tests.support.run_ranks import run_ranks
 from tests.support.xla_ranks import run_xla_ranks
@@ -26,6 +26,12 @@ def _zero1(named: _Named) -> Zero1Optimizer:
 
 def _neuron_zero1(named: _Named) -> NeuronZero1Optimizer:
     return NeuronZero1Optimizer(named, torch.optim.AdamW, max_norm=0.3, higher_cc_precision=True, **_ADAMW)
+
+
+def _zero1_of_sums(named: _Named) -> Zero1Optimizer:
+    return Zero1Optimizer(
+        named, torch.optim.AdamW, grad_clipping=False, bucket_cap_mb=0.0005, reduction="sum", **_ADAMW
+    )
 
 
 def _norm_and_step(model: NxDPPModel, optimizer: Any, number: int) -> tuple[float, float]:
@@ -69,6 +75,34 @@ def _uneven(model: NxDPPModel, optimizer: Any, number: int) -> float:
     return loss
 
 
+def _halved(flat: torch.Tensor) -> None:
+    flat.mul_(0.5)
+
+
+def _in_parts(model: NxDPPModel, optimizer: Any, number: int) -> tuple[float, float]:
+    loss = run_step(model, number)
+    optimizer.reduce_gradients([_halved], [_halved])
+    optimizer.reduce_gradients()
+    optimizer.scale_gradients(3.0)
+    norm = optimizer.clip_gradients(0.3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm.item()
+
+
+def _reduced_once(model: NxDPPModel, optimizer: Any, number: int) -> float:
+    with model.no_sync():
+        loss = run_step(model, number)
+    groups = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
+    reducer = GradientReducer(model.local_parameters(), *groups, mean=False, bucket_bytes=400)
+    for _ in range(2):
+        reducer.reduce([_halved], [_halved])
+    optimizer.step()
+    optimizer.zero_grad()
+    reducer.forget()
+    return loss
+
+
 def _small_buckets(model: NxDPPModel, optimizer: Any, number: int) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_average, "_BUCKET_BYTES", 100)
@@ -86,6 +120,8 @@ CASES = {
         make_optimizer=_neuron_zero1,
         step=_norm_and_step,
     ),
+    "zero1 in parts": Case(options={"use_zero1_optimizer": True}, make_optimizer=_zero1_of_sums, step=_in_parts),
+    "reduced once": Case(tied=True, step=_reduced_once),
     "clipped": Case(tied=True, step=_clipped),
     "by hand": Case(step=_by_hand),
     "accumulated": Case(tied=True, step=_accumulated),
