@@ -11,6 +11,7 @@ from nxdpp import parallel_state
 from nxdpp.nnscaler import (
     ComputeConfig,
     ParallelModule,
+    build_optimizer,
     deduped_state_dict,
     load_deduped_state_dict,
     load_merged_state_dict,
@@ -20,6 +21,7 @@ from nxdpp.nnscaler.extra_state import EXTRA_STATE_KEY, add_optimizer_extra_stat
 from nxdpp.optimizer import Zero1Optimizer
 from tests.compat.nnscaler.own_folders import parallelize
 from tests.support.run_ranks import run_ranks
+from tests.support.tensor_models import batch, make
 
 pytestmark = pytest.mark.one_python
 
@@ -95,6 +97,7 @@ def _cases(rank: int) -> None:
     parallel_state.destroy_model_parallel()
     _masters(rank)
     parallel_state.destroy_model_parallel()
+    _fused(rank)
 
 
 def _four_units(rank: int) -> None:
@@ -190,6 +193,29 @@ def _masters(rank: int) -> None:
     one, two = _merged(_states(module, optimizer)), _merged(_states(other, loaded))
     _assert_state({0: one[1][EXTRA_STATE_KEY]["masters"]}, {0: two[1][EXTRA_STATE_KEY]["masters"]})
     _assert_state(one[1]["state"], two[1]["state"])
+
+
+def _fused(rank: int) -> None:
+    """GPT-2 with its own tensor plan: parts of three blocks, a tied head, and shards of all."""
+    inputs = batch()
+    module = parallelize(make("gpt2"), inputs, "tp", ComputeConfig(2, 4, use_zero=True))
+    assert isinstance(module, ParallelModule)
+    optimizer = build_optimizer(module, torch.optim.AdamW, lr=0.01)
+    module(**inputs).loss.backward()
+    optimizer.step()
+    merged = _merged((module.state_dict(), optimizer.state_dict()))
+    whole = make("gpt2", seed=3)
+    adam = torch.optim.AdamW(whole.parameters())
+    whole.load_state_dict(merged[0])
+    adam.load_state_dict(merged[1])
+    other = parallelize(make("gpt2", seed=4), inputs, "tp", ComputeConfig(2, 4))
+    assert isinstance(other, ParallelModule)
+    loaded = build_optimizer(other, torch.optim.AdamW)
+    load_merged_state_dict(other, whole.state_dict(), loaded, adam.state_dict())
+    again = _merged((other.state_dict(), loaded.state_dict()))
+    assert list(again[0]) == list(whole.state_dict())
+    assert all(torch.equal(value, merged[0][name]) for name, value in again[0].items())
+    _assert_state(again[1]["state"], adam.state_dict()["state"])
 
 
 def test_shards_merge_and_load_in_other_plans() -> None:
