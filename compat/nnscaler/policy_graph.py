@@ -182,11 +182,15 @@ class PolicyGraph:
             ), self._given_classes
         try:
             return trace_layers(self.module, self.example), ()
+        except ValueError:
+            pass
+        try:
+            return self._leaves()
         except ValueError as error:
-            try:
-                return self._leaves()
-            except ValueError:
-                raise error from None
+            raise ValueError(
+                f"no layers of {type(self.module).__name__} are found between which a pipeline could be cut: {error} "
+                f"Use dp or tp, or a policy function that names their classes (graph.take_layers)"
+            ) from error
 
     def _leaves(self) -> tuple[TracedLayers, tuple[str, ...]]:
         """Layers of a model without transformer layers: each module with parameters and without children."""

@@ -199,6 +199,33 @@ def test_a_function_divides_the_graph() -> None:
     )
 
 
+class Twice(Blocks):
+    """Runs its layers twice."""
+
+    def forward(self, sample: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(sample)[0] + super().forward(sample)[0], sample["tokens"]
+
+
+def test_a_module_without_layers_that_run_once() -> None:
+    with pytest.raises(
+        ValueError, match=r"no layers of Twice are found .*Run several times.* Use dp or tp, or a policy"
+    ):
+        chosen("pp", 2, {"pipeline_nmicros": 2}, module=Twice())
+    assert chosen("dp", 1, module=Twice()) == UnitLayout()
+    assert chosen("tp", 2, module=Twice()).tensor == 2
+
+
+def test_a_function_names_the_classes_of_layers() -> None:
+    def policy(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
+        graph.take_layers(["Linear"])
+        graph.schedule("1f1b", 2, 2)
+        return graph
+
+    layout = chosen(policy, 2)
+    assert layout.layer_classes == ("Linear",)
+    assert layout.cuts == ("blocks.1.down",)
+
+
 def _cut_alone(graph: PolicyGraph, compute_config: ComputeConfig) -> PolicyGraph:
     graph.cut_after(["blocks.0"])
     return graph
