@@ -85,6 +85,8 @@ def _check_model(model: Any) -> None:
         )
     if is_parallel(model):
         raise RuntimeError("the model was given to initialize before: call it once for each model")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("the model has tensors without values, on the meta device: build it on the CPU")
 
 
 def _check_microbatches(number: int, pipeline_parallel_size: int) -> None:

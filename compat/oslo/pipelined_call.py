@@ -46,6 +46,12 @@ class PipelinedCall:
         return batches.join(self._pipeline.eval_samples(samples))
 
     def _train(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        kind = self._pipeline.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            raise RuntimeError(
+                f"a pipelined model runs its backward inside of the call, before a scaler scales the loss, and small "
+                f"gradients in float16 would become zero: use torch.autocast({kind!r}, torch.bfloat16)"
+            )
         losses = self._pipeline.train_step(inputs)
         loss = self._on_all_ranks(torch.stack(losses).mean() if losses else None)
         parameters, gradients = [], []

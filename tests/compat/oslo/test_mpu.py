@@ -81,5 +81,9 @@ def test_a_model_of_one_process_has_it(model: GPT2LMHeadModel) -> None:
 
 
 def test_other_models_are_refused() -> None:
+    with torch.device("meta"):
+        without = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+    with pytest.raises(ValueError, match="on the meta device: build it on the CPU"):
+        oslo.initialize(without, {"model_parallelism": {"enable": True}})
     with pytest.raises(TypeError, match=r"takes a PreTrainedModel of transformers, not a Linear\."):
         oslo.initialize(torch.nn.Linear(1, 1), {"model_parallelism": {"enable": True}})  # type: ignore[type-var]

@@ -109,6 +109,10 @@ def _check_gradients() -> None:
     assert list(model(**batch(2, replica))) == ["loss"]
     with pytest.raises(ValueError, match="give labels=, or call it under"):
         model(batch(2, replica)["input_ids"])
+    with pytest.raises(RuntimeError, match=r"use torch\.autocast"), torch.autocast("cpu", torch.float16):
+        model(**batch(2, replica))
+    with torch.autocast("cpu", torch.bfloat16):  # the remedy
+        model(**batch(2, replica)).loss.backward()
     with pytest.raises(RuntimeError, match="generate keeps keys and values"):
         model.generate(batch(0, 0)["input_ids"])
     with pytest.raises(RuntimeError, match="gradient_checkpointing_enable would not reach"):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import nxdpp.oslo as oslo
 from nxdpp import gather_state_dict, parallel_state
+from nxdpp.parallel_layers import clip_grad_norm
 from tests.compat.oslo.checkpointing import check_several_ranks
 from tests.compat.oslo.training import (
     LENGTH,
@@ -122,6 +123,8 @@ def _check_summed_gradients() -> None:
         expected = whole.get_parameter(name).grad
         if parameter.shape == expected.shape:
             assert torch.allclose(parameter.grad, expected, atol=1e-6), name
+    norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
+    assert float(clip_grad_norm(model.parameters(), 1e9)) == pytest.approx(norm, rel=1e-5)
 
 
 def _check_other_inputs() -> None:
