@@ -8,7 +8,7 @@ from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.rank_memory import RankMemory, activation_peak, rank_memory
 from nxdpp.pipeline.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
-from nxdpp.pipeline.planning.step_times import RankTimes, built, step_times
+from nxdpp.pipeline.planning.step_times import RankTimes, built, shares_cores, step_times, whole_makespan
 from nxdpp.schedules.families.registry import find_family
 
 
@@ -98,7 +98,7 @@ def predict(
         costs: costs of the model.
         layout: the layout.
         ends: number of layers up to the end of each stage. By default those with the least work of the slowest stage.
-        shorten: simulate few microbatches and as many again: the times of more are affine in their number.
+        shorten: simulate few microbatches where the times of more are affine in their number (``schedules/steady``).
         limit: bytes of a device. By default the memory does not matter.
 
     Raises:
@@ -139,8 +139,11 @@ def predict(
         raise TooLargeError(max(rank.total for rank in memory))
     # Times.
     times = times_of(more)
-    if share:
+    if share and shares_cores(machine):
         times = [a.beyond(b, share) for a, b in zip(times, times_of(few), strict=True)]
+    elif share:
+        makespan = whole_makespan(machine, layout, microbatches, stages)
+        times = [rank.of_whole(microbatches / more, makespan) for rank in times]
     cuts = [model.layers[end - 1].layer for end in ends[:-1]]
     sent = _sent(layout, microbatches, stages, states)
     return Prediction(layout, cuts, microbatches, times, memory, sent, model.estimated)

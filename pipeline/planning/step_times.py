@@ -14,6 +14,7 @@ from nxdpp.schedules.execution import Times, run_in_order
 from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.placement import Placement
 from nxdpp.schedules.shared_execution import shared_run
+from nxdpp.schedules.steady import steady_makespan
 
 # AdamW in torch reads and writes about so many tensors of the size of the parameters.
 _OPTIMIZER_PASSES = 20
@@ -44,6 +45,11 @@ class RankTimes:
     def total(self) -> float:
         """All seconds."""
         return self.compute + self.tensor + self.bubble + self.average + self.optimizer
+
+    def of_whole(self, more: float, makespan: float) -> "RankTimes":
+        """Return this for ``more`` times the microbatches, with the schedule's ``makespan`` for them."""
+        compute, tensor = more * self.compute, more * self.tensor
+        return replace(self, compute=compute, tensor=tensor, bubble=makespan - compute - tensor)
 
     def beyond(self, fewer: "RankTimes", share: float) -> "RankTimes":
         """Return this + ``share`` * (this - ``fewer``) for what each microbatch adds."""
@@ -107,7 +113,8 @@ def _run(
 ) -> tuple[list[float], list[_Lasts], list[float]]:
     """Run ``schedule`` in simulated time. Return end, last backwards and busy seconds of each rank."""
     full = [i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True)]
-    if machine.cores is not None and machine.devices > machine.cores:
+    if shares_cores(machine):
+        assert machine.cores is not None
         spans = shared_run(schedule, times, machine.cores / (layout.tensor * layout.data)).spans
         shared_lasts: list[_Lasts] = [
             {each.action.stage: (each.start, each.end) for each in rank if each.action.kind in _LAST} for rank in spans
@@ -133,6 +140,20 @@ def _run(
         lasts.append(own)
         busy.append(microbatches * sum(times.forward[stage] + full[stage] for stage in own))
     return ends, lasts, busy
+
+
+def shares_cores(machine: Machine) -> bool:
+    """Return whether several ranks share a processor core."""
+    return machine.cores is not None and machine.devices > machine.cores
+
+
+def whole_makespan(machine: Machine, layout: Layout, microbatches: int, stages: Sequence[StageCosts]) -> float:
+    """Return the seconds of the schedule of many microbatches, where no ranks share a core."""
+    family = find_family(layout.schedule)
+    placement = family.placement(layout.pipeline, layout.chunks)
+    split = _is_split(built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks))
+    times = times_of(machine, layout, stages, placement, split)
+    return steady_makespan(family, layout.pipeline, microbatches, layout.chunks, times)
 
 
 def times_of(
