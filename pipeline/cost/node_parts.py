@@ -3,6 +3,7 @@
 The input-gradient is the part of the backward that leads to received values, as in the runtime (``pipeline/backward``).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ class NodeParts:
         forward_live, backward_live: the most bytes that live at once, without arguments, parameters and gradients of
             parameters. In the backward they begin with what the forward has saved.
         kept: bytes that live between input-gradient and weight-gradient.
+        kept_gradients: those of them that the input-gradient makes.
         forward_sent, backward_sent: bytes that a rank sends at least in its tensor group.
         forward_collectives, backward_collectives: number of collectives.
         backward_flops: FLOPs of the backward.
@@ -40,6 +42,7 @@ class NodeParts:
     forward_live: int = 0
     backward_live: int = 0
     kept: int = 0
+    kept_gradients: int = 0
     forward_sent: float = 0.0
     backward_sent: float = 0.0
     forward_collectives: int = 0
@@ -101,7 +104,8 @@ def _count(
     if not edges:
         return NodeParts(forward, forward_live=forward_live, forward_sent=forward_sent)
     # The part to the received values alone, then all of it.
-    kept = _kept_bytes(edges, received)
+    parameters = [] if run.module is None else list(listings.parameters(run.module))
+    kept, kept_gradients = _kept_bytes(edges, received, parameters)
     if received:
         starts = [make() for make in like]
         torch.autograd.grad(edges, received, starts, retain_graph=True, allow_unused=True)
@@ -118,6 +122,7 @@ def _count(
         forward_live,
         live.peak,
         kept,
+        kept_gradients,
         forward_sent,
         sent.total - backward_sent,
         forward_collectives,
@@ -147,8 +152,13 @@ def _give_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = torch.empty_like(parameter)
 
 
-def _kept_bytes(edges: list[GradientEdge], received: list[GradientEdge]) -> int:
-    """Return the bytes of saved tensors, and of gradients, that the weight-gradient needs after the input-gradient."""
+def _kept_bytes(
+    edges: list[GradientEdge], received: list[GradientEdge], parameters: list[nn.Parameter]
+) -> tuple[int, int]:
+    """Return the bytes that the weight-gradient needs after the input-gradient, and those of gradients among them.
+
+    The others are of saved tensors. Memory of ``parameters``, which operations save too, does not count.
+    """
     nodes = _nodes(edges)
     ends = {edge.node for edge in received}
     # Nodes from which a received value can be reached, found from the leaves up.
@@ -164,7 +174,9 @@ def _kept_bytes(edges: list[GradientEdge], received: list[GradientEdge]) -> int:
         elif any(child is not None and child not in leads for child, _ in node.next_functions):
             _add_saved(node, storages)
             gradients += sum(_size(metadata) for metadata in node._input_metadata)
-    return gradients + sum(storages.values())
+    for parameter in parameters:
+        storages.pop(parameter.untyped_storage()._cdata, None)
+    return gradients + sum(storages.values()), gradients
 
 
 def _nodes(edges: list[GradientEdge]) -> list[Any]:
@@ -194,5 +206,4 @@ def _add_saved(node: Any, storages: dict[int, int]) -> None:
 
 
 def _size(metadata: Any) -> int:
-    size: int = metadata.shape.numel() if hasattr(metadata.shape, "numel") else 1
-    return size * int(metadata.dtype.itemsize)
+    return math.prod(metadata.shape) * int(metadata.dtype.itemsize)

@@ -47,6 +47,7 @@ class LayerTimes:
         tensor_bytes: bytes that a rank sends in them.
         held: bytes that the layer keeps for its backward.
         kept: bytes that it keeps between input-gradient and weight-gradient.
+        kept_gradients: those of them that the input-gradient makes.
         taken: bytes of its input, which it keeps if its forward is recomputed.
         forward_extra, backward_extra: the most bytes beside those held, while it runs.
         sent: bytes that go to the next stage after a cut behind it.
@@ -68,6 +69,7 @@ class LayerTimes:
     tensor_bytes: float
     held: float
     kept: float
+    kept_gradients: float
     taken: float
     forward_extra: float
     backward_extra: float
@@ -345,6 +347,7 @@ def _layers(
                 tensor_bytes=forward_sent + backward_sent,
                 held=held,
                 kept=sum(part.kept for part in parts),
+                kept_gradients=sum(part.kept_gradients for part in parts),
                 taken=found[-1].sent if found else sent,
                 forward_extra=max(forward_peak - held, 0.0),
                 backward_extra=max(backward_peak - held, 0.0),

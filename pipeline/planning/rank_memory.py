@@ -65,8 +65,8 @@ def rank_memory(
         optimizer = -(-state.sharded // layout.data)
         bucket = min(gradients, max(BUCKET_BYTES, state.largest))
         part = gradients / layout.data * max(_MASTER_BYTES / itemsize, 1.0)
-        # gloo sums a copy of a bucket.
-        step = part + min(_BUCKETS * bucket, gradients) + (0.0 if on_cuda else bucket)
+        # gloo sends copies of the buckets, and gathers into copies.
+        step = part + min(_BUCKETS * bucket, gradients) * (1 if on_cuda else 2)
         buckets = 0.0
     else:
         optimizer = state.optimizer
@@ -83,6 +83,8 @@ def rank_memory(
 def activation_peak(actions: Sequence[Action], costs: Sequence[StageCosts], gradients: Mapping[int, float]) -> float:
     """Return the peak of activations and temporary tensors of a rank, beyond the gradients of all its stages.
 
+    The first stage has no input-gradient: its weight-gradient is the whole backward.
+
     Args:
         actions: compute actions of the rank.
         costs: of all stages.
@@ -98,14 +100,17 @@ def activation_peak(actions: Sequence[Action], costs: Sequence[StageCosts], grad
         if kind is ActionKind.FORWARD:
             now += cost.held
             top = now + cost.forward_extra
-        elif kind is ActionKind.BACKWARD:
+        elif kind is ActionKind.BACKWARD or (kind is ActionKind.WEIGHT_GRADIENT and stage == 0):
             now -= cost.held
             top = before + cost.backward_extra
-        elif kind is ActionKind.INPUT_GRADIENT:
+        elif kind is ActionKind.INPUT_GRADIENT and stage:
             now += cost.kept - cost.held
-            top = before + max(cost.backward_extra, cost.kept - cost.held)
-        else:
+            # It frees what it does not keep at its end.
+            top = before + cost.kept_gradients + cost.at_once
+        elif kind is ActionKind.WEIGHT_GRADIENT:
             now -= cost.kept
+            # All gradients are made before they are added to those of earlier microbatches.
+            top = now + cost.deferred if stage in made else before
         peak = max(peak, top - missing)
         if kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT) and stage not in made:
             made.add(stage)

@@ -19,6 +19,9 @@ class StageCosts:
         tensor_bytes: bytes that a rank sends in them.
         held: bytes kept from the forward to the backward.
         kept: bytes kept from the input-gradient to the weight-gradient.
+        kept_gradients: those of them that the input-gradient makes.
+        at_once, deferred: bytes of gradients of parameters that an input-gradient or a weight-gradient makes before it
+            adds them to those of earlier microbatches.
         forward_extra, backward_extra: the most bytes beside those held, while it runs.
         sent: bytes that go to the next stage.
     """
@@ -32,6 +35,9 @@ class StageCosts:
     tensor_bytes: float
     held: float
     kept: float
+    kept_gradients: float
+    at_once: float
+    deferred: float
     forward_extra: float
     backward_extra: float
     sent: float
@@ -138,7 +144,7 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
     last = end == len(model.layers)
     # A stage keeps the values that it has sent.
     of_all = model.shared + (0.0 if last else layers[-1].sent)
-    kept = sum(layer.kept for layer in layers if not (checkpoint and layer.is_layer))
+    whole = [layer for layer in layers if not (checkpoint and layer.is_layer)]
     return StageCosts(
         first=first,
         end=end,
@@ -148,7 +154,10 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
         tensor_seconds=forward_tensor + backward_tensor,
         tensor_bytes=sum(layer.tensor_bytes for layer in layers),
         held=held + of_all,
-        kept=kept,
+        kept=sum(layer.kept for layer in whole),
+        kept_gradients=sum(layer.kept_gradients for layer in whole),
+        at_once=sum(layer.gradients for layer in recomputed),
+        deferred=sum(layer.gradients for layer in whole),
         forward_extra=forward_extra,
         backward_extra=backward_extra,
         sent=0.0 if last else layers[-1].sent,
