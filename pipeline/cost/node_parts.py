@@ -206,4 +206,5 @@ def _add_saved(node: Any, storages: dict[int, int]) -> None:
 
 
 def _size(metadata: Any) -> int:
-    return math.prod(metadata.shape) * int(metadata.dtype.itemsize)
+    size: int = math.prod(metadata.shape)
+    return size * int(metadata.dtype.itemsize)

@@ -96,9 +96,9 @@ def step_times(
     found = []
     for rank, end in enumerate(ends):
         tensor = microbatches * sum(stages[stage].tensor_seconds for stage in placement.stages_of(rank))
-        averaged = _average_end(machine, layout, lasts[rank], gradients, end)
+        averaged = end + slowdown * (_average_end(machine, layout, lasts[rank], gradients, end) - end)
         optimizer = slowdown * _optimizer_seconds(machine, layout, states[rank], itemsize)
-        exchange = _sharded_exchange(machine, layout, states[rank])
+        exchange = slowdown * _sharded_exchange(machine, layout, states[rank])
         unhidden = max(averaged - makespan, 0.0)
         found.append(RankTimes(busy[rank] - tensor, tensor, makespan - busy[rank], unhidden + exchange, optimizer))
     return found
