@@ -2,6 +2,7 @@
 
     python benchmarks/planner_accuracy.py                               # about 10 minutes on 2 idle cores
     python benchmarks/planner_accuracy.py --few                         # 8 layouts, to try it
+    python benchmarks/planner_accuracy.py --published                   # only the runs of others, half a minute
     python benchmarks/planner_accuracy.py --write docs/planner.md       # also writes the tables into the page
 
 The machine is calibrated from single operations and collectives, then each layout is predicted, and then measured. The
@@ -21,6 +22,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.layouts.job import Shape
 from benchmarks.page import write_blocks
+from benchmarks.planner import published
 from benchmarks.planner.calibrate import Speed, calibrate
 from benchmarks.planner.layouts import LAYOUTS, SHAPE
 from benchmarks.planner.measure import Case, measure_all
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Calibrate, predict, measure, print tables in Markdown, and write them into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="every fourth layout")
+    parser.add_argument("--published", action="store_true", help="predict runs that others published, measure none")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds of all layouts (2)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of a layout in a round (3)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables between their marks in this page")
@@ -48,18 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("rounds", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)} must be at least 1")
+    blocks = {"published": published.table()} if options.published else measured_blocks(options)
+    print("\n\n".join(blocks.values()), flush=True)
+    if options.write is not None:
+        write_blocks(options.write, blocks)
+
+
+def measured_blocks(options: argparse.Namespace) -> dict[str, str]:
+    """Calibrate, predict and measure; return the tables for the page."""
     session = session_line()
     cores = len(os.sched_getaffinity(0))
     speed = calibrate(SHAPE, cores)
     print(describe_speed(speed), flush=True)
     rows = compare(LAYOUTS[::_FEW] if options.few else LAYOUTS, SHAPE, speed, cores, options.rounds, options.steps)
-    blocks = {
-        "accuracy": f"{session}\n\n{describe_speed(speed)}\n\n{figures_table(rows)}",
-        "layouts": rows_table(rows),
-    }
-    print("\n\n".join(blocks.values()), flush=True)
-    if options.write is not None:
-        write_blocks(options.write, blocks)
+    parts = (session, describe_speed(speed), figures_table(rows), rows_table(rows))
+    return {"accuracy": "\n\n".join(parts)}
 
 
 def compare(layouts: Sequence[Layout], shape: Shape, speed: Speed, cores: int, rounds: int, steps: int) -> list[Row]:

@@ -1,9 +1,12 @@
 """The planner's accuracy on a tiny Llama: memory of measured ranks, and the figures of the tables."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import planner_accuracy
 from benchmarks.layouts.job import Shape
+from benchmarks.planner import published
 from benchmarks.planner.calibrate import Speed, calibrate
 from benchmarks.planner.layouts import LAYOUTS, SHAPE, describe
 from benchmarks.planner.measure import Measured
@@ -75,6 +78,16 @@ def test_figures_are_those_of_the_layouts() -> None:
     assert found.correlation == pytest.approx(-1)
     assert found.memory == pytest.approx(0.07, abs=1e-4)
     assert "1.50" in figures_table(rows)
+
+
+def test_published_runs_are_in_the_page() -> None:
+    """Steps follow from the printed rates; the page has a row of each run."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text()
+
+    assert [round(run.seconds, 1) for run in published.RUNS] == [6.2, 41.0, 32.0, 102.6]
+    for run in published.RUNS:
+        assert run.layout.devices in (16384, 512, 3072)
+        assert f"| {run.name} " in page
 
 
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
