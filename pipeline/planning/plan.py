@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdpp.pipeline.planning.layout import Layout
-from nxdpp.pipeline.planning.predict import Prediction, SentBytes
+from nxdpp.pipeline.planning.predict import LinkBytes, Prediction
 from nxdpp.pipeline.planning.rank_memory import RankMemory
 from nxdpp.pipeline.planning.step_times import RankTimes
 
@@ -136,6 +136,6 @@ def _prediction(content: dict[str, Any]) -> Prediction:
         microbatches=content["microbatches"],
         times=[RankTimes(**each) for each in content["times"]],
         memory=[RankMemory(**each) for each in content["memory"]],
-        sent=SentBytes(**content["sent"]),
+        sent=LinkBytes(**content["sent"]),
         estimated=content["estimated"],
     )

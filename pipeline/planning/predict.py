@@ -13,7 +13,7 @@ from nxdpp.schedules.families.registry import find_family
 
 
 @dataclass(frozen=True)
-class SentBytes:
+class LinkBytes:
     """Bytes that a rank sends in a step, at least; of the rank that sends the most.
 
     Attributes:
@@ -46,7 +46,7 @@ class Prediction:
     microbatches: int
     times: list[RankTimes]
     memory: list[RankMemory]
-    sent: SentBytes
+    sent: LinkBytes
     estimated: bool = False
 
     @property
@@ -190,7 +190,7 @@ def states_of(
     return found
 
 
-def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], states: Sequence[RankState]) -> SentBytes:
+def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], states: Sequence[RankState]) -> LinkBytes:
     placement = find_family(layout.schedule).placement(layout.pipeline, layout.chunks)
     tensor, between, data = [], [], []
     for rank, state in enumerate(states):
@@ -205,4 +205,4 @@ def _sent(layout: Layout, microbatches: int, stages: Sequence[StageCosts], state
                 messages += stages[stage - 1].sent
         between.append(microbatches * messages)
         data.append(least_sent("all_reduce", state.gradients, layout.data))
-    return SentBytes(max(tensor), max(between), max(data))
+    return LinkBytes(max(tensor), max(between), max(data))
