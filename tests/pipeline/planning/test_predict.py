@@ -147,6 +147,14 @@ def test_parts_of_layers_add_up_to_the_counted_work() -> None:
     assert 0.5 * layer.forward < layer.weight_gradient < layer.input_gradient
 
 
+def test_weights_are_not_kept_for_the_weight_gradient(counted: CountedModel) -> None:
+    """It needs inputs of linear layers and norms, and gradients of their outputs, about as many bytes."""
+    layer = counted.layers[1]
+
+    assert layer.kept < layer.held < layer.weights
+    assert 0.4 * layer.kept < layer.kept_gradients < 0.8 * layer.kept
+
+
 def test_samples_between_counted_ones_are_interpolated() -> None:
     costs = _costs(1, 12)
     exact = costs._counted_now(Layout().dimensions, 3)
