@@ -6,7 +6,8 @@
     python benchmarks/planner_accuracy.py --write docs/planner.md       # also writes the tables into the page
 
 The machine is calibrated from single operations and collectives, then each layout is predicted, and then measured. The
-ranks are processes of one thread, by gloo. 4 ranks share 2 cores. Times need an idle machine, memory does not.
+ranks are processes of one thread, by gloo, each kept on a core. 4 ranks share 2 cores. Times need an idle machine,
+memory does not.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def describe_speed(speed: Speed) -> str:
     return (
         f"Calibrated: {speed.flops / 1e9:.0f} GFLOP/s and {speed.bandwidth / 1e9:.1f} GB/s a core, "
         f"{speed.operation * 1e6:.1f} us an operation, {speed.action * 1e6:.0f} us an action, all-reduce "
-        f"{speed.rate / 1e9:.2f} GB/s and {speed.latency * 1e6:.0f} us."
+        f"{speed.rate / 1e9:.2f} GB/s and {2 * speed.latency * 1e6:.0f} us."
     )
 
 

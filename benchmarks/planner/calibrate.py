@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from benchmarks.layouts.job import FLOAT, Shape
+from benchmarks.planner.cores import stay_on_core
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.parallel_layers.collective_bytes import least_sent
 from nxdpp.pipeline.planning.machine import Device, Link, Machine
@@ -25,7 +26,8 @@ _SECONDS = 0.1
 _ACTIONS = 64
 # Times that AdamW reads or writes a tensor of the size of the parameters, as the planner counts.
 _OPTIMIZER_PASSES = 20
-_MESSAGES = (2**16, 2**24)
+_MESSAGES = (2**16, 2**23)
+_REPEATS = 100
 
 
 class Speed(NamedTuple):
@@ -37,7 +39,7 @@ class Speed(NamedTuple):
         operation: seconds of an operation of one number.
         action: seconds that the runtime takes for an action.
         rate: bytes a second that a rank sends in an all-reduce.
-        latency: seconds of an all-reduce of one number.
+        latency: seconds of one of the two steps of an all-reduce of one number, after a product of a layer.
     """
 
     flops: float
@@ -63,8 +65,9 @@ def calibrate(shape: Shape, cores: int) -> Speed:
 def measure(rank: int, shape: Shape) -> Speed:
     """Measure one rank; for ``run_ranks``."""
     torch.set_num_threads(1)
+    stay_on_core(rank)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
-    speed = Speed(_flops(shape), _bandwidth(shape), _operation(), _action(), *_link())
+    speed = Speed(_flops(shape), _bandwidth(shape), _operation(), _action(), *_link(shape))
     parallel_state.destroy_model_parallel()
     return speed
 
@@ -137,28 +140,44 @@ def _action() -> float:
         _Nothing(), transformer_layer_cls=nn.Linear, num_microbatches=_ACTIONS, output_loss_value_spec=True
     )
     x = torch.ones(_ACTIONS, 1)
-    return _median(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
+    return _mean(lambda: model.run_train(x=x)) / (2 * _ACTIONS)
 
 
-def _link() -> tuple[float, float]:
-    """Return bytes a second of an all-reduce over all ranks, and its seconds for one number."""
+def _link(shape: Shape) -> tuple[float, float]:
+    """Return bytes a second of an all-reduce over all ranks, and the seconds of one of its two steps.
+
+    Ranks compute between their collectives, and wait for the last one then. So each all-reduce follows a product.
+    """
     ranks = dist.get_world_size()
-    times: list[float] = []
-    for size in (FLOAT, *_MESSAGES):
-        tensor = torch.zeros(size // FLOAT)
-        times.append(_median(partial(dist.all_reduce, tensor), together=True))
+    x, weight = torch.randn(2 * shape.length, shape.hidden), torch.randn(shape.middle, shape.hidden)
+    product = partial(torch.matmul, x, weight.t())
+    alone = _mean(product)
+    times = [_mean(product, partial(dist.all_reduce, torch.zeros(size // FLOAT))) - alone for size in _MESSAGES]
     small, large = (least_sent("all_reduce", size, ranks) for size in _MESSAGES)
-    return (large - small) / max(times[2] - times[1], 1e-9), times[0]
+    rate = (large - small) / max(times[1] - times[0], 1e-9)
+    return rate, max(times[0] - small / rate, 0.0) / 2
 
 
-def _median(operation: Callable[[], object], together: bool = False) -> float:
-    """Return the median seconds of ``operation``; ``together`` runs it the same number of times on all ranks."""
+def _mean(*operations: Callable[[], object]) -> float:
+    """Return the mean seconds of ``operations``, run the same number of times on all ranks, without the extremes."""
+    times = []
+    dist.barrier()
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        for operation in operations:
+            operation()
+        times.append(time.perf_counter() - began)
+    return statistics.fmean(sorted(times)[_REPEATS // 10 : -_REPEATS // 10])
+
+
+def _median(operation: Callable[[], object]) -> float:
+    """Return the median seconds of ``operation``."""
     for _ in range(2):
         operation()
     dist.barrier()
     times: list[float] = []
     end = time.perf_counter() + _SECONDS
-    while len(times) < 10 if together else time.perf_counter() < end or len(times) < 3:
+    while time.perf_counter() < end or len(times) < 3:
         began = time.perf_counter()
         operation()
         times.append(time.perf_counter() - began)

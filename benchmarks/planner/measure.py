@@ -11,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.layouts.allocations import allocated
 from benchmarks.layouts.job import Shape
+from benchmarks.planner.cores import stay_on_core
 from nxdpp import NxDPPModel, apply_checkpoint, parallel_state
 from nxdpp.optimizer import Zero1Optimizer
 from nxdpp.pipeline.planning.layout import Layout
@@ -45,6 +46,7 @@ class Measured:
 def measure_all(rank: int, cases: Sequence[Case], shape: Shape, rounds: int, steps: int) -> list[Measured]:
     """Measure all layouts in turn, ``rounds`` times, each second time in the other order; for ``run_ranks``."""
     torch.set_num_threads(1)
+    stay_on_core(rank)
     found = [Measured() for _ in cases]
     for number in range(rounds):
         order = list(zip(cases, found, strict=True))
