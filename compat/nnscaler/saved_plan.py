@@ -126,6 +126,13 @@ class SavedPlan:
         """Return the layout in the text of a file that fits."""
         return UnitLayout.from_dict(json.loads(text)["layout"])
 
+    def other_config(self, text: str) -> str | None:
+        """Return the difference of the configuration in the text of a file from the own one, or ``None``."""
+        theirs, own = json.loads(text)["compute_config"], self._wanted["compute_config"]
+        return next(
+            (f"{name} is {own[name]!r}, and {theirs[name]!r}" for name in own if theirs[name] != own[name]), None
+        )
+
     def _text_of(self, layout: UnitLayout) -> str:
         versions = {name: _version(name) for name in ("nxdpp", "torch", "transformers")}
         content = {**self._wanted, "layout": layout.to_dict(), "versions": versions}

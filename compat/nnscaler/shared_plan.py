@@ -74,21 +74,46 @@ def _on_all_ranks(
         raise failure
     if told is not None:
         raise _ERRORS.get(told[0], RuntimeError)(f"rank 0: {told[1]}")
-    if is_new and strategy is not BroadcastGenFilesStrategy.NONE and _is_first_of_host() and plan.read() != text:
-        plan.write(text)
+    problem = None
+    if is_new and strategy is not BroadcastGenFilesStrategy.NONE and _is_first_of_host():
+        problem = _problem_of_writing(plan, text)
     if load_module:
-        _verify_files(plan, text, is_new, group)
+        _verify_files(plan, text, is_new, problem, group)
+    elif problem is not None:
+        raise RuntimeError(problem)
     return plan.layout_in(text)
 
 
-def _verify_files(plan: SavedPlan, text: str, is_new: bool, group: Any) -> None:
-    """Raise ``RuntimeError`` on all ranks unless each has ``text`` in its file."""
+def _problem_of_writing(plan: SavedPlan, text: str) -> str | None:
+    """Write ``text`` unless it is there. Return the error of a folder that cannot be written, which all ranks raise."""
+    try:
+        if plan.read() != text:
+            plan.write(text)
+    except OSError as error:
+        return f"{socket.gethostname()} cannot write {plan.path} ({error})"
+    return None
+
+
+def _problem_of_file(plan: SavedPlan, text: str) -> str | None:
+    try:
+        own = plan.read()
+    except OSError as error:
+        return f"{socket.gethostname()} cannot read {plan.path} ({error})"
+    return None if own == text else f"{socket.gethostname()} has {'no' if own is None else 'another'} plan {plan.path}"
+
+
+def _verify_files(plan: SavedPlan, text: str, is_new: bool, problem: str | None, group: Any) -> None:
+    """Raise ``RuntimeError`` on all ranks unless each has ``text`` in its file, and its ``compute_config``."""
     dist.barrier(group=group)  # every host has written
-    own = plan.read()
-    state = None if own == text else f"{socket.gethostname()} has {'no' if own is None else 'another'} plan {plan.path}"
+    state = problem or _problem_of_file(plan, text)
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, state, group=group)
-    wrong = next((f"rank {rank} on {each}" for rank, each in enumerate(states) if each is not None), None)
+    dist.all_gather_object(states, (state, plan.other_config(text)), group=group)
+    for rank, (_, difference) in enumerate(states):
+        if difference is not None:
+            raise RuntimeError(
+                f"the ranks gave other compute_configs: on rank {rank} {difference} on rank 0. Give all ranks the same"
+            )
+    wrong = next((f"rank {rank} on {each}" for rank, (each, _) in enumerate(states) if each is not None), None)
     if wrong is None:
         return
     remedy = (

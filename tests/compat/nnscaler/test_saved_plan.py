@@ -222,6 +222,11 @@ def _on_two_hosts(rank: int, folder: str) -> dict[str, Any]:
             plan.write(plan_in(Path(folder) / "none0").read() or "")
         dist.barrier()
         found["copied"] = call("none", "match", "none")
+        if rank == 2:
+            (Path(folder) / "file1").touch()
+        dist.barrier()
+        found["a file in place of the folder"] = call("file", "match", "all")
+        found["reused on one host"] = call("file", "match", "none")
         found["error"] = call("error", "match", "all", layout=fail)
     return {**found, "made": made}
 
@@ -230,7 +235,7 @@ def _on_two_hosts(rank: int, folder: str) -> dict[str, Any]:
 def test_two_hosts(tmp_path: Path) -> None:
     results = run_ranks(4, _on_two_hosts, str(tmp_path))
 
-    assert [result["made"] for result in results] == [[0] * 4, [], [], []]
+    assert [result["made"] for result in results] == [[0] * 5, [], [], []]
     for rank, result in enumerate(results):
         for strategy in ("all", "no_weights", "code", "copied"):
             assert result[strategy] == "has it"
@@ -239,4 +244,6 @@ def test_two_hosts(tmp_path: Path) -> None:
         assert "give broadcast_strategy='all', a gen_savedir that all hosts share, or copy rank 0's" in result["none"]
         assert result["not loaded"] == ("has it" if rank < 2 else "has none")
         assert "rank 0 reuses its plan, and reused plans are not sent: copy its file" in result["reused"]
+        assert "cannot write FOLDER/file1/" in result["a file in place of the folder"]
+        assert "cannot read FOLDER/file1/" in result["reused on one host"]
         assert result["error"] == ("ValueError: no layout" if rank == 0 else "ValueError: rank 0: no layout")
