@@ -15,6 +15,7 @@ from torch import nn
 
 from nxdpp import Pipeline, PipelineConfig, tensor_parallelize
 from nxdpp.nnscaler.compute_config import ComputeConfig
+from nxdpp.nnscaler.equal_draws import EqualDraws
 from nxdpp.nnscaler.equal_inputs import verify_equal_inputs
 from nxdpp.nnscaler.extra_state import EXTRA_STATE_KEY, module_extra_state, take_extra_state
 from nxdpp.nnscaler.module_copy import take_own_memory
@@ -86,6 +87,7 @@ class ParallelModule(nn.Module):
         self._empty: set[str] = set()
         self._given: list[str] = []
         self._has_inputs = False
+        self._draws = EqualDraws(is_needed=plan.layout.tensor > 1 and self._pipeline is None)
         if not init_params:
             self._leave_empty()
         self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
@@ -141,7 +143,8 @@ class ParallelModule(nn.Module):
             )
         self.check_loaded()
         self._verify_first_inputs((args, kwargs))
-        return self._part(*args, **kwargs)
+        with self._draws.verified(self.training):
+            return self._part(*args, **kwargs)
 
     def train_step(
         self,
@@ -173,7 +176,8 @@ class ParallelModule(nn.Module):
         self._steps.check(samples, is_dummy_batch)
         self._verify_first_inputs(samples)
         self.zero_grad()
-        return self._steps.train(samples, is_dummy_batch, scale_fn)
+        with self._draws.verified(self.training):
+            return self._steps.train(samples, is_dummy_batch, scale_fn)
 
     def infer_step(self, samples: list[Any]) -> list[Any]:
         """Return the output of each sample on all ranks of the unit; collective over them.
@@ -263,7 +267,11 @@ class ParallelModule(nn.Module):
             raise ValueError("assign=True would replace parameters that stages and optimizers hold: leave it out")
         take_extra_state(state_dict, prefix, self.nxdpp_extra_state())
         self._part._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._given = [name for name in self._part.state_dict() if f"{prefix}{name}" in state_dict]
+        self._given = [
+            name
+            for name, own in self._part.state_dict().items()
+            if f"{prefix}{name}" in state_dict and _fits(state_dict[f"{prefix}{name}"], own)
+        ]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         self._part._apply(fn, recurse)
@@ -278,6 +286,11 @@ class ParallelModule(nn.Module):
                 with torch.no_grad():
                     tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
         self._empty = {name for name, value in persistent.items() if isinstance(value, torch.Tensor)}
+
+
+def _fits(given: Any, own: Any) -> bool:
+    """Whether a load can copy ``given``: torch leaves tensors of other shapes out, and raises at the end."""
+    return not isinstance(own, torch.Tensor) or (isinstance(given, torch.Tensor) and given.shape == own.shape)
 
 
 def _after_load(module: nn.Module, _: Any) -> None:

@@ -1,6 +1,7 @@
 """``ParallelOptimizer``: the class over that of a program's optimizer, with sums over the units."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nxdpp import GradScaler
+from nxdpp.nnscaler.equal_values import verify_equal_values
 from nxdpp.nnscaler.extra_state import add_optimizer_extra_state, take_optimizer_extra_state
 from nxdpp.nnscaler.parallel_module import ParallelModule
 from nxdpp.nnscaler.reducer import Reducer, ReducerHook
@@ -29,6 +32,8 @@ class ParallelOptimizer(Optimizer):
     _parallel: Sequence[ParallelModule]
     _reducers: Sequence[Reducer]
     _non_parallel_module_reducer: Reducer | None
+    _step_number: int
+    _verified: int | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("build_optimizer(module, optimizer_fn) makes parallel optimizers")
@@ -38,8 +43,11 @@ class ParallelOptimizer(Optimizer):
 
         ``step`` does so first. A program calls it to read or change gradients before.
 
-        Raises ``RuntimeError`` where units have other parameters, or new gradients on some ranks alone.
+        Before steps 1, 2, 3, 5, 9 ... it compares the values of parameters, and is collective over all ranks.
+
+        Raises ``RuntimeError`` where ranks have other parameters or other values, or new gradients on some ranks alone.
         """
+        self._verify_values()
         for reducer in self._reducers:
             reducer.sync_grads()
 
@@ -99,6 +107,7 @@ class ParallelOptimizer(Optimizer):
             module.gather_params()
         for reducer in self._reducers:
             reducer.end_step()
+        self._step_number += 1
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -108,6 +117,29 @@ class ParallelOptimizer(Optimizer):
             module.zero_grad(set_to_none)
         for reducer in self._reducers:
             reducer.forget()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Attribute that a scaler reads in its step: refuse torch's, which decides about a step on each rank alone."""
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler) and self._is_over_ranks:
+            raise RuntimeError(
+                "torch's GradScaler skips a step for an overflow on this rank alone, and the other ranks would wait: "
+                "take nxdpp.GradScaler, which has the same arguments"
+            )
+        # Fused optimizers set it on the object.
+        return bool(vars(self).get("_step_supports_amp_scaling", False))
+
+    @property
+    def _is_over_ranks(self) -> bool:
+        return self._parallel[0].compute_config.ranks > 1
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ``RuntimeError``: gradients of other parameters than those of the module would not be summed."""
+        raise RuntimeError(
+            "the gradients of an added group would not be summed over the units: add the parameters to the module, and "
+            "call build_optimizer again, whose optimizer_fn may make several groups"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, and which part of the whole it is (``nxdpp_extra_state``)."""
@@ -127,6 +159,22 @@ class ParallelOptimizer(Optimizer):
         """Take the place of the constructor, which that of the program's class has."""
         self._module, self._parallel, self._reducers = module, parallel, reducers
         self._non_parallel_module_reducer = plain_reducer
+        self._step_number, self._verified = 0, None
+
+    def _verify_values(self) -> None:
+        """Compare the values over the ranks, in the steps that have it; collective over all ranks then."""
+        number = self._step_number
+        if number & (number - 1) or self._verified == number:
+            return
+        own = {id(parameter) for each in self._parallel for parameter in each.parameters()}
+        parallel: dict[str, torch.Tensor] = {}
+        plain: dict[str, torch.Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            (parallel if id(parameter) in own else plain)[name] = parameter
+        # Later, gradients of ranks in one unit may be rounded in other ways on some devices.
+        ranks = self._parallel[0].compute_config.plan_ngpus
+        verify_equal_values(parallel, plain, ranks, 1 if number == 0 else ranks)
+        self._verified = number
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -1,6 +1,8 @@
 """``train_step`` and ``infer_step`` of an end-to-end module, over a pipeline or in a loop."""
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ class Steps:
         for number, sample in enumerate(samples):
             output = self._part(sample)
             transform(number, loss_of(output)).backward()
-            outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+            outputs.append(_detached(output))
         return outputs
 
     def infer(self, samples: Sequence[Any]) -> list[Any]:
@@ -74,3 +76,20 @@ class Steps:
 
     def _named(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         return [{self._sample_name: sample} for sample in samples]
+
+
+def _detached(output: Any) -> Any:
+    """Return ``output`` with detached tensors, those in dataclasses too, which a tree of pytree does not open."""
+    return pytree.tree_map(_detached_leaf, output)
+
+
+def _detached_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach()
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    made = copy.copy(leaf)
+    for field in fields(leaf):
+        # Frozen ones too.
+        object.__setattr__(made, field.name, _detached(getattr(leaf, field.name)))
+    return made
