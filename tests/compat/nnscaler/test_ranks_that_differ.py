@@ -34,7 +34,7 @@ def built(model: nn.Module, **kwargs: Any) -> ParallelOptimizer:
 
 @pytest.mark.one_python
 def test_ranks_that_differ() -> None:
-    run_ranks(RANKS, _cases)
+    run_ranks(RANKS, _cases, timeout=200)
 
 
 def _cases(rank: int) -> None:
