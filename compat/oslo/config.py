@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -76,12 +76,21 @@ def _sections(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str
     if not isinstance(config, str | os.PathLike):
         raise TypeError(f"the configuration must be a dict or the path of a JSON file, not {config!r:.80}")
     try:
-        sections = json.loads(Path(config).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        sections = json.loads(Path(config).read_text(encoding="utf-8"), object_pairs_hook=_section)
+    except ValueError as error:
         raise ValueError(f"{os.fspath(config)} is no JSON file: {error}") from None
     if not isinstance(sections, dict):
         raise TypeError(f"{os.fspath(config)} has a {type(sections).__name__}: it must have an object of sections")
     return sections
+
+
+def _section(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file. Python's reader takes the last of two values for one key."""
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return section
 
 
 def _check_section(name: str, section: Any) -> None:

@@ -90,6 +90,12 @@ def test_refused_files(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON file"):
         OsloConfig.of(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON file: 'utf-8' codec"):
+        OsloConfig.of(path)
+    path.write_text('{"model_parallelism": {"enable": true, "enable": false}}')
+    with pytest.raises(ValueError, match="the key 'enable' is there twice"):
+        OsloConfig.of(path)
     path.write_text("[]")
     with pytest.raises(TypeError, match=r"config\.json has a list"):
         OsloConfig.of(path)
