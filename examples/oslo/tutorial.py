@@ -119,6 +119,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--save-interval", type=int, default=SAVE_INTERVAL, help="steps between two saves")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam; the tutorial fine-tunes with 3e-5")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--local-rank", type=int, help="given by torch.distributed.launch; LOCAL_RANK has it too")
     parser.add_argument("--output", type=Path, default=Path("runs/oslo"), help="folder of the checkpoints")
     return parser.parse_args(arguments)
 
