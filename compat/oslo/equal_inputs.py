@@ -1,4 +1,4 @@
-"""Comparison of the inputs of tensor-parallel ranks: a sampler that divides data over them gives wrong numbers."""
+"""Comparison of inputs over the ranks of a replica: a sampler that divides data over them gives wrong numbers."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,33 +14,43 @@ from nxdpp import parallel_state
 
 
 def compare_first_inputs(model: nn.Module) -> None:
-    """Make the first call of ``model`` with gradients compare its inputs over the tensor group.
+    """Make the first call of ``model`` with gradients compare its inputs over the ranks of its replica.
 
-    That call is collective over the group. It raises ``RuntimeError`` on all its ranks for other inputs on one.
+    That call is collective over these ranks. It raises ``RuntimeError`` on all of them for other inputs on one.
     """
     handles: list[RemovableHandle] = []
 
     def compare(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            _verify((args, dict(kwargs)))
+        # A copy of the model has the hook too.
+        if torch.is_grad_enabled() and handles:
+            verify_equal((args, dict(kwargs)), "give all ranks of a replica the same.")
             handles.pop().remove()
 
     handles.append(model.register_forward_pre_hook(compare, with_kwargs=True))
 
 
-def _verify(inputs: Any) -> None:
-    group = parallel_state.get_tensor_control_group()
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, [_digest(leaf) for leaf in pytree.tree_leaves(inputs)], group=group)
-    if all(each == digests[0] for each in digests):
-        return
-    ranks = dist.get_process_group_ranks(group)
-    other = next(rank for rank, each in zip(ranks, digests, strict=True) if each != digests[0])
-    raise RuntimeError(
-        f"ranks {ranks[0]} and {other} share each layer and got other inputs: give all ranks of a tensor group the "
-        f"same. DistributedSampler takes num_replicas=model.mpu.get_data_parallel_world_size() and "
-        f"rank=model.mpu.get_data_parallel_rank()"
-    )
+def verify_equal(inputs: Any, remedy: str) -> None:
+    """Compare ``inputs`` over the tensor group and the pipeline of this rank; collective over both.
+
+    Raises ``RuntimeError`` on all these ranks for other inputs on one.
+    """
+    own = dist.get_rank(), [_digest(leaf) for leaf in pytree.tree_leaves(inputs)]
+    of_stage = _gathered(own, parallel_state.get_tensor_control_group())
+    of_replica = _gathered(of_stage, parallel_state.get_pipeline_control_group())
+    (first, expected), *others = [each for stage in of_replica for each in stage]
+    other = next((rank for rank, found in others if found != expected), None)
+    if other is not None:
+        raise RuntimeError(
+            f"ranks {first} and {other} share one replica of the model and got other inputs: {remedy} "
+            f"DistributedSampler takes num_replicas=model.mpu.get_data_parallel_world_size() and "
+            f"rank=model.mpu.get_data_parallel_rank()"
+        )
+
+
+def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, own, group=group)
+    return everyones
 
 
 def _digest(leaf: Any) -> str:

@@ -73,6 +73,7 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
     make_parallel(model, mpu)
     if settings.tensor_parallel_size > 1:
         check_same(model, mpu, before)
+    if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
         compare_first_inputs(model)
     return model
 

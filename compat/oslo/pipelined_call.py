@@ -60,7 +60,9 @@ class PipelinedCall:
             if gradient is not None:
                 parameters.append(pair.parameter)
                 gradients.append(gradient)
-        result: torch.Tensor = _GivenGradients.apply(loss, gradients, *parameters)  # type: ignore[no-untyped-call]
+        # The loss of a rank whose parameters are all frozen needs a backward too.
+        anchor = torch.zeros((), requires_grad=True)
+        result: torch.Tensor = _GivenGradients.apply(loss, gradients, anchor, *parameters)  # type: ignore[no-untyped-call]
         return result
 
     def _on_all_ranks(self, loss: torch.Tensor | None) -> torch.Tensor:
@@ -74,10 +76,16 @@ class PipelinedCall:
 
 
 class _GivenGradients(torch.autograd.Function):
-    """The loss, whose gradients for the parameters are known."""
+    """The loss, whose gradients for the parameters are known. ``anchor`` gets none."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        loss: torch.Tensor,
+        gradients: list[torch.Tensor],
+        anchor: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
@@ -87,4 +95,4 @@ class _GivenGradients(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("a second backward of one call of a pipelined model: call the model again")
         # In place: there is no memory for a second copy.
-        return None, None, *(gradient.mul_(outer[0]) for gradient in gradients)
+        return None, None, None, *(gradient.mul_(outer[0]) for gradient in gradients)

@@ -60,6 +60,7 @@ class Shadow:
         self._twins = list(zip(model.modules(), self.module.modules(), strict=True))
         self.pairs: list[Pair] = []
         self._modules: list[tuple[nn.Module, int]] = []
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def keep(self, local: nn.Module) -> None:
         """Free all tensors of the user's model but those in ``local``, this rank's part of the shadow."""
@@ -83,6 +84,12 @@ class Shadow:
         self.pairs = list(pairs.values())
         self._of.clear()
         self._modules = [(module, _hooks(module)) for module in self._model.modules()]
+        self._buffers = [
+            (module, key, buffer)
+            for module in self._model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        ]
 
     def freed_names(self) -> list[str]:
         """Return the names of the user's tensors that other ranks hold."""
@@ -93,9 +100,10 @@ class Shadow:
     def follow(self, local: nn.Module) -> None:
         """Give the shadow and ``local`` the modes, plain attributes and memory of the user's model.
 
-        Raises ``RuntimeError`` for modules of the user's model that were replaced, and for new hooks on them.
+        Raises ``RuntimeError`` for modules and buffers of the user's model that were replaced, and for new hooks.
         """
         self._check_modules()
+        self._check_buffers()
         for module, twin in self._twins:
             theirs = vars(twin)
             for name, value in vars(module).items():
@@ -125,6 +133,16 @@ class Shadow:
             raise RuntimeError(
                 f"hooks of {len(changed)} modules, of a {changed[0]} first, were changed after oslo.initialize with a "
                 f"pipeline, which does not run them: register them before"
+            )
+
+    def _check_buffers(self) -> None:
+        replaced = [(module, key) for module, key, buffer in self._buffers if module._buffers.get(key) is not buffer]
+        if replaced:
+            module, key = replaced[0]
+            raise RuntimeError(
+                f"{len(replaced)} buffers of the model, {key} of a {type(module).__name__} first, were replaced after "
+                f"oslo.initialize with a pipeline, which would go on with the old ones: convert the model before, or "
+                f"write into the buffer in place"
             )
 
 

@@ -29,6 +29,8 @@ def _over_four_ranks(rank: int, folder: Path) -> None:
         _check_training(name, 1, 2, 1, 1e-6)
     _check_training("gpt2", 1, 2, 2, 1e-6)
     _check_gradients()
+    _check_frozen_stages()
+    _check_changed_after()
     _check_all_labels()
     _check_files(folder)
     check_several_ranks(1, 2)
@@ -137,6 +139,45 @@ def _check_gradients() -> None:
     model(**batch(2, replica)).loss.backward()
     assert all(parameter.grad is None for parameter in frozen)
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def _check_frozen_stages() -> None:
+    """A rank all of whose parameters are frozen takes part."""
+    for layers in (range(2), range(2, 4)):
+        whole, model = gpt2(), gpt2()
+        for each in (whole, model):
+            frozen = [each.transformer.wte, each.transformer.wpe if layers[0] == 0 else each.transformer.ln_f]
+            for module in (*frozen, *(each.transformer.h[index] for index in layers)):
+                module.requires_grad_(False)
+        model = oslo.initialize(model, _config(1, 2))
+        replica = model.mpu.get_data_parallel_rank()
+        has_trained = any(not parameter.is_meta and parameter.requires_grad for parameter in model.parameters())
+        engine = engine_of(model) if has_trained else model
+        engine(**batch(0, replica)).loss.backward()
+        sum(whole(**batch(0, each)).loss / 2 for each in range(2)).backward()
+        for name, parameter in model.named_parameters():
+            expected = whole.get_parameter(name).grad
+            if parameter.is_meta or expected is None:
+                assert parameter.grad is None
+            else:
+                assert torch.allclose(parameter.grad, expected, atol=1e-6), name
+
+
+def _check_changed_after() -> None:
+    """Other inputs on the ranks of a pipeline are refused, and so are buffers that a conversion replaces."""
+    model = gpt2()
+    for layer in model.transformer.h:
+        layer.register_buffer("offset", torch.zeros(1))
+    model = oslo.initialize(model, _config(1, 2))
+    with pytest.raises(
+        RuntimeError, match=r"got other inputs: .* num_replicas=model\.mpu\.get_data_parallel_world_size"
+    ):
+        model(**batch(0, torch.distributed.get_rank()))
+    model(**batch(0, model.mpu.get_data_parallel_rank()))  # the remedy
+    for layer in model.transformer.h:
+        layer.offset = layer.offset.clone()
+    with pytest.raises(RuntimeError, match=r"2 buffers of the model, offset of a GPT2Block first, were replaced"):
+        model(**batch(0, model.mpu.get_data_parallel_rank()))
 
 
 def _check_all_labels() -> None:

@@ -133,7 +133,7 @@ def _check_other_inputs() -> None:
     engine = engine_of(model)
     with torch.no_grad():
         engine(**batch(0, 0))
-    with pytest.raises(RuntimeError, match=r"share each layer and got other inputs: .* rank=model\.mpu\.get_data_para"):
+    with pytest.raises(RuntimeError, match=r"share one replica .* got other inputs: .* rank=model\.mpu\.get_data_para"):
         engine(**batch(0, torch.distributed.get_rank()))
     # The remedy.
     engine(**batch(0, model.mpu.get_data_parallel_rank()))
