@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.model import NxDPPModel
     from nxdpp.pipeline.pipeline import Pipeline
     from nxdpp.pipeline.planning.planner import plan
+    from nxdpp.pipeline.replicas.tensor_copies import compare_tensor_copies
     from nxdpp.pipeline.traced_layers import TracedLayers, trace_layers
     from nxdpp.tensor_parallel.comparison import check_tensor_parallel
     from nxdpp.tensor_parallel.known_plan import tensor_plan
@@ -39,6 +40,7 @@ __all__ = [
     "TracedLayers",
     "apply_checkpoint",
     "check_tensor_parallel",
+    "compare_tensor_copies",
     "deferred_init",
     "device_memory",
     "finalize_checkpoint",
@@ -68,6 +70,7 @@ _MODULES = {
     "TracedLayers": "nxdpp.pipeline.traced_layers",
     "apply_checkpoint": "nxdpp.pipeline.activation_checkpoint",
     "check_tensor_parallel": "nxdpp.tensor_parallel.comparison",
+    "compare_tensor_copies": "nxdpp.pipeline.replicas.tensor_copies",
     "device_memory": "nxdpp.devices.memory",
     "deferred_init": "nxdpp.initialization.deferred_init",
     "finalize_checkpoint": "nxdpp.trainer.checkpoint",

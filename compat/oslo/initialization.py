@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from nxdpp import parallel_state, tensor_parallelize
+from nxdpp import compare_tensor_copies, parallel_state, tensor_parallelize
 from nxdpp.oslo.activation_checkpointing import checkpoint_layers, layers_of
 from nxdpp.oslo.config import OsloConfig
 from nxdpp.oslo.equal_inputs import compare_first_inputs
@@ -73,6 +73,7 @@ def initialize(model: M, config: Mapping[str, Any] | str | os.PathLike[str], *, 
     make_parallel(model, mpu)
     if settings.tensor_parallel_size > 1:
         check_same(model, mpu, before)
+        compare_tensor_copies(model)
     if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
         compare_first_inputs(model)
     return model

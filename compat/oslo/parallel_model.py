@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nxdpp.oslo import checkpoints
+from nxdpp.oslo.generation import generation_of
 from nxdpp.oslo.mpu import MPU
 from nxdpp.oslo.pipelined_model import methods_for
 from nxdpp.oslo.same_weights import allow
@@ -121,6 +122,6 @@ def _path(directory: str | os.PathLike[str]) -> Path:
 def _parallel_class(own: type[Any], is_pipelined: bool) -> type[Any]:
     if (own, is_pipelined) not in _made:
         own_names = {"__module__": own.__module__, "__doc__": own.__doc__}
-        methods = methods_for(own) if is_pipelined else {}
+        methods = methods_for(own) if is_pipelined else generation_of(own)
         _made[own, is_pipelined] = type(own.__name__, (ParallelModel, own), {**own_names, **methods})
     return _made[own, is_pipelined]

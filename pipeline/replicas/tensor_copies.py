@@ -129,7 +129,25 @@ class TensorCopies:
         device.submit()
 
     def _copies(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._module.named_parameters() if not is_tensor_parallel(p)}
+        named = self._module.named_parameters()
+        return {name: p for name, p in named if not is_tensor_parallel(p) and not p.is_meta}
+
+
+def compare_tensor_copies(module: nn.Module) -> None:
+    """Make calls of ``module`` with gradients compare its copies: for a loop of ``backward()`` without ``run_train``.
+
+    Call it after ``tensor_parallelize``. Calls 1, 2, 3, 5, 9 and so on are collective over the tensor group, and raise
+    ``RuntimeError`` on all its ranks for a difference. Parameters on the meta device are left out.
+    """
+    if parallel_state.get_tensor_model_parallel_size() == 1:
+        return
+    copies, seed = TensorCopies(module), torch.initial_seed()
+
+    def verify(_: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            copies.verify(seed)
+
+    module.register_forward_pre_hook(verify)
 
 
 def copies_among(parameters: Iterable[nn.Parameter]) -> list[TensorCopies]:
@@ -181,8 +199,10 @@ def _unequal_gradients(different: list[tuple[str, float, float]], copies: int) -
     return (
         f"each tensor rank has a copy of {name}, and an optimizer stepped it with other gradients on the ranks "
         f"({norms}); {len(different)} of {copies} copies differ, and go apart. The likely reasons: "
-        f"torch.nn.utils.clip_grad_norm_ clips by the norm of one rank: use model.clip_grad_norm_(max_norm). The ranks "
-        f"of a tensor group have another seed for dropout: give them the same. A norm between sequence-parallel layers "
+        f"torch.nn.utils.clip_grad_norm_ clips by the norm of one rank: use model.clip_grad_norm_(max_norm), or "
+        f"nxdpp.parallel_layers.clip_grad_norm(parameters, max_norm). torch's GradScaler decides on each rank alone: "
+        f"use nxdpp.GradScaler. The ranks of a tensor group have another seed for dropout: give them the same. A norm "
+        f"between sequence-parallel layers "
         f"is not marked: parallel_layers.layer_norm.LayerNorm(..., sequence_parallel_enabled=True), or set "
         f"parameter.sequence_parallel_enabled = True before wrapping. run_train sums gradients of marked ones; a loop "
         f"of backward() needs neuronx_distributed_config(sequence_parallel=True). {_DIVIDED}"

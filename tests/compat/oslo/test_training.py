@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.optim import Adam
+from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import nxdpp.oslo as oslo
-from nxdpp import gather_state_dict, parallel_state
-from nxdpp.parallel_layers import clip_grad_norm
+from nxdpp import GradScaler, gather_state_dict, parallel_state
+from nxdpp.parallel_layers import clip_grad_norm, failure_watch
 from tests.compat.oslo.checkpointing import check_several_ranks
 from tests.compat.oslo.training import (
     LENGTH,
@@ -56,6 +56,7 @@ def _over_tensor_ranks(rank: int, folder: Path) -> None:
         _check_training(name, folder)
     _check_summed_gradients()
     _check_other_inputs()
+    _check_copies()
     _check_families(folder)
     _check_generation()
     check_several_ranks(2, 1)
@@ -139,6 +140,74 @@ def _check_other_inputs() -> None:
     engine(**batch(0, model.mpu.get_data_parallel_rank()))
 
 
+def _check_copies() -> None:
+    """Clipping, scaling and dropout of one rank alone are found by a later call."""
+    sentence = r"each tensor rank has a copy of transformer\.\S+, and an optimizer stepped it"
+    for change, remedy in ((_clip_alone, _clip), (_scale_alone, _scale), (_drop_alone, _drop)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            # The error would end all ranks.
+            monkeypatch.setattr(failure_watch, "report", lambda error: None)
+            with pytest.raises(RuntimeError, match=sentence):
+                _two_calls(change)
+        _two_calls(remedy)
+
+
+def _two_calls(step: Any) -> None:
+    """Call a tensor-parallel model again after ``step`` has made one or more steps of its optimizer."""
+    torch.manual_seed(0)
+    model = oslo.initialize(gpt2(), _config(2)).train()
+    inputs = batch(0, model.mpu.get_data_parallel_rank())
+    step(model, SGD(model.parameters(), lr=1e-2), inputs)
+    model(**inputs)
+
+
+def _clip_alone(model: Any, optimizer: Any, inputs: Any) -> None:
+    model(**inputs).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def _clip(model: Any, optimizer: Any, inputs: Any) -> None:
+    model(**inputs).loss.backward()
+    clip_grad_norm(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def _overflow(model: Any, optimizer: Any, inputs: Any, scaler: Any) -> None:
+    scaler.scale(model(**inputs).loss).backward()
+    if model.mpu.get_tensor_parallel_rank() == 1:
+        model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _scale_alone(model: Any, optimizer: Any, inputs: Any) -> None:
+    _overflow(model, optimizer, inputs, torch.amp.GradScaler("cpu", init_scale=8.0))
+
+
+def _scale(model: Any, optimizer: Any, inputs: Any) -> None:
+    before = model.transformer.ln_f.bias.clone()
+    _overflow(model, optimizer, inputs, GradScaler(init_scale=8.0))
+    assert torch.equal(model.transformer.ln_f.bias, before)
+
+
+def _drop_alone(model: Any, optimizer: Any, inputs: Any) -> None:
+    _seed(model, torch.distributed.get_rank() % 2)
+    model(**inputs).loss.backward()
+    optimizer.step()
+
+
+def _drop(model: Any, optimizer: Any, inputs: Any) -> None:
+    _seed(model, 0)
+    model(**inputs).loss.backward()
+    optimizer.step()
+
+
+def _seed(model: Any, number: int) -> None:
+    model.transformer.drop.p = 0.3
+    torch.manual_seed(number)
+
+
 def _check_families(folder: Path) -> None:
     """The ten families of the tutorial's library: the loss, and the merged bits."""
     for model_type, class_name in FAMILIES.items():
@@ -161,6 +230,16 @@ def _check_generation() -> None:
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     ids = batch(0, 0)["input_ids"][:, : LENGTH // 2]
     assert torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
+    options["do_sample"] = True
+    torch.manual_seed(torch.distributed.get_rank() % 2)
+    with pytest.raises(RuntimeError, match=r"got other inputs: .* call torch\.manual_seed with one number"):
+        model.generate(ids, **options)
+    torch.manual_seed(5)  # the remedy
+    sampled = model.generate(ids, **options)
+    torch.manual_seed(5)
+    assert torch.equal(sampled, whole.generate(ids, **options))
+    with pytest.raises(RuntimeError, match="give all ranks of a tensor group the same arguments"):
+        model.generate(ids + torch.distributed.get_rank() % 2)
 
 
 def _check_files(folder: Path) -> None:
