@@ -154,13 +154,17 @@ class ComputeConfig:
             raise RuntimeError(f"the job has {len(ranks)} units, and this ComputeConfig {self.units}")
         return ranks, group
 
-    def check_pipeline(self, stages: int, microbatches: int, scheduler: str) -> None:
-        """Raise ``ValueError`` for a pipeline that the fields do not allow."""
+    def check_end2end(self) -> None:
+        """Raise ``ValueError`` for a pipeline of a module that is not end-to-end."""
         if not self.use_end2end:
             raise ValueError(
                 "a pipeline needs use_end2end=True: forward then takes one sample and returns the loss. Other modules "
                 "take the policies dp, tp and autodist"
             )
+
+    def check_pipeline(self, stages: int, microbatches: int, scheduler: str) -> None:
+        """Raise ``ValueError`` for a pipeline that the fields do not allow."""
+        self.check_end2end()
         for name, value in (("pipeline_nmicros", microbatches), ("pipeline_nstages", stages)):
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ValueError(f"{name} must be a whole number above 0, not {value!r}")

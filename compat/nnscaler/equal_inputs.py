@@ -1,13 +1,13 @@
 """Comparison of the inputs of tensor-parallel ranks: a sampler that divides data over them gives wrong numbers."""
 
-import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from nxdpp import parallel_state
+from nxdpp.nnscaler.digests import digest
+from nxdpp.nnscaler.nested_values import values_in
 
 
 def verify_equal_inputs(inputs: Any) -> None:
@@ -17,7 +17,7 @@ def verify_equal_inputs(inputs: Any) -> None:
     """
     group = parallel_state.get_tensor_control_group()
     digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, [_digest(leaf) for leaf in pytree.tree_leaves(inputs)], group=group)
+    dist.all_gather_object(digests, [_digest(leaf) for leaf in values_in(inputs)], group=group)
     if all(each == digests[0] for each in digests):
         return
     ranks = dist.get_process_group_ranks(group)
@@ -31,5 +31,4 @@ def verify_equal_inputs(inputs: Any) -> None:
 def _digest(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
-    raw = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    return f"{tuple(leaf.shape)} {leaf.dtype} {hashlib.blake2b(raw, digest_size=16).hexdigest()}"
+    return f"{tuple(leaf.shape)} {leaf.dtype} {digest(leaf).hex()}"

@@ -5,7 +5,6 @@
     rank 0 ─ data group ─▶ its place in each unit ─ pipeline group ─▶ first tensor ranks ─ tensor group ─▶ all
 """
 
-import hashlib
 import warnings
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdpp import parallel_state
+from nxdpp.nnscaler.digests import digest
 
 
 def take_first_values(module: nn.Module) -> None:
@@ -24,7 +24,7 @@ def take_first_values(module: nn.Module) -> None:
     """
     tensors = _tensors(module)
     kinds = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    everyones = parallel_state.get_exchange().gather((kinds, [_digest(tensor) for _, tensor in tensors]))
+    everyones = parallel_state.get_exchange().gather((kinds, [digest(tensor) for _, tensor in tensors]))
     for rank, (theirs, _) in enumerate(everyones):
         if theirs != everyones[0][0]:
             pairs = zip([*theirs, "nothing"], [*everyones[0][0], "nothing"], strict=False)
@@ -68,8 +68,3 @@ def _of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     named = [*module.named_parameters(), *module.named_buffers()]
     return [(name, tensor) for name, tensor in named if not tensor.is_meta]
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(raw.numpy().data, digest_size=16).digest()

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nxdpp import check_tensor_parallel, parallel_state, tensor_plan
+from nxdpp.nnscaler.nested_values import map_values, values_in
 
 
 def plan_for(module: nn.Module, ranks: int) -> dict[str, str] | None:
@@ -40,12 +41,12 @@ def compare(module: nn.Module, dummy_forward_args: Mapping[str, Any], plan: Mapp
     """Compare ``module`` divided by ``plan`` with one process, in float64; collective over the tensor group.
 
     ``module`` has its values and is not changed. Call it after ``initialize_model_parallel``, before
-    ``nxdpp.tensor_parallelize(module, plan)``.
+    ``nxdpp.tensor_parallelize(module, plan)``. The values of ``dummy_forward_args`` are those of the first rank.
 
     Raises ``ValueError`` for a plan that gives other numbers, or that the module cannot run.
     """
     device = parallel_state.local_device()
-    args = pytree.tree_map(lambda value: _moved(value, device), dict(dummy_forward_args))
+    args = map_values(lambda value: _in_float64(value, device), _of_first_rank(dict(dummy_forward_args)))
     compared = copy.deepcopy(module).to(device)
     for parameter in compared.parameters():
         # Gradients show differences of frozen parts and of modules for inference, too.
@@ -54,10 +55,10 @@ def compare(module: nn.Module, dummy_forward_args: Mapping[str, Any], plan: Mapp
     try:
         with torch.enable_grad():
             check_tensor_parallel(compared, args, plan)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{type(module).__name__} cannot be divided over {parallel_state.get_tensor_model_parallel_size()} ranks: "
-            f"{error}. Use dp with plan_ngpus=1, or a policy function that gives a plan"
+            f"{str(error).rstrip('.')}. Use dp with plan_ngpus=1, or a policy function that gives a plan"
         ) from error
 
 
@@ -76,5 +77,30 @@ def _styles(module: nn.Module, prefix: str, ranks: int) -> list[tuple[str, str]]
     return found
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def _of_first_rank(args: dict[str, Any]) -> dict[str, Any]:
+    """Return ``args`` with the tensors, numbers and texts of the first tensor-parallel rank; collective."""
+    sent: list[Any] = [[_on_host(value) if _has_value(value) else None for value in values_in(args)]]
+    dist.broadcast_object_list(sent, group=parallel_state.get_tensor_control_group(), group_src=0)
+    if len(sent[0]) != len(values_in(args)):
+        raise ValueError("dummy_forward_args have another structure than on the first rank of the unit: give the same")
+    values = iter(sent[0])
+    taken: dict[str, Any] = map_values(lambda own: _first_of(own, next(values)), args)
+    return taken
+
+
+def _first_of(own: Any, first: Any) -> Any:
+    return first if _has_value(own) else own
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _has_value(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | bool | int | float | str)
+
+
+def _in_float64(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, torch.float64 if value.is_floating_point() else value.dtype)

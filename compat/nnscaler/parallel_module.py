@@ -90,7 +90,7 @@ class ParallelModule(nn.Module):
         self._draws = EqualDraws(is_needed=plan.layout.tensor > 1 and self._pipeline is None)
         if not init_params:
             self._leave_empty()
-        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]  # of torch
 
     def _divide(self, module: nn.Module) -> nn.Module:
         """Return this rank's part of ``module``."""

@@ -89,11 +89,15 @@ def _pp(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
 
 
 def _hybrid(graph: PolicyGraph, compute_config: ComputeConfig) -> None:
+    compute_config.check_end2end()
     settings = compute_config.pas_config
     stages = settings.get("pipeline_nstages", "auto")
     stages = compute_config.plan_ngpus if stages == "auto" else stages
     if "pipeline_nmicros" not in settings:
-        raise ValueError("pas_config needs pipeline_nmicros, the number of samples of a step")
+        raise ValueError(
+            'pas_config needs pipeline_nmicros, the number of samples of a step: pas_config={"pipeline_nmicros": 4} '
+            "for steps of 4"
+        )
     ranks = settings.get("pp_size", min(stages, compute_config.plan_ngpus) if _is_number(stages) else stages)
     if not _is_number(ranks) or ranks < 1 or compute_config.plan_ngpus % ranks:
         raise ValueError(f"pp_size={ranks!r} must be a divisor of plan_ngpus={compute_config.plan_ngpus}")

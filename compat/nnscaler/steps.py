@@ -1,16 +1,14 @@
 """``train_step`` and ``infer_step`` of an end-to-end module, over a pipeline or in a loop."""
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nxdpp import Pipeline
 from nxdpp.nnscaler.end2end import loss_of
+from nxdpp.nnscaler.nested_values import map_values
 
 ScaleFn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,7 +62,7 @@ class Steps:
         for number, sample in enumerate(samples):
             output = self._part(sample)
             transform(number, loss_of(output)).backward()
-            outputs.append(_detached(output))
+            outputs.append(map_values(_detached, output))
         return outputs
 
     def infer(self, samples: Sequence[Any]) -> list[Any]:
@@ -78,18 +76,5 @@ class Steps:
         return [{self._sample_name: sample} for sample in samples]
 
 
-def _detached(output: Any) -> Any:
-    """Return ``output`` with detached tensors, those in dataclasses too, which a tree of pytree does not open."""
-    return pytree.tree_map(_detached_leaf, output)
-
-
-def _detached_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach()
-    if not is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    made = copy.copy(leaf)
-    for field in fields(leaf):
-        # Frozen ones too.
-        object.__setattr__(made, field.name, _detached(getattr(leaf, field.name)))
-    return made
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

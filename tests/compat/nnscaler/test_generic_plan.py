@@ -69,4 +69,5 @@ def test_generic_plans_equal_one_process() -> None:
         assert found["EndToEnd"] == 0.5
         assert found["Blocks"] == 0.5
         assert 0.5 <= found["Wrapper"] < 0.6  # the vocabulary of 61 rows stays whole
-        assert "HandMade" in found["refusal"]
+        assert "HandMade on 2 tensor-parallel ranks differs from one process" in found["refusal"]
+        assert "Use dp with plan_ngpus=1, or a policy function that gives a plan" in found["refusal"]

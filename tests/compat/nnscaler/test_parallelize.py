@@ -1,10 +1,7 @@
 """``parallelize``: objects and classes, values, dtypes, refusals, and modules that are called."""
 
 import copy
-import os
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +13,7 @@ from torch import nn
 from nxdpp import deferred_init, parallel_state
 from nxdpp.nnscaler import BroadcastGenFilesStrategy, ComputeConfig, ParallelModule, ReuseType
 from tests.compat.nnscaler.own_folders import parallelize
-from tests.compat.nnscaler.trained_modules import WIDTH, Mlp, Net, sample
+from tests.compat.nnscaler.trained_modules import WIDTH, Held, Mlp, Net, NetOfHeld, sample
 from tests.support.run_ranks import run_ranks
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -191,6 +188,15 @@ def _other_inputs_inside_a_unit_are_refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"in one unit and got other inputs.*rank // plan_ngpus"):
         model(X + rank)
     model(X + rank // 2)
+    held = loaded(NetOfHeld(), {"held": Held(X)}, "tp", FOR_TP)
+    with pytest.raises(RuntimeError, match="in one unit and got other inputs"):
+        held(Held(X + rank))
+
+
+def _dummy_arguments_of_the_first_rank_count(rank: int) -> None:
+    """The comparison with one process takes one set of values, as nnScaler's trace does."""
+    dummy = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    torch.testing.assert_close(loaded(made(), {"x": dummy, "power": 1 + rank}, "tp", FOR_TP)(X), made()(X))
 
 
 def _end_to_end_modules_are_not_called(rank: int) -> None:
@@ -226,6 +232,7 @@ _CASES: list[list[Callable[[int], None]]] = [
         _training_and_evaluation,
         _a_class_gives_a_class,
         _other_inputs_inside_a_unit_are_refused,
+        _dummy_arguments_of_the_first_rank_count,
     ],
     [
         _a_function_makes_the_modules_of_a_class,
@@ -284,10 +291,3 @@ def test_a_plan_needs_no_torchrun(tmp_path: Any) -> None:
     assert parallelize(Mlp(), {"data": sample(0)}, "pp", FOR_PP, load_module=False, gen_savedir=tmp_path) is None
     assert not parallel_state.model_parallel_is_initialized()
     assert ReuseType("match") is ReuseType.MATCH
-
-
-def test_names_are_imported_without_transformers() -> None:
-    code = "import sys; from nxdpp.nnscaler import ComputeConfig, ReuseType; print('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"

@@ -140,7 +140,7 @@ def test_refusals(policy: str, ranks: int, settings: dict[str, Any], message: st
 def test_a_pipeline_needs_an_end_to_end_module() -> None:
     for policy in ("pp", "hybrid"):
         with pytest.raises(ValueError, match="a pipeline needs use_end2end=True"):
-            chosen(policy, 2, {"pipeline_nmicros": 2}, use_end2end=False)
+            chosen(policy, 2, {}, use_end2end=False)
 
 
 def test_own_settings_are_left_alone() -> None:

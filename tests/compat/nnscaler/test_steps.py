@@ -11,7 +11,7 @@ from torch import nn
 from nxdpp import parallel_state
 from nxdpp.nnscaler import ComputeConfig, ParallelModule
 from tests.compat.nnscaler.own_folders import parallelize
-from tests.compat.nnscaler.trained_modules import WIDTH, Mlp, SwitchedMlp, sample
+from tests.compat.nnscaler.trained_modules import WIDTH, Held, Mlp, SwitchedMlp, sample
 from tests.support.run_ranks import run_ranks
 
 MICROBATCHES = 3
@@ -222,6 +222,13 @@ def _samples_of_any_structure(rank: int) -> None:
     assert_same_gradients(model, whole)
 
 
+class HeldMlp(Mlp):
+    """Returns a dataclass too."""
+
+    def forward(self, data: Any, power: int = 2) -> Any:
+        return super().forward(data, power), Held(self.layers[0](data["data"]))
+
+
 class TestWithoutAPipeline:
     """One rank, which takes any number of samples, of any structure."""
 
@@ -240,6 +247,11 @@ class TestWithoutAPipeline:
         model.eval()
         whole.eval()
         assert_same(model.infer_step(samples_of(0)), [whole(each) for each in samples_of(0)])
+
+    def test_a_dataclass_in_the_output_is_detached(self) -> None:
+        ((loss, held),) = loaded(made(HeldMlp), "dp", config(1, 1)).train_step([sample(0)])
+        assert not loss.requires_grad
+        assert not held.x.requires_grad
 
     def test_refusals(self) -> None:
         model = loaded(made(), "dp", config(1, 1))

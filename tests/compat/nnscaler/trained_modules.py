@@ -1,5 +1,6 @@
 """Small modules that the tests train through nnScaler's door."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,21 @@ class Net(nn.Module):
         """Return hidden values (B, WIDTH) of ``x`` (B, WIDTH)."""
         hidden: torch.Tensor = self.second(self.first(x).relu()) * self.scale + self.shift
         return hidden**power
+
+
+@dataclass
+class Held:
+    """A value that torch's pytree does not enter."""
+
+    x: torch.Tensor
+
+
+class NetOfHeld(Net):
+    """Takes ``Held``."""
+
+    def forward(self, held: Any, power: int = 1) -> torch.Tensor:
+        """Return hidden values (B, WIDTH) of ``held.x`` (B, WIDTH)."""
+        return super().forward(held.x, power)
 
 
 class Mlp(nn.Module):
