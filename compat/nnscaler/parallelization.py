@@ -26,7 +26,7 @@ from nxdpp.nnscaler.module_copy import shared_copy
 from nxdpp.nnscaler.parallel_module import ModulePlan, ParallelModule
 from nxdpp.nnscaler.policies import Policy, check_policy, layout_of
 from nxdpp.nnscaler.saved_plan import SavedPlan, plan_path
-from nxdpp.nnscaler.shared_plan import shared_layout
+from nxdpp.nnscaler.shared_plan import shared_layout, verify_same_plan
 from nxdpp.nnscaler.unit_layout import UnitLayout
 from nxdpp.nnscaler.units import initialize_units
 
@@ -84,6 +84,7 @@ def parallelize(
     _check_start(load_module, strategy)
     traced = source.traced()
     saved = SavedPlan(plan_path(gen_savedir, source.kind, instance_name), traced, compute_config)
+    is_alone = not dist.is_initialized()
     layout = shared_layout(
         saved, lambda: layout_of(pas_policy, traced, dummy_forward_args, compute_config), reuse, strategy, load_module
     )
@@ -91,6 +92,8 @@ def parallelize(
         return None
     source.check_values(layout)
     initialize_units(compute_config, layout)
+    if is_alone:
+        verify_same_plan(saved, layout)
     make = source.maker()
     if layout.tensor > 1 and layout.plan is not None:
         generic_plan.compare(make(False), dummy_forward_args, layout.plan)

@@ -96,7 +96,7 @@ class SavedPlan:
             with suppress(FileNotFoundError):
                 self.path.unlink()
         layout = make()
-        self.write(self._text_of(layout))
+        self.write(self.text_of(layout))
         return layout, True
 
     @property
@@ -127,13 +127,11 @@ class SavedPlan:
         return UnitLayout.from_dict(json.loads(text)["layout"])
 
     def other_config(self, text: str) -> str | None:
-        """Return the difference of the configuration in the text of a file from the own one, or ``None``."""
-        theirs, own = json.loads(text)["compute_config"], self._wanted["compute_config"]
-        return next(
-            (f"{name} is {own[name]!r}, and {theirs[name]!r}" for name in own if theirs[name] != own[name]), None
-        )
+        """Return the difference of the own configuration from that in the text of a file, or ``None``."""
+        return config_difference(json.dumps(self._wanted), text)
 
-    def _text_of(self, layout: UnitLayout) -> str:
+    def text_of(self, layout: UnitLayout) -> str:
+        """Return the text of a file with ``layout``."""
         versions = {name: _version(name) for name in ("nxdpp", "torch", "transformers")}
         content = {**self._wanted, "layout": layout.to_dict(), "versions": versions}
         return json.dumps(content, indent=1) + "\n"
@@ -195,3 +193,11 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def config_difference(one: str, other: str) -> str | None:
+    """Return the first difference of the configurations in the texts of two files, or ``None``."""
+    first, second = (json.loads(text)["compute_config"] for text in (one, other))
+    return next(
+        (f"{name} is {first[name]!r}, and {second[name]!r}" for name in first if second[name] != first[name]), None
+    )

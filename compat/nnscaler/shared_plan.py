@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nxdpp.nnscaler.enums import BroadcastGenFilesStrategy, ReuseType
-from nxdpp.nnscaler.saved_plan import SavedPlan
+from nxdpp.nnscaler.saved_plan import SavedPlan, config_difference
 from nxdpp.nnscaler.unit_layout import UnitLayout
 
 _ERRORS = {error.__name__: error for error in (ValueError, TypeError, RuntimeError, NotImplementedError)}
@@ -49,6 +49,31 @@ def shared_layout(
         with _host_group() as group:
             return _on_all_ranks(plan, make, reuse, strategy, load_module, group)
     return plan.find_or_make(reuse, make)[0]
+
+
+def verify_same_plan(plan: SavedPlan, layout: UnitLayout) -> None:
+    """Raise ``RuntimeError`` on all ranks unless each of them has this layout and configuration; collective.
+
+    For ranks that each found or made the plan before ``torch.distributed`` was there.
+    """
+    texts: list[Any] = [None] * dist.get_world_size()
+    with _host_group() as group:
+        dist.all_gather_object(texts, plan.text_of(layout), group=group)
+    first = texts[0]
+    for rank, text in enumerate(texts):
+        if text != first:
+            difference = config_difference(text, first)
+            if difference is not None:
+                raise RuntimeError(_other_configs(rank, difference))
+            raise RuntimeError(
+                f"rank {rank} has another plan than rank 0 for the same compute_config: give all ranks the same module "
+                f"and policy, or call torch.distributed.init_process_group() before parallelize: rank 0's plan is then "
+                f"that of all"
+            )
+
+
+def _other_configs(rank: int, difference: str) -> str:
+    return f"the ranks gave other compute_configs: on rank {rank} {difference} on rank 0. Give all ranks the same"
 
 
 def _on_all_ranks(
@@ -110,9 +135,7 @@ def _verify_files(plan: SavedPlan, text: str, is_new: bool, problem: str | None,
     dist.all_gather_object(states, (state, plan.other_config(text)), group=group)
     for rank, (_, difference) in enumerate(states):
         if difference is not None:
-            raise RuntimeError(
-                f"the ranks gave other compute_configs: on rank {rank} {difference} on rank 0. Give all ranks the same"
-            )
+            raise RuntimeError(_other_configs(rank, difference))
     wrong = next((f"rank {rank} on {each}" for rank, (each, _) in enumerate(states) if each is not None), None)
     if wrong is None:
         return

@@ -1,5 +1,7 @@
 """Ranks with other values, other configurations or steps of their own: refused on all of them, without a hang."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch import nn
 
 from nxdpp import GradScaler, parallel_state
 from nxdpp.nnscaler import ComputeConfig, ParallelModule, ParallelOptimizer, broadcast_weights, build_optimizer
-from tests.compat.nnscaler.own_folders import parallelize
+from tests.compat.nnscaler.own_folders import VARIABLE, parallelize
 from tests.compat.nnscaler.trained_modules import WIDTH, Mlp, Net, sample
 from tests.support.run_ranks import run_ranks
 
@@ -38,6 +40,7 @@ def test_ranks_that_differ() -> None:
 
 
 def _cases(rank: int) -> None:
+    _first_configurations(rank)
     _plain_modules_with_other_values(rank)
     _values_loaded_on_one_rank(rank)
     for use_zero in (False, True):
@@ -46,6 +49,14 @@ def _cases(rank: int) -> None:
     _scalers(rank)
     parallel_state.destroy_model_parallel()
     _other_seeds_in_a_unit(rank)
+
+
+def _first_configurations(rank: int) -> None:
+    """Configurations that differ in the first call, in which the ranks do not know each other yet."""
+    config = ComputeConfig(1, RANKS, use_end2end=True, use_zero=rank == 1)
+    own = Path(os.environ[VARIABLE]) / f"of rank {rank}"
+    with pytest.raises(RuntimeError, match=r"on rank 1 use_zero is True, and False on rank 0. Give all ranks the same"):
+        parallelize(made(), {"data": sample(0)}, "dp", config, gen_savedir=own)
 
 
 def _plain_modules_with_other_values(rank: int) -> None:
