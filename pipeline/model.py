@@ -33,6 +33,20 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.planning.plan import Plan
 
 
+# Arguments of a layout: a plan chooses them, if only by their defaults.
+_OF_PLANS = frozenset(
+    {
+        "auto_partition",
+        "num_microbatches",
+        "partition",
+        "pipeline_cuts",
+        "schedule",
+        "use_zero1_optimizer",
+        "virtual_pipeline_size",
+    }
+)
+
+
 class NxDPPModel(LocalView):
     """A model that a pipeline of ranks trains, each of which holds some of its layers.
 
@@ -182,12 +196,13 @@ class NxDPPModel(LocalView):
         ``Zero1Optimizer``, as for ``use_zero1_optimizer=True``. ``arguments`` are others of ``NxDPPModel``.
 
         Raises:
-            ValueError: for ``arguments`` that the plan has, and for other sizes than those of the plan. Nothing is
-                changed then. Also as ``NxDPPModel`` and ``tensor_parallelize``.
+            ValueError: for ``arguments`` that a plan chooses, and for other sizes, another class or another dtype of
+                the model than the plan's. Nothing is changed then. Also as ``NxDPPModel`` and ``tensor_parallelize``.
         """
         chosen = plan.arguments()
-        if twice := sorted(chosen.keys() & arguments.keys()):
+        if twice := sorted((chosen.keys() | _OF_PLANS) & arguments.keys()):
             raise ValueError(f"the plan chooses {', '.join(twice)}: leave it out, or call NxDPPModel yourself.")
+        plan.check_model(module)
         layout = plan.layout
         wanted = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
         found = {
@@ -201,7 +216,7 @@ class NxDPPModel(LocalView):
                 f"plan.initialize()."
             )
         if layout.tensor > 1:
-            tensor_parallelize(module, sequence_parallel=layout.sequence)
+            tensor_parallelize(module, **plan.tensor_arguments())
         model = cls(module, **chosen, **arguments)
         if layout.checkpoint:
             apply_checkpoint(model)

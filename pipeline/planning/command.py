@@ -43,6 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="cuda",
         help="device of the ranks: on cuda a memory limit counts communicators and messages (cuda, h100 in a search)",
     )
+    parser.add_argument("--dtype", metavar="NAME", help="of the model: bfloat16 (the configuration's, or float32)")
     parser.add_argument("--tensor-parallel-size", type=_count, metavar="N", help="ranks that divide each layer (1)")
     parser.add_argument("--data-parallel-size", type=_count, metavar="N", help="data-parallel replicas (1)")
     parser.add_argument(
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
 
     from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
     from nxdpp.pipeline.planning.dimensions import Dimensions, divided
+    from nxdpp.pipeline.planning.dtypes import dtype_named, name_of
     from nxdpp.pipeline.planning.stage_summary import summarise_stages
 
     microbatches = options.num_microbatches
@@ -77,7 +79,10 @@ def run(options: argparse.Namespace) -> None:
     sizes = Dimensions(
         options.tensor_parallel_size or 1, options.data_parallel_size or 1, options.zero1, options.sequence_parallel
     )
-    model = build_on_meta(read_configuration(options.config))
+    config = read_configuration(options.config)
+    if options.dtype is not None:
+        config.dtype = dtype_named(options.dtype)
+    model = build_on_meta(config)
     inputs = microbatch_on_meta(model, batch // microbatches, options.seq_length)
     sizes.check_length(inputs)
     limit = None if options.memory_limit is None else int(options.memory_limit * _GIB)
@@ -96,7 +101,8 @@ def run(options: argparse.Namespace) -> None:
             sizes,
         )
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
-    _show(f"{type(model).__name__}, {microbatches} microbatches of {shapes}", stages, ranks, sizes)
+    title = f"{type(model).__name__} in {name_of(model.dtype)}, {microbatches} microbatches of {shapes}"
+    _show(title, stages, ranks, sizes)
 
 
 def _show(title: str, stages: "Sequence[StageSummary]", ranks: int, sizes: "Dimensions") -> None:

@@ -20,6 +20,7 @@ from nxdpp.pipeline.cost.measure import measure_nodes
 from nxdpp.pipeline.cost.node_parts import CountedParts, NodeParts
 from nxdpp.pipeline.cost.transport_bytes import largest_message
 from nxdpp.pipeline.planning.dimensions import Dimensions, divided
+from nxdpp.pipeline.planning.dtypes import dtype_of
 from nxdpp.pipeline.planning.job import Job
 from nxdpp.pipeline.planning.machine import Link, Machine
 from nxdpp.tracing import listings
@@ -50,7 +51,8 @@ class LayerTimes:
         kept_gradients: those of them that the input-gradient makes.
         taken: bytes of its input, which it keeps if its forward is recomputed.
         forward_extra, backward_extra: the most bytes beside those held, while it runs.
-        sent: bytes that go to the next stage after a cut behind it.
+        sent: bytes of its values that later layers read. They leave the stage at a cut behind it.
+        passed: bytes of values of earlier layers that later ones read too, such as the output of an encoder.
         parameters, weights, gradients, optimizer: number of parameters, and bytes; AdamW's state without ZeRO-1.
         sharded: bytes of the state of all replicas together, with ZeRO-1.
         largest: bytes of the largest parameter.
@@ -74,6 +76,7 @@ class LayerTimes:
     forward_extra: float
     backward_extra: float
     sent: float
+    passed: float
     parameters: int
     weights: int
     gradients: int
@@ -192,7 +195,7 @@ class ModelCosts:
         self._layer_cls = transformer_layer_cls
         self._tensor_plan = tensor_plan
         self._measured: list[float] = []
-        self.dtype = next((p.dtype for p in listings.parameters(model) if p.is_floating_point()), torch.float32)
+        self.dtype = dtype_of(model)
         # States of the ranks of layouts, kept by ``predict``.
         self.states: dict[Any, Any] = {}
         self._line: bool | None = None
@@ -332,6 +335,7 @@ def _layers(
         held = activation_bytes(nodes, costs, traced, shared)
         forward_peak, backward_peak = _peaks(nodes, costs, parts)
         sent = _sent_bytes(nodes, assigned, costs, index)
+        earlier = [node for before in by_layer[:index] for node in before]
         forward_sent = sum(part.forward_sent for part in parts)
         backward_sent = sum(part.backward_sent for part in parts)
         found.append(
@@ -352,6 +356,7 @@ def _layers(
                 forward_extra=max(forward_peak - held, 0.0),
                 backward_extra=max(backward_peak - held, 0.0),
                 sent=sent,
+                passed=_sent_bytes(earlier, assigned, costs, index),
                 parameters=state.parameters,
                 weights=state.weights,
                 gradients=state.gradients,

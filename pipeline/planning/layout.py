@@ -111,3 +111,25 @@ def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
 def divisors(number: int) -> list[int]:
     """Return the divisors of ``number`` in order."""
     return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def describe(layout: Layout) -> str:
+    """Return the layout in a few words."""
+    switches = [
+        name
+        for name, is_on in (
+            ("activation checkpointing", layout.checkpoint),
+            ("ZeRO-1", layout.zero1),
+            ("sequence parallel", layout.sequence),
+        )
+        if is_on
+    ]
+    chunks = f" with {layout.chunks} stages a rank" if layout.chunks > 1 else ""
+    return ", ".join(
+        [
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+            f"{layout.schedule}{chunks}",
+            f"microbatches of {layout.microbatch}",
+            *switches,
+        ]
+    )

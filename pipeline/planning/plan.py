@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nxdpp.pipeline.planning.layout import Layout
+from torch import nn
+
+from nxdpp.pipeline.planning.dtypes import dtype_of, name_of
+from nxdpp.pipeline.planning.layout import Layout, describe
 from nxdpp.pipeline.planning.predict import LinkBytes, Prediction
 from nxdpp.pipeline.planning.rank_memory import RankMemory
 from nxdpp.pipeline.planning.step_times import RankTimes
@@ -27,6 +30,11 @@ class Plan:
         predicted: number of layouts that were predicted.
         too_large: number of layouts, or groups of them, that need more memory than a device has.
         refused: tensor-parallel sizes that the model refuses, with the reasons.
+        dtype: of the model's parameters, such as ``"bfloat16"``.
+        device: name of the device, or its kind.
+        sample: shapes of the inputs of a microbatch of one sample, by name.
+        tensor_plan: ``plan`` of ``tensor_parallelize``; ``None`` for its own.
+        layer_classes: names of the layers' classes; ``None`` for those that ``NxDPPModel`` finds.
     """
 
     model: str
@@ -38,6 +46,11 @@ class Plan:
     predicted: int = 0
     too_large: int = 0
     refused: Mapping[int, str] | None = None
+    dtype: str = "float32"
+    device: str = "h100"
+    sample: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tensor_plan: Mapping[str, str] | None = None
+    layer_classes: Sequence[str] | None = None
 
     @property
     def first(self) -> Prediction:
@@ -67,7 +80,23 @@ class Plan:
             given["virtual_pipeline_size"] = layout.chunks
         if layout.zero1:
             given["use_zero1_optimizer"] = True
+        if self.layer_classes is not None:
+            given["transformer_layer_cls"] = list(self.layer_classes)
         return given
+
+    def tensor_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``tensor_parallelize`` that differ from their defaults."""
+        given: dict[str, Any] = {} if self.tensor_plan is None else {"plan": dict(self.tensor_plan)}
+        return given | ({"sequence_parallel": True} if self.layout.sequence else {})
+
+    def check_model(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` for a ``module`` of another class or dtype than the plan's."""
+        found = (type(module).__name__, name_of(dtype_of(module)))
+        if found != (self.model, self.dtype):
+            raise ValueError(
+                f"the plan is for a {self.model} in {self.dtype}, and the model is a {found[0]} in {found[1]}: give "
+                f"that model, or plan for this one (nxdpp.plan(..., dtype={found[1]!r}))."
+            )
 
     def initialize(self, **arguments: Any) -> None:
         """Call ``parallel_state.initialize_model_parallel`` with the sizes of the first layout; collective.
@@ -84,18 +113,30 @@ class Plan:
         return f"torchrun {several}--nproc-per-node {self.devices // self.hosts} {script}"
 
     def script(self) -> str:
-        """Return the lines of a script that wrap ``model`` for the first layout."""
+        """Return the lines of a script that wrap ``model`` for the first layout, and make its optimizer."""
         layout = self.layout
         names = ["NxDPPModel", "parallel_state"]
-        lines = [f"parallel_state.initialize_model_parallel({_joined(self.sizes())})"]
+        imports = ["import torch"]
+        lines = [
+            f"# model: a {self.model} in {self.dtype}. A step takes {self.global_batch // layout.data} samples of each "
+            f"replica.",
+            f"parallel_state.initialize_model_parallel({_joined(self.sizes())})",
+        ]
         if layout.tensor > 1:
             names.append("tensor_parallelize")
-            lines.append(f"tensor_parallelize(model{', sequence_parallel=True' if layout.sequence else ''})")
+            lines.append(f"tensor_parallelize({', '.join(['model', *_named(self.tensor_arguments())])})")
         lines.append(f"model = NxDPPModel(model, {_joined(self.arguments())})")
         if layout.checkpoint:
             names.append("apply_checkpoint")
             lines.append("apply_checkpoint(model)")
-        return "\n".join([f"from nxdpp import {', '.join(sorted(names))}", *lines])
+        lines.append("model.move_model_to_device()")
+        if layout.zero1:
+            imports.append("from nxdpp.optimizer import Zero1Optimizer")
+            arguments = "model.parameters(), torch.optim.AdamW, grad_clipping=False, lr=3e-4"
+            lines.append(f"optimizer = Zero1Optimizer({arguments})")
+        else:
+            lines.append("optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)")
+        return "\n".join([*imports, f"from nxdpp import {', '.join(sorted(names))}", *lines])
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -109,10 +150,14 @@ class Plan:
             version = content.pop("version")
             if version != _VERSION:
                 raise ValueError(f"version {version!r} is not {_VERSION}")
+            if missing := sorted({each.name for each in fields(cls)} - content.keys()):
+                raise ValueError(f"it has no {', '.join(missing)}")
             best = [_prediction(each) for each in content.pop("best")]
             refused = {int(size): reason for size, reason in (content.pop("refused") or {}).items()}
-            return cls(**content, best=best, refused=refused)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            plan = cls(**content, best=best, refused=refused)
+            plan._check()
+            return plan
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(f"the text is no plan of nxdpp.plan: {error}. Make it with Plan.to_json.") from error
 
     def write(self, path: str | Path) -> None:
@@ -122,11 +167,37 @@ class Plan:
     @classmethod
     def read(cls, path: str | Path) -> "Plan":
         """Return the plan of ``write``. Raises ``ValueError`` for any other file."""
-        return cls.from_json(Path(path).read_text())
+        try:
+            return cls.from_json(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def _check(self) -> None:
+        """Raise ``ValueError`` for figures that contradict each other, in a file that was edited."""
+        if not self.best:
+            raise ValueError("it has no layout")
+        for each in self.best:
+            layout = each.layout
+            layout.check()
+            if layout.devices != self.devices or self.devices % self.hosts:
+                raise ValueError(
+                    f"{describe(layout)} needs {layout.devices} devices, not {self.devices} on {self.hosts} hosts"
+                )
+            if layout.microbatches(self.global_batch) != each.microbatches:
+                raise ValueError(
+                    f"{describe(layout)} has {layout.microbatches(self.global_batch)} microbatches of a global batch "
+                    f"of {self.global_batch}, not {each.microbatches}"
+                )
+            if len(set(each.cuts)) != layout.stages - 1:
+                raise ValueError(f"{describe(layout)} needs {layout.stages - 1} cuts, not {each.cuts}")
 
 
 def _joined(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return ", ".join(_named(arguments))
+
+
+def _named(arguments: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
 def _prediction(content: dict[str, Any]) -> Prediction:

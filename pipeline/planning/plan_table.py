@@ -13,8 +13,9 @@ _GIB = 2**30
 
 def show(plan: Plan) -> None:
     """Print the layouts of ``plan``, the best first, then the command and the script of the first one."""
-    hosts = f" on {plan.hosts} hosts" if plan.hosts > 1 else ""
-    table = Table(title=f"{plan.model}, {plan.devices} devices{hosts}, {plan.global_batch} samples a step")
+    hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
+    title = f"{plan.model} in {plan.dtype}, {plan.devices} {plan.device} devices on {hosts}"
+    table = Table(title=f"{title}, {plan.global_batch} samples a step")
     table.add_column("")
     for name in (
         "tensor x pipeline x data", "schedule", "stages a rank", "microbatches", "switches", "step, s", "memory, GiB",
@@ -29,6 +30,8 @@ def show(plan: Plan) -> None:
         "microbatches: number x samples of each. Memory and sent bytes of a step: of the rank with the most. "
         "c: activation checkpointing, z: ZeRO-1, s: sequence parallel."
     )
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in plan.sample.items())
+    console.print(f"microbatch of one sample: {shapes}", markup=False)
     if plan.best and plan.first.estimated:
         console.print("* estimated from the parameters: some layers cannot run without data")
     if plan.too_large:

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from nxdpp.pipeline.planning.dtypes import dtype_named, name_of
 from nxdpp.pipeline.planning.job import Job
 from nxdpp.pipeline.planning.layer_times import ModelCosts, on_meta
 from nxdpp.pipeline.planning.layout import Layout
@@ -101,13 +103,16 @@ def plan(
         found.predicted,
         found.too_large,
         found.refused,
+        name_of(counted.dtype),
+        device if isinstance(device, str) else device.kind,
+        _shapes(job.inputs(1)),
+        tensor_plan,
+        _class_names(transformer_layer_cls),
     )
 
 
 def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(wanted, torch.dtype):
-        raise ValueError(f"dtype={dtype!r} is no dtype of torch, such as 'bfloat16'.")
+    wanted = None if dtype is None else dtype_named(dtype)
     if isinstance(given, nn.Module):
         if hasattr(given, "replace_local_tensors"):
             raise TypeError("nxdpp.plan takes a model before it is wrapped.")
@@ -136,8 +141,9 @@ def _inputs(model: nn.Module, inputs: Inputs | None, length: int | None) -> Call
     if callable(inputs):
         return inputs
     if inputs is not None:
-        given = inputs
-        return lambda size: {name: _resized(value, size) for name, value in given.items()}
+        given = dict(inputs)
+        _check_samples(given)
+        return lambda size: pytree.tree_map(lambda value: _resized(value, size), given)
     from transformers import PreTrainedModel
 
     from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
@@ -148,6 +154,34 @@ def _inputs(model: nn.Module, inputs: Inputs | None, length: int | None) -> Call
             f"one microbatch with labels."
         )
     return lambda size: microbatch_on_meta(model, size, length)
+
+
+def _check_samples(inputs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for tensors with other first dimensions: they are not all numbers of samples."""
+    shapes = _shapes(inputs)
+    if len({shape[0] for shape in shapes.values() if shape}) > 1:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"the inputs have several numbers of samples in their first dimension: {listed}. Give inputs= as a "
+            f"function of a number of samples."
+        )
+
+
+def _shapes(inputs: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of all tensors of ``inputs`` by name, also of those in containers."""
+    return {
+        name + pytree.keystr(path): list(value.shape)
+        for name, given in inputs.items()
+        for path, value in pytree.tree_flatten_with_path(given)[0]
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _class_names(layer_classes: Any | None) -> list[str] | None:
+    if layer_classes is None:
+        return None
+    several = layer_classes if isinstance(layer_classes, list | tuple) else [layer_classes]
+    return [each if isinstance(each, str) else each.__name__ for each in several]
 
 
 def _resized(value: Any, size: int) -> Any:

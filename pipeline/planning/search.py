@@ -7,6 +7,7 @@ a group gives way to its layouts, a layout to its prediction. So a prediction th
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
@@ -14,8 +15,9 @@ from typing import Any, Literal
 
 from nxdpp.pipeline.planning.bounds import Bounds, LowerBounds
 from nxdpp.pipeline.planning.layer_times import ModelCosts
-from nxdpp.pipeline.planning.layout import Layout, divisors, groups_of, schedules_of
+from nxdpp.pipeline.planning.layout import Layout, describe, divisors, groups_of, schedules_of
 from nxdpp.pipeline.planning.predict import Prediction, TooLargeError, predict
+from nxdpp.schedules.families.registry import find_family
 
 _By = Literal["seconds", "bytes"]
 _GIB = 2**30
@@ -55,6 +57,9 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
     known = {each.name for each in fields(Layout)}
     if unknown := sorted(set(fixed) - known):
         raise ValueError(f"fixed names {', '.join(unknown)}, but a layout has {', '.join(sorted(known))}.")
+    if "schedule" in fixed:
+        find_family(fixed["schedule"])
+    _check_best(best)
     found = Found()
     order = _Order(costs, fixed, found)
     for prediction in order.run("seconds", costs.machine.memory):
@@ -68,6 +73,9 @@ def search(costs: ModelCosts, fixed: Mapping[str, Any] | None = None, best: int 
 
 def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -> Found:
     """Return the ``best`` of the given ``layouts``; ``ValueError`` where none of them fits."""
+    _check_best(best)
+    if not layouts:
+        raise ValueError("layouts is empty: give at least one Layout, or leave it out to search.")
     found = Found(groups=len(layouts), predicted=len(layouts))
     predictions = [predict(costs, layout) for layout in layouts]
     fitting = [each for each in predictions if each.peak_bytes <= costs.machine.memory]
@@ -77,6 +85,11 @@ def rank_layouts(costs: ModelCosts, layouts: Sequence[Layout], best: int = 10) -
         raise ValueError(_needs(costs, least))
     found.best = sorted(fitting, key=lambda each: (each.step_seconds, each.layout))[:best]
     return found
+
+
+def _check_best(best: int) -> None:
+    if isinstance(best, bool) or not isinstance(best, int) or best < 1:
+        raise ValueError(f"best={best!r} must be a whole number of at least 1.")
 
 
 class _Order:
@@ -158,36 +171,22 @@ def _nothing_fits(costs: ModelCosts, fixed: Mapping[str, Any], found: Found) -> 
     return (
         f"no layout of {machine.devices} devices on {machine.hosts} hosts with {given} fits the model and a global "
         f"batch of {job.global_batch}: each replica takes an equal number of samples, a tensor group stays on one "
-        f"host, and a stage has at least one layer. {reasons}".strip()
+        f"host, a stage has at least one layer, ZeRO-1 needs replicas, and sequence parallelism a tensor group. "
+        f"{reasons}".strip()
     )
+
+
+def _rounded_up(number: float) -> str:
+    """Return ``number`` in four digits that are not below it: a device of so much memory has to be enough."""
+    unit = 10.0 ** (math.floor(math.log10(number)) - 3)
+    digits = max(-math.floor(math.log10(unit)), 0)
+    return f"{math.ceil(number / unit) * unit:.{digits}f}"
 
 
 def _needs(costs: ModelCosts, least: Prediction) -> str:
     machine = costs.machine
     return (
         f"no layout fits into {machine.memory / _GIB:.4g} GiB of a device: the smallest one needs "
-        f"{least.peak_bytes / _GIB:.4g} GiB ({describe(least.layout)}). Use more devices, shorter sequences, or "
-        f"devices with more memory."
-    )
-
-
-def describe(layout: Layout) -> str:
-    """Return the layout in a few words."""
-    switches = [
-        name
-        for name, is_on in (
-            ("activation checkpointing", layout.checkpoint),
-            ("ZeRO-1", layout.zero1),
-            ("sequence parallel", layout.sequence),
-        )
-        if is_on
-    ]
-    chunks = f" with {layout.chunks} stages a rank" if layout.chunks > 1 else ""
-    return ", ".join(
-        [
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
-            f"{layout.schedule}{chunks}",
-            f"microbatches of {layout.microbatch}",
-            *switches,
-        ]
+        f"{_rounded_up(least.peak_bytes / _GIB)} GiB ({describe(least.layout)}). Use more devices, shorter sequences, "
+        f"or devices with more memory."
     )

@@ -60,17 +60,21 @@ def run_search(options: argparse.Namespace) -> None:
     fixed = {field: getattr(options, name) for name, field in _FIXED.items() if getattr(options, name)}
     named = {name: getattr(options, name) for name in ("hosts", "link", "host_link", "best")}
     chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    config = read_configuration(options.config)
     found = plan(
-        read_configuration(options.config),
+        config,
         devices=options.devices,
         device_memory=options.device_memory,
         global_batch=options.global_batch,
         seq_length=options.seq_length,
         device="h100" if options.device == "cuda" else options.device,
+        dtype=options.dtype,
         fixed=fixed,
         **chosen,
     )
     show(found)
+    if options.dtype is None and config.dtype is None:
+        print("\nthe configuration has no dtype, so the model is of float32. --dtype bfloat16 plans for another.")
     if options.write is not None:
         found.write(options.write)
 

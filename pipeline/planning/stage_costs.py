@@ -23,7 +23,7 @@ class StageCosts:
         at_once, deferred: bytes of gradients of parameters that an input-gradient or a weight-gradient makes before it
             adds them to those of earlier microbatches.
         forward_extra, backward_extra: the most bytes beside those held, while it runs.
-        sent: bytes that go to the next stage.
+        sent: bytes that go to later stages. Those that skip stages count on each one.
     """
 
     first: int
@@ -142,8 +142,10 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
     weight_gradient = sum(layer.weight_gradient for layer in layers) - at_once
     held, forward_extra, backward_extra = _memory(layers, checkpoint)
     last = end == len(model.layers)
-    # A stage keeps the values that it has sent.
-    of_all = model.shared + (0.0 if last else layers[-1].sent)
+    leaving = 0.0 if last else layers[-1].sent + layers[-1].passed
+    # A stage keeps the values that it has sent, and those of earlier layers that its recomputed layers read.
+    passed = model.layers[first - 1].passed if first and recomputed else 0.0
+    of_all = model.shared + (0.0 if last else layers[-1].sent) + passed
     whole = [layer for layer in layers if not (checkpoint and layer.is_layer)]
     return StageCosts(
         first=first,
@@ -160,7 +162,7 @@ def _stage(model: CountedModel, first: int, end: int, checkpoint: bool, action_s
         deferred=sum(layer.gradients for layer in whole),
         forward_extra=forward_extra,
         backward_extra=backward_extra,
-        sent=0.0 if last else layers[-1].sent,
+        sent=leaving,
     )
 
 

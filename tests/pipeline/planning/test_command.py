@@ -118,7 +118,7 @@ def test_models_of_six_tasks(
     assert _plan(str(tmp_path), "--pipeline-parallel-size", "2") == 0, capsys.readouterr().err
 
     output = capsys.readouterr().out
-    assert f"{model}, 4 microbatches of" in output
+    assert f"{model} in float32, 4 microbatches of" in output
     assert "slowest stage / mean" in output
 
 

@@ -5,11 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+import nxdpp
 from nxdpp.__main__ import main
+from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.plan import Plan
 
 ROOT = Path(__file__).parents[3]
@@ -27,22 +31,44 @@ CONFIG = {
     "dtype": "float32",
 }
 SEARCH = ["--devices", "2", "--device-memory", "1GB", "--global-batch", "4", "--device", "cpu", "--link", "1GB/s"]
-# The script of a user; its middle is the printed text.
-BEFORE = """
+# Layouts of the other printed scripts that run in the same start.
+SWITCHES = [
+    Layout(tensor=2, sequence=True, checkpoint=True),
+    Layout(tensor=2),
+    Layout(pipeline=2, chunks=2, schedule="dualpipe-v", checkpoint=True, microbatch=2),
+    Layout(data=2, zero1=True, checkpoint=True),
+    Layout(data=2, microbatch=2),
+]
+# The script of a user, with printed texts in the place of its own lines: two steps have the losses of one process.
+TRAIN = """
+import copy
+import sys
+from pathlib import Path
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig.from_json_file("config.json"))
+given = LlamaForCausalLM(LlamaConfig.from_json_file("config.json"))
 tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
-with torch.no_grad():
-    expected = sum(model(input_ids=row[None], labels=row[None]).loss for row in tokens) / 4
-"""
-AFTER = """
-loss = model.run_train(input_ids=tokens, labels=tokens)
-if loss is not None:
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    print("the loss is that of one process")
+for text in sys.argv[1:]:
+    whole = copy.deepcopy(given)
+    adamw = torch.optim.AdamW(whole.parameters(), lr=3e-4)
+    names = {"model": copy.deepcopy(given)}
+    exec(Path(text).read_text(), names)
+    model, optimizer, state = names["model"], names["optimizer"], names["parallel_state"]
+    part = slice(state.get_data_parallel_rank(), None, state.get_data_parallel_size())
+    for step in range(2):
+        losses = torch.stack([whole(input_ids=row[None], labels=row[None]).loss for row in tokens])
+        loss = model.run_train(input_ids=tokens[part], labels=tokens[part])
+        if loss is not None:
+            torch.testing.assert_close(loss, losses[part].mean().detach(), rtol=1e-5, atol=0, msg=f"{text}, {step}")
+            print(f"{text}: the loss of step {step} is that of one process")
+        losses.mean().backward()
+        for each in (adamw, optimizer):
+            each.step()
+            each.zero_grad()
+    state.destroy_model_parallel()
 """
 
 
@@ -70,14 +96,31 @@ def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str])
     assert command == "torchrun --nproc-per-node 2 train.py"
     assert Plan.read(folder / "plan.json").script() == script.strip()
 
-    (folder / "train.py").write_text(BEFORE + script + AFTER)
+    config = LlamaConfig.from_json_file(folder / "config.json")
+    scripts = [script]
+    for layout in SWITCHES:
+        found = nxdpp.plan(config, devices=2, device_memory="1GB", global_batch=4, device="cpu", layouts=[layout])
+        scripts.append(found.script())
+    names = [f"{number}.txt" for number in range(len(scripts))]
+    for name, text in zip(names, scripts, strict=True):
+        (folder / name).write_text(text)
+    (folder / "train.py").write_text(TRAIN)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command.split(), cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*command.split(), *names],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "the loss is that of one process" in ended.stdout
+    for name in names:
+        assert f"{name}: the loss of step 1 is that of one process" in ended.stdout
+    for word in ("tensor_parallelize(model, sequence_parallel=True)", "apply_checkpoint(model)", "Zero1Optimizer("):
+        assert any(word in text for text in scripts)
 
 
 def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
@@ -93,6 +136,56 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        ('"pipeline": 1', '"pipeline": 4', r"tensor 1 x pipeline 4 .* needs 8 devices, not 2 on 1 hosts"),
+        ('"devices": 2', '"devices": 4', "needs 2 devices, not 4 on 1 hosts"),
+        ('"global_batch": 4', '"global_batch": 7', "a global batch of 7 does not divide over 2 replicas"),
+        ('"microbatches": ', '"microbatches": 9', "microbatches of a global batch of 4, not 9"),
+        ('"dtype": ', '"other": ', "dtype"),
+        ('"schedule": "1f1b"', '"schedule": "2f2b"', "there is no schedule '2f2b'"),
+        ('"cuts": []', '"cuts": ["model.layers.0"]', r"needs 0 cuts, not \['model.layers.0'\]"),
+        ('"checkpoint": ', '"check": ', "the text is no plan"),
+        ('"hosts": 1', '"hosts": "1"', "the text is no plan"),
+        ("}\n", "", "the text is no plan"),
+    ],
+)
+def test_an_edited_plan_is_refused(tmp_path: Path, before: str, after: str, error: str) -> None:
+    written = tmp_path / "plan.json"
+    text = _plan_of_two_replicas().to_json()
+    assert before in text
+    written.write_text(text.replace(before, after))
+
+    with pytest.raises(ValueError, match=r"plan\.json: the text is no plan of nxdpp\.plan: .*") as caught:
+        Plan.read(written)
+    assert re.search(error, str(caught.value))
+
+
+@cache
+def _plan_of_two_replicas() -> Plan:
+    config = LlamaConfig.from_dict(CONFIG)
+    return nxdpp.plan(config, devices=2, device_memory="1GB", global_batch=4, device="cpu", layouts=[Layout(data=2)])
+
+
+def test_the_dtype_and_the_inputs_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A configuration without a dtype gives float32; the weights of most models are of bfloat16."""
+    config = {name: value for name, value in CONFIG.items() if name != "dtype"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert _plan(folder, "--best", "1") == 0
+    plain = capsys.readouterr().out
+    assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--seq-length", "16") == 0
+    half = capsys.readouterr().out
+
+    assert "LlamaForCausalLM in float32, 2 cpu devices on 1 host, 4 samples a step" in plain
+    assert "microbatch of one sample: input_ids [1, 32], labels [1, 32]" in plain
+    assert "the configuration has no dtype" in plain
+    assert "LlamaForCausalLM in bfloat16, 2 cpu devices" in half
+    assert "input_ids [1, 16]" in half
+    assert "the configuration has no dtype" not in half
+
+
+@pytest.mark.parametrize(
     ("options", "error"),
     [
         (
@@ -104,6 +197,9 @@ def test_a_plan_is_read_as_it_was_written(folder: Path) -> None:
         (["--hosts", "3"], "2 devices do not divide over 3 hosts"),
         (["--global-batch", "0"], "global_batch=0 must be a whole number of at least 1"),
         (["--devices", "0"], "devices=0 must be a whole number of at least 1"),
+        (["--best", "0"], "best=0 must be a whole number of at least 1"),
+        (["--dtype", "half-ish"], "dtype='half-ish' is no floating dtype of torch"),
+        (["--zero1", "--data-parallel-size", "1"], "with data=1, zero1=True fits .* ZeRO-1 needs replicas"),
         (["--num-microbatches", "4"], "--num-microbatches: the search chooses it. Leave it out with --devices"),
         (["--partition", "balanced"], "--partition: the search chooses it"),
         (["--pipeline-parallel-size", "8"], "no layout of 2 devices on 1 hosts with pipeline=8 fits the model"),

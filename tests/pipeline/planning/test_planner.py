@@ -73,7 +73,7 @@ def test_measured_layers_replace_counted_ones() -> None:
     [
         ({"device": "tpu"}, "there is no device 'tpu'. Choose one of a100, h100, h200, cpu"),
         ({"costs": "guessed"}, "costs='guessed' must be 'counted' or 'profiled'"),
-        ({"dtype": "half-ish"}, "dtype='half-ish' is no dtype of torch"),
+        ({"dtype": "half-ish"}, "dtype='half-ish' is no floating dtype of torch"),
         ({"seq_length": 16, "inputs": {"input_ids": torch.zeros(1, 4)}}, "seq_length and inputs exclude each other"),
         ({"seq_length": 64}, "a sequence length of 64 is more than max_position_embeddings=32"),
     ],
@@ -118,11 +118,73 @@ def test_a_job_of_other_sizes_is_refused(plan: Plan) -> None:
     try:
         with pytest.raises(ValueError, match=r"the plan is for .*'tensor': 2.* and the job has .*'tensor': 1"):
             NxDPPModel.from_plan(module, plan)
-        with pytest.raises(ValueError, match="the plan chooses num_microbatches: leave it out"):
-            NxDPPModel.from_plan(module, plan, num_microbatches=4)
+        for name in ("num_microbatches", "schedule", "virtual_pipeline_size", "partition", "use_zero1_optimizer"):
+            with pytest.raises(ValueError, match=f"the plan chooses {name}: leave it out"):
+                NxDPPModel.from_plan(module, plan, **{name: 4})
+        with pytest.raises(ValueError, match="is for a LlamaForCausalLM in float32, and the model is a LlamaModel in"):
+            NxDPPModel.from_plan(module.model, plan)
+        with pytest.raises(ValueError, match=r"in float32, and the model is a LlamaForCausalLM in bfloat16: .* dtype="):
+            NxDPPModel.from_plan(LlamaForCausalLM(LLAMA).bfloat16(), plan)
     finally:
         parallel_state.destroy_model_parallel()
     assert module.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan was not compared")
+def test_a_plan_knows_the_tensor_plan_and_the_layers(plan: Plan) -> None:
+    tensor_plan = {"layers.*.linear": "colwise_gather_output"}
+    found = nxdpp.plan(
+        Stack(),
+        devices=2,
+        global_batch=2,
+        inputs={"states": torch.zeros(1, 16)},
+        tensor_plan=tensor_plan,
+        transformer_layer_cls=Block,
+        fixed={"tensor": 2},
+        best=1,
+        **CPU,
+    )
+
+    assert found == Plan.from_json(found.to_json())
+    assert f"tensor_parallelize(model, plan={tensor_plan!r})" in found.script()
+    assert "transformer_layer_cls=['Block']" in found.script()
+    parallel_state.initialize_debug(tensor_model_parallel_size=2)
+    try:
+        model = NxDPPModel.from_plan(Stack(), found)
+        with pytest.raises(ValueError, match="tensor-parallel parameters already: call tensor_parallelize once"):
+            NxDPPModel.from_plan(nxdpp.tensor_parallelize(Stack(), tensor_plan), found)
+        with pytest.raises(ValueError, match="is for a Stack in float32, and the model is a NxDPPModel"):
+            NxDPPModel.from_plan(model, found)
+    finally:
+        parallel_state.destroy_model_parallel()
+    assert dict(model.local_named_parameters())["layers.0.linear.weight"].shape == (8, 16)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.stack(batch["states"])
+        return loss
+
+
+def test_a_batch_in_containers_has_the_samples_of_a_microbatch() -> None:
+    inputs = {"batch": {"states": torch.zeros(3, 16)}}
+    plan = nxdpp.plan(Nested(), devices=1, global_batch=8, inputs=inputs, fixed={"microbatch": 4}, best=1, **CPU)
+    flat = nxdpp.plan(
+        Stack(), devices=1, global_batch=8, inputs=inputs["batch"], fixed={"microbatch": 4}, best=1, **CPU
+    )
+
+    assert plan.first.memory == flat.first.memory
+    assert plan.sample == {"batch['states']": [1, 16]}
+
+
+def test_a_batch_with_several_numbers_of_samples_is_refused() -> None:
+    inputs = {"states": torch.zeros(3, 16), "positions": torch.zeros(16)}
+    with pytest.raises(ValueError, match=r"several numbers of samples .*: states \[3, 16\], positions \[16\]\. Give"):
+        nxdpp.plan(Stack(), devices=1, global_batch=8, inputs=inputs, **CPU)
 
 
 def test_several_hosts_have_a_meeting_point() -> None:

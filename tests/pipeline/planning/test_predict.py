@@ -1,10 +1,17 @@
 """Predictions of layouts: memory beside measured peaks, times beside the simulator."""
 
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from nxdpp.parallel_layers import gradient_average
 from nxdpp.pipeline.planning import layer_times
@@ -15,6 +22,7 @@ from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.machine import DEVICES, Link, Machine
 from nxdpp.pipeline.planning.predict import Prediction, predict
 from nxdpp.pipeline.planning.stage_costs import stage_costs, stage_ends
+from nxdpp.pipeline.planning.stage_summary import summarise_stages
 from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.simulate import simulate
 
@@ -187,3 +195,21 @@ def test_other_devices_than_those_of_the_machine_are_refused() -> None:
 
 def test_the_buckets_are_those_of_the_average() -> None:
     assert layer_times.BUCKET_BYTES == gradient_average._BUCKET_BYTES
+
+
+def test_an_encoder_is_sent_to_each_stage_of_the_decoder() -> None:
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4)
+    config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    inputs = microbatch_on_meta(model, 1, 16)
+    stages = summarise_stages(model, inputs, 4, 4)
+    costs = ModelCosts(model, Machine(4, 10**9), Job(4, lambda size: microbatch_on_meta(model, size, 16)))
+    counted = costs.of(1, False, 1)
+    ends = [*accumulate(len(stage.layers) for stage in stages)][:-1]
+
+    predicted = stage_costs(counted, [*ends, len(counted.layers)], True, 0.0)
+
+    assert sum(stage.sent for stage in predicted) == sum(stage.sent_bytes for stage in stages)
+    # The last stage of the decoder has its input and the encoder's output, each of (1, 16, 32) in float32.
+    assert predicted[-1].held >= 2 * 16 * 32 * 4

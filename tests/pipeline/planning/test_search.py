@@ -1,5 +1,6 @@
 """The search finds the layouts that a comparison of all layouts finds."""
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from nxdpp.pipeline.planning.layout import Layout, groups_of, schedules_of
 from nxdpp.pipeline.planning.machine import DEVICES, Link, Machine
 from nxdpp.pipeline.planning.predict import Prediction, predict
 from nxdpp.pipeline.planning.search import rank_layouts, search
+from nxdpp.pipeline.planning.units import size_of
 
 LLAMA = LlamaConfig(
     vocab_size=512,
@@ -103,8 +105,14 @@ def test_fixed_fields_are_kept(costs: ModelCosts, everything: list[Prediction], 
 def test_too_little_memory_names_the_smallest_need(costs: ModelCosts, everything: list[Prediction]) -> None:
     least = min(each.peak_bytes for each in everything)
 
-    with pytest.raises(ValueError, match=rf"no layout fits into .* GiB of a device: .* needs {least / 2**30:.4g} GiB"):
+    with pytest.raises(ValueError, match=r"no layout fits into .* GiB of a device: the smallest one needs ") as caught:
         search(_limited(costs, 1000))
+    named = re.search(r"needs ([\d.]+) GiB", str(caught.value))
+    assert named is not None
+    assert least / 2**30 <= float(named[1]) <= 1.002 * least / 2**30
+    # A device of so much memory is enough.
+    found = search(_limited(costs, size_of(f"{named[1]}GiB", "device_memory")))
+    assert found.best[0].peak_bytes == least
 
 
 def test_impossible_sizes_are_refused_with_the_reason(costs: ModelCosts) -> None:
@@ -114,6 +122,12 @@ def test_impossible_sizes_are_refused_with_the_reason(costs: ModelCosts) -> None
         search(costs, {"pipeline": 3})
     with pytest.raises(ValueError, match="fixed names stages, but a layout has checkpoint, chunks"):
         search(costs, {"stages": 3})
+    with pytest.raises(ValueError, match=r"there is no schedule '2f2b'\. Choose one of"):
+        search(costs, {"schedule": "2f2b"})
+    with pytest.raises(ValueError, match="best=-1 must be a whole number of at least 1"):
+        search(costs, best=-1)
+    with pytest.raises(ValueError, match="layouts is empty"):
+        rank_layouts(costs, [])
 
 
 def test_given_layouts_are_compared(costs: ModelCosts) -> None:
