@@ -31,8 +31,8 @@ from benchmarks.planner.tables import Row, figures_table, rows_table
 from benchmarks.report import session_line
 from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
 from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.predict import Prediction, predict
 from tests.support.run_ranks import run_ranks
 

@@ -48,7 +48,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Combination:
-    """How the gradients of the ranks become one: ``before`` of each rank's own, division, sum, ``after`` of the result.
+    """Sum or mean of the ranks' gradients: ``before`` of each rank's own, division, sum, ``after`` of the result.
 
     ``divisor`` is the number of ranks for a mean, and 1 for a sum.
     """

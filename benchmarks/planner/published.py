@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.report import markdown_table
 from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
 from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.machine import DEVICES, Link, Machine
+from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.predict import predict
 
 _NVLINK = {"a100": Link(300e9), "h100": Link(450e9)}

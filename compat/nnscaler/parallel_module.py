@@ -29,7 +29,7 @@ _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 @dataclass
 class ModulePlan:
-    """How each rank makes its part of a module.
+    """Recipe by which each rank makes its part of a module.
 
     Attributes:
         make: returns the module whole, the same on all ranks.
@@ -289,7 +289,7 @@ class ParallelModule(nn.Module):
 
 
 def _fits(given: Any, own: Any) -> bool:
-    """Whether a load can copy ``given``: torch leaves tensors of other shapes out, and raises at the end."""
+    """Return whether a load can copy ``given``: torch leaves tensors of other shapes out, and raises at the end."""
     return not isinstance(own, torch.Tensor) or (isinstance(given, torch.Tensor) and given.shape == own.shape)
 
 

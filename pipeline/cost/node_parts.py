@@ -57,7 +57,7 @@ class NodeParts:
 
 @dataclass(frozen=True)
 class CountedParts:
-    """How to count parts: FLOPs that the device does while it moves a byte, and the least work of an operation."""
+    """Settings of a count: FLOPs that the device does while it moves a byte, and the least work of an operation."""
 
     balance: float
     least_work: float = 0.0

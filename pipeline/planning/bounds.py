@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nxdpp.parallel_layers.collective_bytes import least_sent
-from nxdpp.pipeline.planning.layer_times import LayerTimes, ModelCosts
+from nxdpp.pipeline.planning.layer_times import LayerTimes
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.least_held import least_held
+from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.predict import states_of
 from nxdpp.pipeline.planning.rank_memory import rank_memory
 from nxdpp.pipeline.planning.stage_costs import StageCosts, stage_costs, stage_ends

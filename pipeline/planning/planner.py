@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 
 from nxdpp.pipeline.planning.dtypes import dtype_named, name_of
 from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.layer_times import ModelCosts, on_meta
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.machine import Device, Link, Machine, find_device
+from nxdpp.pipeline.planning.model_costs import ModelCosts, on_meta
 from nxdpp.pipeline.planning.plan import Plan
 from nxdpp.pipeline.planning.search import rank_layouts, search
 from nxdpp.pipeline.planning.units import rate_of, size_of

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nxdpp.parallel_layers.collective_bytes import least_sent
-from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout
+from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.rank_memory import RankMemory, activation_peak, rank_memory
 from nxdpp.pipeline.planning.stage_costs import RankState, StageCosts, rank_state, stage_costs, stage_ends
 from nxdpp.pipeline.planning.step_times import RankTimes, built, shares_cores, step_times, whole_makespan

@@ -14,8 +14,8 @@ from itertools import count
 from typing import Any, Literal
 
 from nxdpp.pipeline.planning.bounds import Bounds, LowerBounds
-from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout, describe, divisors, groups_of, schedules_of
+from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.predict import Prediction, TooLargeError, predict
 from nxdpp.schedules.families.registry import find_family
 

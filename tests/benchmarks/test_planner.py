@@ -33,8 +33,9 @@ def test_the_memory_of_measured_ranks_is_predicted() -> None:
     for row in rows:
         assert len(row.ranks) == 2
         assert row.seconds > 0
-        # In a tiny model a message or a mask is a large share.
-        assert row.memory_ratio == pytest.approx(1, abs=0.15), describe(row.prediction.layout)
+        # In a tiny model a message or a mask is a large share. With ZeRO-1 a slow exchange holds a bucket longer.
+        most = 1.3 if row.prediction.layout.zero1 else 1.15
+        assert 0.85 < row.memory_ratio < most, describe(row.prediction.layout)
     assert all(describe(layout) in rows_table(rows) for layout in TWO_RANKS)
 
 

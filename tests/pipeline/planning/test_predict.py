@@ -17,9 +17,10 @@ from nxdpp.parallel_layers import gradient_average
 from nxdpp.pipeline.planning import layer_times
 from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
 from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.layer_times import CountedModel, ModelCosts
+from nxdpp.pipeline.planning.layer_times import CountedModel
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.machine import DEVICES, Link, Machine
+from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.predict import Prediction, predict
 from nxdpp.pipeline.planning.stage_costs import stage_costs, stage_ends
 from nxdpp.pipeline.planning.stage_summary import summarise_stages

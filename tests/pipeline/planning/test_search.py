@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nxdpp.pipeline.planning.bounds import LowerBounds
 from nxdpp.pipeline.planning.configured_model import microbatch_on_meta
 from nxdpp.pipeline.planning.job import Job
-from nxdpp.pipeline.planning.layer_times import ModelCosts
 from nxdpp.pipeline.planning.layout import Layout, groups_of, schedules_of
 from nxdpp.pipeline.planning.machine import DEVICES, Link, Machine
+from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.predict import Prediction, predict
 from nxdpp.pipeline.planning.search import rank_layouts, search
 from nxdpp.pipeline.planning.units import size_of
