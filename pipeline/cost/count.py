@@ -196,9 +196,10 @@ def _with_parts(run: NodeRun, cost: NodeCost, how: CountedParts) -> NodeCost:
 def _count(run: NodeRun, balance: float, with_backward: bool = True) -> _Counted:
     saved: list[torch.Tensor] = []
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor | None:
         saved.append(tensor)
-        return tensor
+        # A result that the graph saves keeps the graph, which only a backward would free.
+        return tensor if with_backward else None
 
     flops = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with torch.enable_grad(), flops, sent_bytes() as sent, WorkCounter(flops, balance) as counter:
@@ -216,6 +217,8 @@ def _count(run: NodeRun, balance: float, with_backward: bool = True) -> _Counted
     storages = {_memory(tensor): tensor.untyped_storage() for tensor in saved if _memory(tensor) not in not_counted}
     saved_bytes = sum(storage.nbytes() for memory, storage in storages.items() if memory not in arguments)
     positions = [arguments.index(memory) for memory in storages if memory in arguments]
+    # The graph keeps the hook, which keeps the list.
+    saved.clear()
     return value, NodeCost(forward, total - forward, work, saved_bytes, tensor_bytes=sent.total), positions
 
 
