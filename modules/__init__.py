@@ -6,8 +6,14 @@ Submodules are imported at their first use.
 from importlib import import_module
 from typing import Any
 
+__all__ = ["qkv_linear"]
+
 
 def __getattr__(name: str) -> Any:
-    if name == "qkv_linear":
-        return import_module("nxdpp.modules.qkv_linear")
+    if name in __all__:
+        return import_module(f"nxdpp.modules.{name}")
     raise AttributeError(f"module 'nxdpp.modules' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,6 +19,7 @@ from nxdpp.checkpoint.commands import command as checkpoint_command
 from nxdpp.pipeline.planning import command as plan_command
 from nxdpp.schedules.view import command as schedule_command
 from nxdpp.schedules.view import timeline_command
+from nxdpp.version import __version__
 
 _HANGS = """\
 a job that hangs:
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_HANGS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"nxdpp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in (plan_command, schedule_command, timeline_command, checkpoint_command):
         command.add_parser(commands)

@@ -4,3 +4,7 @@ from nxdpp.optimizer.neuron_zero1 import NeuronZero1Optimizer
 from nxdpp.optimizer.zero1 import Zero1Optimizer
 
 __all__ = ["NeuronZero1Optimizer", "Zero1Optimizer"]
+
+
+def __dir__() -> list[str]:
+    return __all__

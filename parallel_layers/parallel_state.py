@@ -134,6 +134,10 @@ __all__ = [
 _hang_timeout = 0.0
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,

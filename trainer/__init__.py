@@ -17,3 +17,7 @@ __all__ = [
     "neuronx_distributed_config",
     "save_checkpoint",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,10 +6,14 @@ Submodules are imported at their first use.
 from importlib import import_module
 from typing import Any
 
-_SUBMODULES = ("adamw_fp32_optim_params", "logger", "model_utils")
+__all__ = ["adamw_fp32_optim_params", "logger", "model_utils"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
+    if name in __all__:
         return import_module(f"nxdpp.utils.{name}")
     raise AttributeError(f"module 'nxdpp.utils' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,168 @@
+"""Public names of nxdpp: listed, completed, described in a line each, and imported at their first use."""
+
+import ast
+import importlib
+import inspect
+import pydoc
+import re
+import rlcompleter
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import nxdpp
+from nxdpp.__main__ import main
+from nxdpp.version import find_version
+
+ROOT = Path(__file__).parents[1]
+
+# Packages that no user imports from.
+INTERNAL = {"checkpoint", "devices", "initialization", "tensor_parallel", "tracing"}
+PACKAGES = {path.parent.name for path in (ROOT / "nxdpp").glob("*/__init__.py")} - INTERNAL
+ALL = frozenset(vars(nxdpp)["__all__"])
+NAMES = ALL | PACKAGES
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def imported_for_type_checkers() -> set[str]:
+    """Return the names that ``nxdpp/__init__.py`` imports under ``TYPE_CHECKING``, each as itself."""
+    branches = [node for node in ast.parse(inspect.getsource(nxdpp)).body if isinstance(node, ast.If)]
+    aliases = [alias for node in branches[0].body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert all(alias.asname == alias.name for alias in aliases)
+    return {alias.name for alias in aliases}
+
+
+def described() -> dict[str, str]:
+    """Return the line of each name in the module's help."""
+    indented = re.findall(r"^    (\w+)  +(\S.*)$", nxdpp.__doc__ or "", re.MULTILINE)
+    return dict(indented)
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(dir(nxdpp)) == NAMES | {"__version__"}
+    assert all(getattr(nxdpp, name) is not None for name in NAMES)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    # The two front doors import nxdpp themselves.
+    assert imported_for_type_checkers() == NAMES - {"nnscaler", "oslo"}
+
+
+def test_a_star_import_brings_all_names() -> None:
+    found: dict[str, object] = {}
+    exec("from nxdpp import *", found)
+    assert {name for name in found if name != "__builtins__"} == ALL
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_help_has_the_first_words_of_each_name(name: str) -> None:
+    first = (getattr(nxdpp, name).__doc__ or "").strip().partition("\n")[0].replace("`", "")
+    line = described()[name]
+    assert re.match(rf"{re.escape(line)}\b", first), f"{name}: {first!r} does not begin with {line!r}"
+
+
+def test_help_describes_nothing_else_and_is_what_pydoc_prints() -> None:
+    assert described().keys() == NAMES
+    printed = pydoc.plain(pydoc.render_doc(nxdpp))
+    assert all(re.search(rf"^ +{name}  +{re.escape(line)}$", printed, re.M) for name, line in described().items())
+
+
+def test_completion_offers_the_public_names() -> None:
+    completer = rlcompleter.Completer({"nxdpp": nxdpp})
+    found = {completer.complete("nxdpp.save_", state) for state in range(3)}
+    assert found == {"nxdpp.save_checkpoint(", "nxdpp.save_pretrained(", None}
+    assert completer.complete("nxdpp.paral", 0) == "nxdpp.parallel_layers"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("NxDPModel", "Did you mean 'NxDPPModel'?"),
+        ("pipelineconfig", "Did you mean 'PipelineConfig'?"),
+        ("xyzzy", "dir(nxdpp) lists its names."),
+    ],
+)
+def test_a_mistyped_name_is_answered_with_a_near_one(name: str, remedy: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'") as caught:
+        getattr(nxdpp, name)
+    assert str(caught.value).endswith(remedy)
+
+
+LIGHT = """
+import sys
+import nxdpp
+dir(nxdpp), nxdpp.__version__, nxdpp.__doc__, hasattr(nxdpp, "NxDPModel")
+assert not {"torch", "numpy", "rich"} & sys.modules.keys()
+"""
+
+
+def test_names_version_and_a_mistyped_name_import_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "modules",
+        "nnscaler",
+        "optimizer",
+        "oslo",
+        "parallel_layers",
+        "parallel_layers.parallel_state",
+        "pipeline",
+        "trainer",
+        "utils",
+    ],
+)
+def test_a_package_shows_its_own_names_alone(name: str) -> None:
+    module = importlib.import_module(f"nxdpp.{name}")
+    for each in dir(module):
+        value = getattr(module, each)
+        owner = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        assert not each.startswith("_")
+        assert owner.startswith("nxdpp."), f"{name}.{each} is of {owner}"
+    public = getattr(module, "__all__", dir(module))
+    assert set(public) <= set(dir(module))
+    found: dict[str, object] = {}
+    exec(f"from nxdpp.{name} import *", found)
+    assert set(found) - {"__builtins__"} <= set(dir(module))
+
+
+def test_parallel_state_shows_neither_imports_nor_checks() -> None:
+    assert not {"dist", "os", "Sequence", "RankMesh", "build_groups", "board"} & set(dir(nxdpp.parallel_state))
+    assert {"initialize_model_parallel", "get_data_parallel_rank"} <= set(dir(nxdpp.parallel_state))
+
+
+def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nxdpp.__version__ == VERSION
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"nxdpp {VERSION}\n"
+
+
+def test_the_version_without_a_clone_is_that_of_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        assert name == "nxdpp"
+        return "7.1"
+
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("nxdpp.version.version", installed)
+    assert find_version(tmp_path) == "7.1"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\nversion = "3"\n')
+    assert find_version(tmp_path) == "7.1"
+    (tmp_path / "pyproject.toml").write_text("no toml")
+    assert find_version(tmp_path) == "7.1"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "nxdpp"\nversion = "3"\n')
+    assert find_version(tmp_path) == "3"
+    (tmp_path / "pyproject.toml").unlink()
+    monkeypatch.setattr("nxdpp.version.version", absent)
+    assert find_version(tmp_path) == "0+unknown"
