@@ -1,0 +1,51 @@
+"""Public names by subject, in the order of ``docs/api.md``."""
+
+from importlib import import_module
+
+_GROUPS = {
+    "Models and steps": (
+        "NxDPPModel",
+        "PipelineConfig",
+        "Pipeline",
+        "apply_checkpoint",
+        "GradScaler",
+        "data_parallel_sampler",
+        "TracedLayers",
+        "trace_layers",
+        "device_memory",
+    ),
+    "Weights": ("deferred_init", "init_on_device", "load_pretrained", "LoadReport", "save_pretrained"),
+    "Checkpoints of a training": (
+        "save_checkpoint",
+        "load_checkpoint",
+        "has_checkpoint",
+        "finalize_checkpoint",
+        "gather_state_dict",
+    ),
+    "Tensor parallelism": ("tensor_parallelize", "tensor_plan", "check_tensor_parallel", "compare_tensor_copies"),
+    "Plans": ("plan",),
+    "NeuronX Distributed's trainer": (
+        "neuronx_distributed_config",
+        "initialize_parallel_model",
+        "initialize_parallel_optimizer",
+    ),
+}
+
+# Modules whose names are public too, each with its own section.
+_MODULES = {
+    "Process groups": "nxdpp.parallel_state",
+    "Optimizers": "nxdpp.optimizer",
+}
+
+
+def public_names() -> dict[str, list[str]]:
+    """Return the full names of each section. Names of ``nxdpp`` that no section has are in a section of their own."""
+    package = import_module("nxdpp")
+    modules = {name: import_module(name) for name in _MODULES.values()}
+    own = [name for name in package.__all__ if callable(getattr(package, name))]
+    sections = {title: [name for name in names if name in own] for title, names in _GROUPS.items()}
+    listed = {name for names in sections.values() for name in names}
+    if rest := [name for name in own if name not in listed]:
+        sections["Other names"] = rest
+    full = {title: [f"nxdpp.{name}" for name in names] for title, names in sections.items()}
+    return full | {title: [f"{name}.{one}" for one in modules[name].__all__] for title, name in _MODULES.items()}
