@@ -22,6 +22,7 @@ Names::
     apply_checkpoint               Recompute the forward of layers during their backward
     check_tensor_parallel          Compare model divided by plan with model in one process
     compare_tensor_copies          Make calls of module with gradients compare its copies
+    data_parallel_sampler          Return a sampler that gives this rank's replica its part of dataset
     deferred_init                  Call constructor(*args, **kwargs) without memory for its parameters and buffers
     device_memory                  Return the bytes of memory of a CUDA device here
     finalize_checkpoint            Wait until the save in flight is at its end
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from nxdpp.initialization.deferred_init import deferred_init as deferred_init
     from nxdpp.initialization.init_on_device import init_on_device as init_on_device
     from nxdpp.parallel_layers import parallel_state as parallel_state
+    from nxdpp.parallel_layers.data_parallel_sampler import data_parallel_sampler as data_parallel_sampler
     from nxdpp.parallel_layers.grad_scaler import GradScaler as GradScaler
     from nxdpp.pipeline.activation_checkpoint import apply_checkpoint as apply_checkpoint
     from nxdpp.pipeline.config import PipelineConfig as PipelineConfig
@@ -107,6 +109,7 @@ else:
         "apply_checkpoint": "pipeline.activation_checkpoint",
         "check_tensor_parallel": "tensor_parallel.comparison",
         "compare_tensor_copies": "pipeline.replicas.tensor_copies",
+        "data_parallel_sampler": "parallel_layers.data_parallel_sampler",
         "deferred_init": "initialization.deferred_init",
         "device_memory": "devices.memory",
         "finalize_checkpoint": "trainer.checkpoint",
