@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from nxdpp.checkpoint.distributed import directory
 from nxdpp.checkpoint.distributed.captured import Stateful
-from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.distributed.model_state import local_module_of
 from nxdpp.trainer.model import NxDModel
 from nxdpp.trainer.optimizer import NxDOptimizer

@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import NxDPPModel, parallel_state
-from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 from tests.support.process_memory import peak_bytes, reset_peak, resident_bytes
 

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document import DOCUMENT, Document, parsed_document, read_document
+from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.files.checksummed import DamagedFile
 
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -18,7 +18,8 @@ from nxdpp.checkpoint.commands.opened import opened
 from nxdpp.checkpoint.commands.plain_model import plain_model
 from nxdpp.checkpoint.commands.source import Source, check_free
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document import DOCUMENT, OF_MODEL, tensors_of, write_document
+from nxdpp.checkpoint.distributed.document import OF_MODEL, tensors_of, write_document
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.distributed.load import read_plan
 from nxdpp.checkpoint.distributed.planners import BlocksLoadPlanner
 from nxdpp.checkpoint.distributed.tensor_blocks import whole

@@ -10,7 +10,8 @@ from nxdpp.checkpoint.commands.formats import format_of
 from nxdpp.checkpoint.commands.listing import Listing, sized
 from nxdpp.checkpoint.commands.opened import opened, unfinished
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document import DOCUMENT, OF_MODEL, OF_OPTIMIZER, Document, number_of, tensors_of
+from nxdpp.checkpoint.distributed.document import OF_MODEL, OF_OPTIMIZER, Document, tensors_of
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT, number_of
 from nxdpp.checkpoint.files.layout import Layout
 
 _STEPS = ("step", "global_step", "total_steps")

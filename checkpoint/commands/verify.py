@@ -5,7 +5,8 @@ from pathlib import Path
 from nxdpp.checkpoint.commands.formats import format_of
 from nxdpp.checkpoint.commands.opened import opened
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document import DOCUMENT, tensors_of
+from nxdpp.checkpoint.distributed.document import tensors_of
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.files.checksummed import ChecksummedReader, DamagedFile
 from nxdpp.checkpoint.files.printable import printable
 

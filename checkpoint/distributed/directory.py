@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nxdpp.checkpoint.distributed.document import DOCUMENT, has_our_head, number_of
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT, has_our_head, number_of
 
 LATEST = "latest"
 

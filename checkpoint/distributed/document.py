@@ -13,7 +13,6 @@
 import errno
 import json
 import os
-import re
 import stat
 import zlib
 from dataclasses import dataclass
@@ -26,19 +25,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.distributed.document_tensors import DIGITS, metadata_of
 from nxdpp.checkpoint.files.checksummed import DamagedFile, Span
 
-DOCUMENT = "checkpoint.json"
 OF_MODEL = "model."
 """Begins the name of each tensor of the model."""
 OF_OPTIMIZER = "optimizer."
 """Begins the name of each tensor of the optimizer, which goes on with that of the parameter and a key."""
 _VERSION = 1
 _SHOWN = 5
-_HEAD_BYTES = 200
-_BEGINNING = b'{"format": "nxdpp", '
-_NUMBER = re.compile(rb'\{"format": "nxdpp", "version": \d+, "number": (\d+),')
 
 
 @dataclass(frozen=True)
@@ -136,25 +132,6 @@ def parsed_document(directory: Path, text: bytes) -> Document:
         return Document(parsed["content"], metadata_of(parsed["tensors"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {error}).") from error
-
-
-def has_our_head(directory: Path) -> bool:
-    """Return whether the document in ``directory`` begins as one of nxdpp; ``False`` where it cannot be read."""
-    try:
-        with (directory / DOCUMENT).open("rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
-    except OSError:
-        return False
-
-
-def number_of(directory: Path) -> int:
-    """Return the number of the checkpoint in ``directory``; 0 where it cannot be read. Reads the head alone."""
-    try:
-        with (directory / DOCUMENT).open("rb") as file:
-            found = _NUMBER.match(file.read(_HEAD_BYTES))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from nxdpp.checkpoint.distributed.document import DOCUMENT, parsed_document, read_document
+from nxdpp.checkpoint.distributed.document import parsed_document, read_document
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.files.checksummed import Span
 
 _Identity = tuple[int, int, int]

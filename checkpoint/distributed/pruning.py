@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document import DOCUMENT, number_of
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT, number_of
 from nxdpp.checkpoint.distributed.looks_whole import looks_whole
 
 

@@ -14,7 +14,8 @@ from torch.optim import AdamW
 
 from nxdpp.__main__ import main
 from nxdpp.checkpoint.distributed import document_tensors
-from nxdpp.checkpoint.distributed.document import DOCUMENT, parsed_document, read_document, write_document
+from nxdpp.checkpoint.distributed.document import parsed_document, read_document, write_document
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.files import checksummed
 from nxdpp.trainer.checkpoint import save_checkpoint
 from tests.support.tensor_models import VOCABULARY, llama

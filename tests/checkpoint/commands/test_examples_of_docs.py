@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nxdpp
 from nxdpp.__main__ import main
-from nxdpp.checkpoint.distributed.document import DOCUMENT, parsed_document, read_document
+from nxdpp.checkpoint.distributed.document import parsed_document, read_document
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.parallel_layers import parallel_state
 from tests.support.run_ranks import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory
-from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.distributed.first_whole import load_first_whole
 from nxdpp.checkpoint.distributed.load_targets import LoadArguments
 from nxdpp.checkpoint.distributed.ranks import Exchange

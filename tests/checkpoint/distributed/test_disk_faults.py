@@ -14,7 +14,7 @@ import torch
 from nxdpp import parallel_state
 from nxdpp.checkpoint.distributed import directory, pruning, save
 from nxdpp.checkpoint.distributed.claim import LOCK
-from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.files.checksummed import Span, write_checksummed
 from nxdpp.trainer.checkpoint import save_checkpoint
 from tests.checkpoint.distributed.small_training import Training, is_same

@@ -16,15 +16,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nxdpp.checkpoint.distributed.document import (
-    DOCUMENT,
-    Document,
-    number_of,
-    parsed_document,
-    read_document,
-    tensors_of,
-    write_document,
-)
+from nxdpp.checkpoint.distributed.document import Document, parsed_document, read_document, tensors_of, write_document
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT, number_of
 from nxdpp.checkpoint.files.checksummed import DamagedFile, Span
 
 CONTENT = {"layout": {"ranks": 2}, "ties": {}, "user_content": {"text": 'a "quoted" \n'}}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdpp.checkpoint.distributed.document import DOCUMENT
+from nxdpp.checkpoint.distributed.document_head import DOCUMENT
 from nxdpp.checkpoint.files.checksummed import DamagedFile
 from tests.checkpoint.distributed.small_training import Training, is_same
 
