@@ -131,6 +131,13 @@ class PipelineConfig:
             arguments.check_names(module, self.input_names, "input_names")
             arguments.check_required(module, self.input_names, "input_names")
         arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
+        tensor_ranks = parallel_state.get_tensor_model_parallel_size()
+        if self.partition == "profiled" and tensor_ranks > 1:
+            # The layers of one rank would wait for those of the others.
+            raise ValueError(
+                f"partition='profiled' measures layers on one rank, and layers that are divided over {tensor_ranks} "
+                f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
+            )
         if self.partition_batch is not None:
             arguments.check_names(module, list(self.partition_batch), "partition_batch")
             arguments.check_required(module, list(self.partition_batch), "partition_batch")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, PipelineConfig, parallel_state
 from nxdpp.pipeline.arguments import check_auto_partition, check_partition
 from tests.support.models import (
     gradient_differences,
@@ -107,6 +107,15 @@ def train_profiled(rank: int) -> list[str]:
 
 def test_all_ranks_use_the_measurement_of_rank_0() -> None:
     assert run_ranks(4, train_profiled) == [["layers.0"]] * 4
+
+
+def test_layers_of_tensor_ranks_are_not_measured_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_size", lambda: 2)
+    batch = {"x": torch.empty(4, 4, device="meta")}
+    module = Sleepers(Slow(), Slow())
+    with pytest.raises(ValueError, match="over 2 tensor-parallel ranks do not run there alone"):
+        PipelineConfig(transformer_layer_cls=Slow, partition="profiled", partition_batch=batch).check(module)
+    PipelineConfig(transformer_layer_cls=Slow, partition="balanced", partition_batch=batch).check(module)
 
 
 def limit_memory(rank: int) -> tuple[list[str], list[str]]:
