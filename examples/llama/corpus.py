@@ -1,17 +1,14 @@
 """Training text and held-out text: the bytes of files.
 
 A token is a byte, so the vocabulary has 256 ids and no tokenizer is needed. A zero byte between two files marks the end
-of a file. Nothing here is collective: every rank reads the same files and draws the same sequences.
+of a file. Nothing here is collective: every rank reads the same files. Nothing here needs torch.
 """
 
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-
-import torch
-from torch.utils.data import Dataset
 
 VOCABULARY_SIZE = 256
 END_OF_FILE = 0
@@ -20,10 +17,10 @@ HELD_OUT_EVERY = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two texts that do not overlap, uint8 of shape ``(bytes,)``, and the files that they come from."""
+    """Two texts that do not overlap, and the files that they come from."""
 
-    train: torch.Tensor
-    held_out: torch.Tensor
+    train: bytes
+    held_out: bytes
     train_files: tuple[Path, ...]
     held_out_files: tuple[Path, ...]
 
@@ -63,34 +60,6 @@ def read_corpus(files: Sequence[Path]) -> Corpus:
     )
 
 
-class RandomWindows(Dataset[torch.Tensor]):
-    """``count`` sequences ``(seq_length,)``, int64, from random positions of ``text``.
-
-    The sequences depend on the seed, not on the number of processes. The first ``done`` of them are left out.
-    """
-
-    def __init__(self, text: torch.Tensor, count: int, seq_length: int, seed: int, done: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._starts = torch.randint(len(text) - seq_length + 1, (count,), generator=generator)[done:]
-        self._text, self._seq_length = text, seq_length
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return _windows(self._text, self._starts[index : index + 1], self._seq_length)[0]
-
-
-def held_out_batches(text: torch.Tensor, batch_size: int, seq_length: int, count: int) -> Iterator[torch.Tensor]:
-    """Yield ``count`` batches ``(batch_size, seq_length)``, int64, from evenly spaced positions of ``text``.
-
-    They overlap if the text is too short.
-    """
-    starts = torch.linspace(0, len(text) - seq_length, count * batch_size, dtype=torch.float64).long()
-    for batch_starts in starts.split(batch_size):
-        yield _windows(text, batch_starts, seq_length)
-
-
 def decode(tokens: Sequence[int]) -> str:
     """Text of byte ids for a terminal, without ids above 255.
 
@@ -107,10 +76,5 @@ def _read(file: Path) -> bytes:
         raise ValueError(f"cannot read {file}: {error.strerror}") from error
 
 
-def _join(texts: list[bytes]) -> torch.Tensor:
-    joined = bytes([END_OF_FILE]).join(texts)
-    return torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-
-
-def _windows(text: torch.Tensor, starts: torch.Tensor, seq_length: int) -> torch.Tensor:
-    return text[starts[:, None] + torch.arange(seq_length)].long()
+def _join(texts: list[bytes]) -> bytes:
+    return bytes([END_OF_FILE]).join(texts)

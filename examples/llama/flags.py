@@ -1,4 +1,4 @@
-"""Flags of train.py, each checked alone."""
+"""Flags of train.py, each checked alone, without torch."""
 
 import argparse
 import math
@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import torch
+from nxdpp.schedules.families.registry import FAMILIES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Dtypes of the forward.
+DTYPES = ("float32", "bfloat16")
+
+# Ways to choose the cuts between stages: equal numbers of layers, counted costs, measured costs.
+PARTITIONS = ("even", "balanced", "profiled")
 
 # The device of each process; "auto" is a CUDA device where there are some, and else the CPU.
 DEVICES = ("auto", "cpu", "cuda", "xla")
@@ -161,6 +165,25 @@ def make_parser() -> argparse.ArgumentParser:
         help="stages of a pipeline; further processes are replicas [all processes]",
     )
     parser.add_argument(
+        "--schedule",
+        metavar="NAME|FILE.csv",
+        help=f"schedule of the microbatches: {', '.join(FAMILIES)}, or a CSV file of actions "
+        "[1f1b, and interleaved with several stages a process]",
+    )
+    parser.add_argument(
+        "--virtual-pipeline-size",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="stages of each process; 1 leaves the number to the schedule [%(default)s]",
+    )
+    parser.add_argument(
+        "--partition",
+        choices=PARTITIONS,
+        default=PARTITIONS[0],
+        help="cut into stages of equally many layers, by counted or by measured cost [%(default)s]",
+    )
+    parser.add_argument(
         "--tensor-parallel-size",
         type=_at_least(1),
         default=1,
@@ -174,6 +197,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--zero1", action="store_true", help="divide the optimizer's state over the data-parallel replicas [no]"
+    )
+    # The figures.
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write a Chrome trace of each step, for `python -m nxdpp timeline FILE.json` and Perfetto [no]",
     )
     return parser
 

@@ -60,9 +60,9 @@ def print_stage_table(console: Console, model: NxDPPModel) -> None:
     """Print the layers, parameters and bytes of each rank; collective over all ranks."""
     parameters = [parameter for _, parameter in model.local_named_parameters()]
     own = (
-        parallel_state.get_pipeline_model_parallel_rank(),
+        ", ".join(map(str, model.local_stages)),
         parallel_state.get_data_parallel_rank(),
-        _span(model.stage_layers),
+        _spans(model.stage_layers),
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.nbytes for parameter in parameters),
     )
@@ -166,13 +166,11 @@ class TrainingReport:
         if self._metrics is None:
             return
         self._metrics.write(_line(step, loss, tokens_per_second, seconds))
-        busy = " ".join(f"{share:.0%}" for share in shares)
-        line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {busy}"
-        if seconds:
-            line = f"compiling {seconds:.1f} s ({graphs:.0f} graphs)  {line}"
+        line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {_range(shares)}"
         self._bar.update(self._task, completed=step, description=line)
-        if not self._console.is_terminal and (seconds or step % max(1, self._steps // PLAIN_LINES) == 0):
-            self._console.print(f"step {step}/{self._steps}  {line}", highlight=False, soft_wrap=True)
+        compiling = f"compiling {seconds:.1f} s ({graphs:.0f} graphs)  " if seconds else ""
+        if compiling or (not self._console.is_terminal and step % max(1, self._steps // PLAIN_LINES) == 0):
+            self._console.print(f"step {step}/{self._steps}  {compiling}{line}", highlight=False, soft_wrap=True)
 
     def _begun(self) -> TextIO:
         """The file of this run, open for its next line."""
@@ -199,11 +197,16 @@ def _line(step: int, loss: float, tokens_per_second: float, compile_seconds: flo
     return json.dumps(line) + "\n"
 
 
-def _span(layers: list[str]) -> str:
-    """Return ``model.layers.2-3`` for ``model.layers.2`` and ``model.layers.3``."""
+def _spans(layers: list[str]) -> str:
+    """Return ``model.layers.2-3, 6`` for ``model.layers.2``, ``model.layers.3`` and ``model.layers.6``."""
     if not layers:
         return "none"
-    return layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1].rpartition('.')[2]}"
+    stem = layers[0].rpartition(".")[0]
+    numbers = [int(layer.rpartition(".")[2]) for layer in layers]
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    runs = [f"{first}-{last}" if last > first else f"{first}" for first, last in zip(firsts, lasts, strict=True)]
+    return f"{stem}.{', '.join(runs)}"
 
 
 def _from_all_ranks(numbers: list[float]) -> torch.Tensor:
@@ -221,3 +224,9 @@ def _stage_means(busy_shares: torch.Tensor) -> list[float]:
     by_stage = busy_shares[parallel_state.get_device_mesh().mesh.flatten(1).long()]
     means: list[float] = by_stage.mean(dim=1).tolist()
     return means
+
+
+def _range(shares: list[float]) -> str:
+    """The lowest and the highest of ``shares``, such as ``61-80%``: a line has room for two numbers."""
+    lowest, highest = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
+    return f"{lowest}%" if lowest == highest else f"{lowest}-{highest}%"

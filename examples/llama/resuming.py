@@ -174,7 +174,7 @@ def _content_to_resume(settings: Settings, resume: str | Path) -> dict[str, Any]
 def _settings(settings: Settings) -> dict[str, Any]:
     """Settings that the next batches depend on, and the rate that the schedule begins with."""
     return {
-        "--data": zlib.crc32(settings.corpus.train.numpy().tobytes()),
+        "--data": zlib.crc32(settings.corpus.train),
         "--seed": settings.seed,
         "--batch-size": settings.batch_size,
         "--seq-length": settings.seq_length,

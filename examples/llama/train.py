@@ -1,244 +1,28 @@
 """Training of a byte-level Llama on real text, on one process or as a pipeline of several.
 
     python examples/llama/train.py
-    torchrun --nproc-per-node 4 examples/llama/train.py
-    PJRT_DEVICE=CPU torchrun --nproc-per-node 4 examples/llama/train.py --device xla
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/llama/train.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/llama/train.py --schedule zb1p --trace trace.json
+    PJRT_DEVICE=CPU OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/llama/train.py --device xla
 
-All give the same losses, to rounding. Comments that start with "nxdpp" mark the lines that make a pipeline of a
-Hugging Face model.
+All give the same losses, to rounding. ``training.py`` has the training; its comments that start with "nxdpp" mark the
+lines that make a pipeline of a Hugging Face model. This file checks the flags before anything imports torch.
 """
 
-import math
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-import torch.distributed as dist
-import transformers
-from corpus import RandomWindows, decode, held_out_batches
-from report import NO_METRICS, TrainingReport, holds_a_run, print_stage_table, settle_metrics
-from resuming import check_resume, checkpoint_to_resume, finish, go_on_or_end, is_due, resume, save
-from rich.console import Console
-from rich.text import Text
-from settings import Settings, read_settings, refuse
-from torch.utils.data import DataLoader, DistributedSampler
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-from nxdpp import (
-    NxDPPModel,
-    deferred_init,
-    init_on_device,
-    load_pretrained,
-    parallel_state,
-    save_pretrained,
-    tensor_parallelize,
-)
-from nxdpp.optimizer import Zero1Optimizer
-
-HELD_OUT_SEQUENCES = 128
-PROMPT_BYTES, SAMPLE_BYTES = 48, 240
-
-
-def train(settings: Settings) -> None:
-    """Train, save and sample; collective over all ranks."""
-    start(settings)
-    torch.manual_seed(settings.seed)
-    # nxdpp: wrap the model; each rank keeps its own layers.
-    model = NxDPPModel(
-        # nxdpp: each tensor-parallel rank keeps its part of the layers.
-        tensor_parallelize(model_without_memory(settings), sequence_parallel=settings.sequence_parallel),
-        transformer_layer_cls=LlamaDecoderLayer,
-        num_microbatches=settings.num_microbatches,
-        broadcast_and_average_loss=True,
-        # nxdpp: the mean over all bytes of the batch, however many of them each microbatch has.
-        loss_normalization="tokens",
-        use_zero1_optimizer=settings.zero1,
-    )
-    found = checkpoint_to_resume(settings)
-    if settings.pretrained is not None and found is None:
-        # nxdpp: each rank reads its own layers, into float32 from any width.
-        load_pretrained(model, settings.pretrained, convert_dtype=True)
-    model.move_model_to_device()
-    optimizer = make_optimizer(model, settings)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
-
-    console = Console(quiet=dist.get_rank() != 0)
-    if dist.get_rank() == 0:
-        settle_metrics(settings.output)
-    # nxdpp: go on from a checkpoint of any layout of ranks.
-    earlier = resume(settings, found, model, optimizer, schedule, console) if found else NO_METRICS
-    done = len(earlier)
-    if not done and holds_a_run(settings.output):
-        said = f"{settings.output} holds an earlier run, which stays until this one saves, and is then replaced"
-        console.print(said, highlight=False, soft_wrap=True)
-    print_stage_table(console, model)
-    when = f"after step {done}" if done else "before training"
-    console.print(f"held-out loss {when}: {held_out_loss(model, settings):.3f}", highlight=False)
-    with TrainingReport(console, settings.output, settings.steps, earlier) as report:
-        for step, ids in enumerate(training_batches(settings, done), done + 1):
-            loss = loss_with_gradients(model, ids, settings, console).item()
-            if not math.isfinite(loss):
-                raise RuntimeError(f"the loss of step {step} is {loss}: {advice(step)}")
-            if not settings.zero1:
-                # nxdpp: the norm is that of the whole model; torch's clip_grad_norm_ would see this rank's part.
-                model.clip_grad_norm_(settings.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            report.step_done(step, loss, settings.batch_size * settings.seq_length, model.last_busy_share)
-            if is_due(settings, step):
-                # nxdpp: each rank writes its own part of weights and optimizer.
-                save(settings, step, model, optimizer, schedule, report.metrics(step), console)
-        finish(settings, console)
-    console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
-
-    # nxdpp: save a Hugging Face checkpoint; each rank writes its own layers.
-    with report.saving():
-        save_pretrained(model, settings.output)
-    console.print(f"checkpoint and metrics.jsonl are in {settings.output}", highlight=False)
-    if dist.get_rank() == 0:
-        print_sample(console, settings)
-    parallel_state.destroy_model_parallel()
-
-
-def start(settings: Settings) -> None:
-    """Start the processes' groups; a device that cannot be used ends this process with status 2."""
-    try:
-        # nxdpp: number of processes in one pipeline; further pipelines are data-parallel replicas.
-        parallel_state.initialize_model_parallel(
-            # nxdpp: number of processes that share each layer.
-            tensor_model_parallel_size=settings.tensor_parallel_size,
-            pipeline_model_parallel_size=settings.pipeline_parallel_size,
-            # nxdpp: None for a CUDA device where there are some, and else the CPU.
-            device=settings.device,
-        )
-    except (ValueError, RuntimeError) as error:
-        refuse(error)
-
-
-def model_without_memory(settings: Settings) -> LlamaForCausalLM:
-    """Build the model without memory: each rank materialises only its own layers when it is wrapped."""
-    if settings.pretrained is not None:
-        with init_on_device(torch.device("meta")):
-            return LlamaForCausalLM(settings.config)
-    # nxdpp: the initial weights are those of LlamaForCausalLM(settings.config).
-    return deferred_init(LlamaForCausalLM, settings.config)
-
-
-def make_optimizer(model: NxDPPModel, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW over this rank's weights; with ``--zero1`` each replica keeps a part of its state, and it clips."""
-    weights = [parameter for _, parameter in model.local_named_parameters()]
-    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (0.9, 0.99)}
-    if settings.zero1:
-        return Zero1Optimizer(weights, torch.optim.AdamW, max_norm=settings.max_grad_norm, **options)
-    return torch.optim.AdamW(weights, **options)
-
-
-def loss_with_gradients(model: NxDPPModel, ids: torch.Tensor, settings: Settings, console: Console) -> torch.Tensor:
-    """Loss of a batch ``(B, T)`` in host memory, whose gradients are added up."""
-    with autocast(settings):
-        try:
-            # nxdpp: forward and backward of all microbatches; gradients are in .grad as usual.
-            loss = model.run_train(input_ids=ids, labels=ids)
-        except ConnectionError:
-            raise
-        except OSError as error:
-            # nxdpp: a save in the background has failed; the step raises it on all ranks before it begins.
-            go_on_or_end(settings, error, console)
-            loss = model.run_train(input_ids=ids, labels=ids)
-    assert isinstance(loss, torch.Tensor)
-    return loss
-
-
-def training_batches(settings: Settings, done: int) -> DataLoader[torch.Tensor]:
-    """Batches ``(B, T)`` of this data-parallel replica, one for each step after the first ``done``.
-
-    Its other ranks get the same ones.
-    """
-    count = settings.steps * settings.batch_size
-    windows = RandomWindows(
-        settings.corpus.train, count, settings.seq_length, settings.seed, done * settings.batch_size
-    )
-    replicas, replica = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
-    # The positions are random already.
-    sampler: DistributedSampler[Any] = DistributedSampler(windows, replicas, replica, shuffle=False)
-    # With a generator of its own, the loader draws nothing from the one that dropout continues with.
-    generator = torch.Generator()
-    return DataLoader(windows, batch_size=settings.batch_size // replicas, sampler=sampler, generator=generator)
-
-
-def held_out_loss(model: NxDPPModel, settings: Settings) -> float:
-    """Mean loss on the held-out text; collective over all ranks."""
-    count = max(1, HELD_OUT_SEQUENCES // settings.batch_size)
-    losses: list[float] = []
-    model.eval()
-    for batch in held_out_batches(settings.corpus.held_out, settings.batch_size, settings.seq_length, count):
-        ids = local_part(batch)
-        with autocast(settings):
-            losses.append(model.run_eval(input_ids=ids, labels=ids).item())
-    model.train()
-    return sum(losses) / len(losses)
-
-
-def local_part(batch: torch.Tensor) -> torch.Tensor:
-    """Sequences of this data-parallel replica, ``(B, T)`` with B divided by the replicas."""
-    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
-    return batch.chunk(replicas)[replica]
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Factor of the peak learning rate in step ``step`` of ``steps``, from 0."""
-    warm_up = max(1, steps // 10)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    progress = (step - warm_up) / max(1, steps - warm_up)
-    return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
-
-
-def advice(step: int) -> str:
-    """Cause and remedy of a loss that is not finite in ``step``, from 1."""
-    if step > 1:
-        return "try a smaller --learning-rate"
-    return (
-        "no weight was updated yet, so the learning rate is not the cause. Look for weights that are too large or not "
-        "finite (--pretrained, initializer_range of --config), and for a batch without labels (all -100)"
-    )
-
-
-def autocast(settings: Settings) -> torch.autocast:
-    """Context for bfloat16 forwards with ``--dtype bfloat16``."""
-    return torch.autocast(parallel_state.local_device().type, torch.bfloat16, enabled=settings.dtype == torch.bfloat16)
-
-
-def print_sample(console: Console, settings: Settings) -> None:
-    """Load the saved checkpoint with transformers, and let it continue the start of the held-out text."""
-    length = min(PROMPT_BYTES, settings.seq_length // 2)
-    new_bytes = min(SAMPLE_BYTES, settings.config.max_position_embeddings - length)
-    prompt = settings.corpus.held_out[:length].long()
-    # Any: transformers types generate() for a class that its own models do not match.
-    model: Any = LlamaForCausalLM.from_pretrained(settings.output)
-    torch.manual_seed(settings.seed)
-    tokens = model.generate(
-        prompt[None],
-        attention_mask=torch.ones_like(prompt[None]),
-        max_new_tokens=new_bytes,
-        do_sample=True,
-        temperature=0.7,
-    )
-    sample = decode(tokens[0, length:].tolist())
-    console.rule("a sample from the checkpoint, after a prompt from held-out text")
-    console.print(Text.assemble((decode(prompt.tolist()), "dim"), sample))
+from settings import read_settings, refuse
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run with command-line ``arguments``; wrong ones end the process with status 2."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
         settings = read_settings(arguments)
-        check_resume(settings)
+        # The import of torch takes seconds.
+        from training import prepare, train
+
+        prepare(settings)
     except ValueError as error:
         refuse(error)
     train(settings)

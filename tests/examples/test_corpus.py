@@ -1,19 +1,10 @@
-"""The text of the main job: held-out files are not trained on, and a seed determines the batches."""
+"""The text of the main job: held-out files are not trained on."""
 
 import os
 from pathlib import Path
 
 import pytest
-import torch
-from corpus import (
-    RandomWindows,
-    decode,
-    held_out_batches,
-    read_corpus,
-    standard_library_files,
-)
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from corpus import decode, read_corpus, standard_library_files
 
 
 def _files(folder: Path, count: int) -> list[Path]:
@@ -23,8 +14,8 @@ def _files(folder: Path, count: int) -> list[Path]:
     return files
 
 
-def _values(text: torch.Tensor) -> set[int]:
-    return set(text.tolist()) - {0}
+def _values(text: bytes) -> set[int]:
+    return set(text) - {0}
 
 
 def test_the_standard_library_has_enough_text() -> None:
@@ -42,7 +33,7 @@ def test_whole_files_of_the_standard_library_are_held_out() -> None:
 
     assert not set(corpus.train_files) & set(corpus.held_out_files)
     assert sorted(corpus.train_files + corpus.held_out_files) == standard_library_files()
-    train = bytes(corpus.train.tolist())
+    train = corpus.train
     for file in corpus.held_out_files:
         assert file.read_bytes() not in train
 
@@ -50,8 +41,8 @@ def test_whole_files_of_the_standard_library_are_held_out() -> None:
 def test_corpus_is_deterministic() -> None:
     first, second = read_corpus(standard_library_files()), read_corpus(standard_library_files())
 
-    assert torch.equal(first.train, second.train)
-    assert torch.equal(first.held_out, second.held_out)
+    assert first.train == second.train
+    assert first.held_out == second.held_out
     assert first.train_files == second.train_files
 
 
@@ -76,8 +67,8 @@ def test_last_twentieth_of_a_single_file_is_held_out(tmp_path: Path) -> None:
     file.write_bytes(bytes(range(1, 201)))
     corpus = read_corpus([file])
 
-    assert corpus.train.tolist() == list(range(1, 191))
-    assert corpus.held_out.tolist() == list(range(191, 201))
+    assert corpus.train == bytes(range(1, 191))
+    assert corpus.held_out == bytes(range(191, 201))
 
 
 def test_tiny_and_empty_files(tmp_path: Path) -> None:
@@ -86,7 +77,7 @@ def test_tiny_and_empty_files(tmp_path: Path) -> None:
     tiny.write_bytes(b"ab")
     corpus = read_corpus([empty, tiny])
 
-    assert corpus.train.tolist() == [97, 98]
+    assert corpus.train == b"ab"
     assert len(corpus.held_out) == 0
     assert empty not in corpus.train_files
 
@@ -104,46 +95,6 @@ def test_unreadable_text_is_refused(tmp_path: Path) -> None:
         read_corpus([empty])
     with pytest.raises(ValueError, match="file is named twice"):
         read_corpus([file, tmp_path / "." / "file"])
-
-
-def test_random_windows_follow_the_seed() -> None:
-    text = torch.arange(251, dtype=torch.uint8).repeat(4)
-
-    def drawn(seed: int) -> torch.Tensor:
-        windows = RandomWindows(text, 12, 16, seed)
-        return torch.stack([windows[index] for index in range(len(windows))])
-
-    assert drawn(seed=1).shape == (12, 16)
-    assert drawn(seed=1).dtype == torch.int64
-    assert torch.equal(drawn(seed=1), drawn(seed=1))
-    assert not torch.equal(drawn(seed=1), drawn(seed=2))
-    assert len({int(start) for start in drawn(seed=1)[:, 0]}) > 6
-
-
-@settings(deadline=None)
-@given(length=st.integers(2, 60), seq_length=st.integers(2, 60), count=st.integers(1, 4))
-def test_batches_are_pieces_of_the_text(length: int, seq_length: int, count: int) -> None:
-    seq_length = min(length, seq_length)
-    text = torch.arange(length, dtype=torch.uint8)
-
-    windows = RandomWindows(text, 3 * count, seq_length, seed=0)
-    batches = [torch.stack([windows[index] for index in range(3)])]
-    held_out = list(held_out_batches(text, 3, seq_length, count))
-
-    assert len(held_out) == count
-    for batch in batches + held_out:
-        assert batch.shape == (3, seq_length)
-        assert torch.equal(batch - batch[:, :1], torch.arange(seq_length).expand(3, -1))
-        assert batch.max() < length
-
-
-def test_held_out_batches_reach_from_the_first_byte_to_the_last() -> None:
-    text = torch.arange(200, dtype=torch.uint8)
-    batches = torch.cat(list(held_out_batches(text, 2, 10, 5)))
-
-    assert batches[0, 0] == 0
-    assert batches[-1, -1] == 199
-    assert len(set(batches[:, 0].tolist())) == 10
 
 
 def test_decode_takes_any_ids() -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -271,10 +272,10 @@ def test_a_full_disk_does_not_end_the_training_if_so_asked(tmp_path: Path) -> No
 @pytest.mark.parametrize("steps", [STEPS, 40])
 def test_each_batch_is_that_of_the_training_without_a_stop(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any number of replicas, after any step, and with more steps than the first run had."""
-    import train
     from corpus import Corpus
+    from training import training_batches
 
-    text = torch.randint(256, (1000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    text = random.Random(0).randbytes(1000)
 
     def batches(replicas: int, of_steps: int, done: int) -> list[list[list[int]]]:
         """The sequences of each step on all replicas, sorted."""
@@ -285,7 +286,7 @@ def test_each_batch_is_that_of_the_training_without_a_stop(steps: int, monkeypat
         found = []
         for replica in range(replicas):
             monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda replica=replica: replica)
-            found.append(list(train.training_batches(settings, done)))
+            found.append(list(training_batches(settings, done)))
         return [sorted(torch.cat(parts).tolist()) for parts in zip(*found, strict=True)]
 
     whole = batches(1, steps, 0)

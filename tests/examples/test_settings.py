@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from settings import read_settings
 
 from nxdpp.trainer.checkpoint import save_checkpoint
@@ -28,7 +27,7 @@ def _config(folder: Path, **fields: Any) -> str:
 
 def _refusal(*arguments: str) -> str:
     with pytest.raises(ValueError, match=r".") as caught:
-        read_settings(arguments)
+        _ = read_settings(arguments).config
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -37,7 +36,7 @@ def test_defaults() -> None:
     settings = read_settings([])
 
     assert settings.config.vocab_size == 256
-    assert settings.dtype == torch.float32
+    assert settings.dtype == "float32"
     assert settings.device is None
     assert settings.output == Path("runs/llama")
     assert settings.output.is_dir()
@@ -58,7 +57,7 @@ def test_every_flag_is_used(tmp_path: Path) -> None:
     assert (settings.steps, settings.batch_size, settings.seq_length) == (3, 6, 32)
     assert (settings.num_microbatches, settings.learning_rate, settings.seed) == (2, 0.5, 7)
     assert settings.max_grad_norm == 0.25
-    assert settings.dtype == torch.bfloat16
+    assert settings.dtype == "bfloat16"
     assert settings.device == "xla"
     assert settings.config._attn_implementation == "eager"
     assert (tmp_path / "a" / "b").is_dir()
@@ -156,7 +155,7 @@ def test_too_little_text(tmp_path: Path, size: int, seq_length: int, sentence: s
     ],
 )
 def test_wrong_config(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
-    assert sentence in _refusal("--config", _config(tmp_path, **fields))
+    assert sentence in _refusal("--seq-length", "32", "--config", _config(tmp_path, **fields))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +167,40 @@ def test_config_that_is_not_an_object(tmp_path: Path, content: str, sentence: st
     file.write_bytes(content.encode(errors="surrogateescape"))
 
     assert sentence in _refusal("--config", str(file))
+
+
+def test_schedules_partitions_and_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is checked with the numbers of ranks, microbatches and layers, before torch is imported."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    settings = read_settings([])
+    assert (settings.schedule, settings.virtual_pipeline_size, settings.partition) == (None, 1, "even")
+    assert settings.trace is None
+    given = "--schedule interleaved --virtual-pipeline-size 2 --partition balanced --trace t.json"
+    settings = read_settings(given.split())
+    assert (settings.schedule, settings.virtual_pipeline_size, settings.partition) == ("interleaved", 2, "balanced")
+    assert settings.trace == Path("t.json")
+
+    assert "there is no schedule '2f2b'. Choose one of gpipe, 1f1b" in _refusal("--schedule", "2f2b")
+    sentence = (
+        "--schedule 1f1b with --virtual-pipeline-size 2 on 4 pipeline rank(s) with --num-microbatches 8: 1f1b has 1"
+    )
+    assert sentence in _refusal("--schedule", "1f1b", "--virtual-pipeline-size", "2")
+    assert "8 layers are too few for 12 pipeline stages: take fewer" in _refusal("--virtual-pipeline-size", "3")
+    (tmp_path / "own.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    sentence = "the schedule is for {'ranks': 2, 'microbatches': 1}; this pipeline has {'ranks': 4, 'microbatches': 8}"
+    assert sentence in _refusal("--schedule", "own.csv")
+    (tmp_path / "uneven.csv").write_text("0F0,1F0,1B0,0B0\n2F0,2B0\n")
+    uneven = ["--pipeline-parallel-size", "2", "--num-microbatches", "1", "--schedule", "uneven.csv"]
+    assert read_settings(uneven).schedule == "uneven.csv"
+    assert "3 stages on 2 ranks: leave --partition out" in _refusal(*uneven, "--partition", "balanced")
+    profiled = ["--partition", "profiled", "--tensor-parallel-size"]
+    assert read_settings([*profiled, "1"]).partition == "profiled"
+    assert "--tensor-parallel-size 2: take --partition balanced" in _refusal(*profiled, "2")
+    two = ["--pipeline-parallel-size", "2", "--num-microbatches", "1", "--schedule", "own.csv"]
+    assert read_settings(two).schedule == "own.csv"
+    assert "argument --partition: invalid choice: 'odd'" in _refusal("--partition", "odd")
+    assert f"--trace '{tmp_path}' is a folder" in _refusal("--trace", str(tmp_path))
+    assert "t.json': there is no folder " in _refusal("--trace", str(tmp_path / "nothing" / "t.json"))
 
 
 def test_only_rank_0_creates_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
 
 def _unwrapped_training(model: LlamaForCausalLM) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same training without nxdpp: ``model`` accumulates microbatches."""
-    from corpus import RandomWindows, read_corpus, standard_library_files
-    from train import learning_rate_factor
+    from corpus import read_corpus, standard_library_files
+    from training import learning_rate_factor
+    from windows import RandomWindows
 
     text = read_corpus(standard_library_files()).train
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
@@ -105,7 +106,8 @@ def _loaded(folder: Path) -> LlamaForCausalLM:
 
 def _held_out_loss(folder: Path) -> float:
     """Loss of the checkpoint in ``folder`` on 128 sequences of held-out text."""
-    from corpus import held_out_batches, read_corpus, standard_library_files
+    from corpus import read_corpus, standard_library_files
+    from windows import held_out_batches
 
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     (ids,) = held_out_batches(read_corpus(standard_library_files()).held_out, 128, LENGTH, 1)
@@ -135,7 +137,8 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(
     before, after = (float(number) for number in re.findall(r"held-out loss .* training: ([0-9.]+)", printed[0]))
     assert after == pytest.approx(_held_out_loss(folder), abs=1e-3)
     assert after < before == pytest.approx(5.55, abs=0.1)
-    assert "a sample from the checkpoint" in printed[0]
+    sample = printed[0].partition("a sample from the checkpoint")[2]
+    assert re.search(r"\nprompt, from held-out text:\n.+\ncontinuation:\n.", sample, re.DOTALL)
 
 
 @pytest.mark.parametrize("flags", [[], ["--zero1"]])
