@@ -75,15 +75,6 @@ def check_trained_dtypes(module: nn.Module) -> None:
             )
 
 
-def check_not_positional(values: Sequence[Any]) -> None:
-    """Raise ``TypeError`` for positional inputs."""
-    if values:
-        raise TypeError(
-            f"run_train and run_eval take the model's inputs by name, and were given {len(values)} positional ones. "
-            f"Write run_train(input_ids=..., labels=...)."
-        )
-
-
 def check_number_of_microbatches(microbatches: Any) -> None:
     """Raise ``ValueError`` unless ``microbatches`` is a positive whole number."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
@@ -177,57 +168,6 @@ def check_wraps(functions: Sequence[Any], modules: Sequence[Any]) -> None:
     for module in modules:
         if not inspect.ismodule(module):
             raise TypeError(f"autowrap_modules takes Python modules (import math; [math]), not {module!r}.")
-
-
-def check_names(module: nn.Module, names: Sequence[str], argument: str) -> None:
-    """Raise ``ValueError`` for names that ``module.forward`` does not take."""
-    parameters = inspect.signature(module.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    unknown = [name for name in names if name not in parameters]
-    if unknown:
-        raise ValueError(
-            f"{argument}: {type(module).__name__}.forward takes no {unknown}; it takes {list(parameters)}."
-        )
-
-
-def check_input_names(module: nn.Module, inputs: Any, input_names: Sequence[str] | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``inputs`` has exactly ``input_names``, or names of the forward."""
-    if not isinstance(inputs, Mapping):
-        raise TypeError(f"inputs must be a dict by name, not a {type(inputs).__name__}: {{'input_ids': ...}}.")
-    if input_names is not None:
-        check_exact_names(list(inputs), input_names)
-    else:
-        check_names(module, list(inputs), "inputs")
-        check_required(module, list(inputs), "inputs")
-
-
-def check_required(module: nn.Module, names: Sequence[str], argument: str) -> None:
-    """Raise ``ValueError`` for inputs without a default of ``module.forward`` that ``names`` lack."""
-    missing = [name for name in required_inputs(module) if name not in names]
-    if missing:
-        raise ValueError(f"{argument}: {type(module).__name__}.forward needs {missing}, too. Give {argument} with it.")
-
-
-def required_inputs(module: nn.Module) -> list[str]:
-    """Names of the inputs of ``module.forward`` without a default."""
-    return [
-        parameter.name
-        for parameter in inspect.signature(module.forward).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-
-
-def check_exact_names(given: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless ``given`` are exactly the ``input_names`` of the constructor."""
-    missing = sorted(set(expected) - set(given))
-    extra = sorted(set(given) - set(expected))
-    if missing or extra:
-        raise ValueError(
-            f"the pipeline was made with input_names={list(expected)}; missing: {missing or 'none'}, "
-            f"extra: {extra or 'none'}. Give exactly those, or leave input_names out to allow any."
-        )
 
 
 def check_partition(partition: Any, batch: Any, memory_limit: Any, pipeline_cuts: Sequence[str] | None) -> None:

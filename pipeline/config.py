@@ -13,6 +13,7 @@ from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.grad_scaler import GradScaler, check_grad_scaler
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
+from nxdpp.pipeline.input_names import check_names, check_required
 from nxdpp.pipeline.loss.item_counts import CountItems, check_normalization
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.other_cuts import modules_to_cut_after
@@ -128,8 +129,8 @@ class PipelineConfig:
         check_grad_scaler(self.grad_scaler)
         arguments.check_floating_inputs(self.check_inputs)
         if self.input_names is not None:
-            arguments.check_names(module, self.input_names, "input_names")
-            arguments.check_required(module, self.input_names, "input_names")
+            check_names(module, self.input_names, "input_names")
+            check_required(module, self.input_names, "input_names")
         arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
         tensor_ranks = parallel_state.get_tensor_model_parallel_size()
         if self.partition == "profiled" and tensor_ranks > 1:
@@ -139,8 +140,8 @@ class PipelineConfig:
                 f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
             )
         if self.partition_batch is not None:
-            arguments.check_names(module, list(self.partition_batch), "partition_batch")
-            arguments.check_required(module, list(self.partition_batch), "partition_batch")
+            check_names(module, list(self.partition_batch), "partition_batch")
+            check_required(module, list(self.partition_batch), "partition_batch")
 
     def choose_schedule(self, ranks: int) -> ChosenSchedule:
         """Return the schedule for ``ranks``. Raises ``ValueError`` for one that cannot run."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nxdpp.pipeline.arguments import required_inputs
+from nxdpp.pipeline.input_names import required_inputs
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.sizes import Shapes, shapes_of
 from nxdpp.tracing.transformers_models import transformers_models

@@ -17,6 +17,7 @@ from nxdpp.parallel_layers.overlapped_average import AverageReport
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.input_names import check_not_positional
 from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
@@ -270,7 +271,7 @@ class NxDPPModel(LocalView):
         meta device. The first ``run_train`` or ``run_eval`` does the same: ``trace`` finds an error earlier. Raises
         ``ValueError``, ``TypeError`` and ``TracingError`` as ``run_train`` does.
         """
-        arguments.check_not_positional(positional)
+        check_not_positional(self.original_module, positional)
         self._pipeline.trace(inputs)
 
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
@@ -285,7 +286,7 @@ class NxDPPModel(LocalView):
         ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
         """
         with board.call("run_train", "step", "pipeline", has_limit=True):
-            arguments.check_not_positional(positional)
+            check_not_positional(self.original_module, positional)
             losses = self._pipeline.train_step(inputs, average=not self.use_zero1_optimizer)
             if self._optimizer_check is None and not self._pipeline.is_averaged:
                 parameters = dict(self.local_named_parameters())
@@ -299,7 +300,7 @@ class NxDPPModel(LocalView):
         of the last stage returns the model's output, with the microbatches concatenated along dimension 0.
         """
         with board.call("run_eval", "step", "pipeline", has_limit=True):
-            arguments.check_not_positional(positional)
+            check_not_positional(self.original_module, positional)
             evaluation = self._pipeline.eval_step(inputs)
             return evaluation.output if evaluation.losses is None else self._return_loss(evaluation.losses, train=False)
 

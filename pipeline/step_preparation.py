@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
+from nxdpp.pipeline.input_names import check_input_names
 from nxdpp.pipeline.loss.normalization import LossNormalization, StepLoss
 from nxdpp.pipeline.microbatches.rows import on_device, readable_opened
 from nxdpp.pipeline.microbatches.samples import check_samples, opened_samples
@@ -89,7 +89,7 @@ class StepPreparation:
 
     def check_names(self, inputs: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for inputs of other names than the model takes."""
-        arguments.check_input_names(self._module, inputs, self._input_names)
+        check_input_names(self._module, inputs, self._input_names)
 
     def check_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` or ``TypeError`` for another number of samples, other names, or one loss of them all."""

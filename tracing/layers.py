@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nxdpp.tracing import listings
+from nxdpp.tracing.closest_name import meant
 from nxdpp.tracing.language_model import language_model
 from nxdpp.tracing.layer_runs import longest_runs
 from nxdpp.tracing.transformers_models import transformers_models
@@ -58,8 +59,8 @@ def resolve_classes(module: nn.Module, wanted: Iterable[Any], argument: str) -> 
             if not found:
                 existing = sorted({type(child).__name__ for child in listings.modules(module)})
                 raise ValueError(
-                    f"{argument}: no module of {type(module).__name__} is of a class named {item!r}. "
-                    f"It has: {', '.join(existing)}."
+                    f"{argument}: no module of {type(module).__name__} is of a class named {item!r}"
+                    f"{meant(item, existing)}. It has: {', '.join(existing)}."
                 )
             classes.update(dict.fromkeys(sorted(found, key=lambda cls: cls.__module__)))
         else:
@@ -79,7 +80,7 @@ def known_leaves(module: nn.Module, wanted: Iterable[Any]) -> list[Any]:
         _logger.warning(
             "leaf_module_cls names %s, and no module of %s is of such a class: nothing is kept whole for it. The "
             "classes are %s",
-            ", ".join(map(repr, unknown)),
+            ", ".join(f"{name!r}{meant(name, existing)}" for name in unknown),
             type(module).__name__,
             ", ".join(sorted(existing)),
         )

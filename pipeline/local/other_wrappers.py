@@ -38,13 +38,17 @@ def refuse_local_wrappers(tree: nn.Module) -> None:
     for name, child in listings.named_modules(tree):
         if isinstance(child, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_fully_sharded(child):
             raise RuntimeError(
-                f"{name}, a {type(child).__name__}, is in a wrapper of data parallelism, which would wait for other "
-                f"ranks in another order than the stages, or average gradients twice. Leave the wrapper out: "
-                f"{_AVERAGED}."
+                f"{name or 'the model'}, a {type(child).__name__}, is in a wrapper of data parallelism, which would "
+                f"wait for other ranks in another order than the stages, or average gradients twice. Leave the wrapper "
+                f"out: {_AVERAGED}."
             )
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:
     # Only a program that uses FSDP has imported it.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
+    if fsdp is None:
+        return False
+    # FullyShardedDataParallel around a pipelined model marks all modules inside.
+    is_inside = "_is_fsdp_managed_module" in vars(module)
+    return is_inside or isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))

@@ -6,6 +6,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from nxdpp.pipeline.input_names import call_by_name
+from nxdpp.pipeline.local.outer_wrappers import COMPILED, refuse_hook, refuse_reader
 from nxdpp.tracing import listings
 
 _HOOKS = (
@@ -51,9 +53,10 @@ class LocalView(nn.Module):
         """Return an attribute of the wrapped module, such as ``config``; methods run on the wrapped module.
 
         Raises ``AttributeError`` for modules and tensors of it that this rank does not hold, and ``RuntimeError`` for
-        ``DistributedDataParallel``, see ``refuse_ddp``.
+        wrappers of other runtimes, see ``refuse_ddp`` and ``outer_wrappers``.
         """
         refuse_ddp(name)
+        refuse_reader(name)
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -139,9 +142,21 @@ class LocalView(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ``RuntimeError``: a pipeline runs by ``run_train`` and ``run_eval``."""
+        call = call_by_name(self.original_module, args, kwargs)
         raise RuntimeError(
-            "a pipelined model cannot be called: use run_train(**inputs) for forward and backward, run_eval(**inputs) "
-            "for forward alone."
+            f"a pipelined model cannot be called: use run_train({call}) for forward and backward, run_eval({call}) "
+            f"for forward alone."
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: layers are compiled, before the model is wrapped."""
+        raise RuntimeError(COMPILED)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ``TypeError``: a stage has connections to other ranks."""
+        raise TypeError(
+            "a pipelined model cannot be pickled (torch.save(model)): use nxdpp.save_pretrained or "
+            "nxdpp.save_checkpoint, or torch.save(model.local_state_dict(), file) with a file for each rank."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -151,6 +166,7 @@ class LocalView(nn.Module):
 
 def _refused_hook(kind: str) -> Callable[..., NoReturn]:
     def refuse(self: LocalView, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse_hook(args[0] if args else None)
         raise RuntimeError(
             f"{kind} of a pipelined model: the hook would never run, since stages run layers and the modules beside "
             f"them. Register it on such a module: wrapped.local_module.get_submodule(NAME).{kind}(...)."

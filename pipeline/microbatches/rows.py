@@ -69,7 +69,8 @@ def check_batch(inputs: Mapping[str, Any], microbatches: int) -> None:
     if batch is not None and (batch == 0 or batch % microbatches):
         raise ValueError(
             f"a batch of {batch} ({', '.join(batches)}) does not divide into num_microbatches={microbatches}. Use a "
-            f"batch size that is a multiple of {microbatches}."
+            f"batch size that is a multiple of {microbatches}. If this is the last, smaller batch of an epoch, leave "
+            f"it out: DataLoader(..., drop_last=True)."
         )
 
 

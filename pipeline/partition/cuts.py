@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from nxdpp.tracing.closest_name import meant
+
 
 def even_cuts(layers: Sequence[str], stages: int) -> list[str]:
     """Return the cuts for ``stages`` of even size; the remainder goes to the later stages.
@@ -38,8 +40,9 @@ def check_cuts(cuts: Sequence[str], layers: Sequence[str], stages: int, source: 
     unknown = [cut for cut in cuts if cut not in layers]
     if unknown:
         raise ValueError(
-            f"{source} names {unknown}, which are no transformer layers of the model, and no modules with parameters "
-            f"beside them that run. A cut falls after one of these; the layers are: {', '.join(layers)}."
+            f"{source} names {unknown}{meant(str(unknown[0]), layers)}, which are no transformer layers of the model, "
+            f"and no modules with parameters beside them that run. A cut falls after one of these; the layers are: "
+            f"{', '.join(layers)}."
         )
     repeated = sorted({cut for cut in cuts if list(cuts).count(cut) > 1})
     if repeated:

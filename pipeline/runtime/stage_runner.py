@@ -27,7 +27,7 @@ from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
-from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
+from nxdpp.pipeline.stages.loss import LossGradient, LossTransform, no_loss
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 
@@ -325,9 +325,7 @@ def _checked_transform(loss: Any) -> torch.Tensor:
 
 def _checked_loss(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise ValueError(
-            f"the loss must be a tensor of one element, not {loss!r:.80}. Name it with output_loss_value_spec."
-        )
+        raise ValueError(no_loss(loss))
     if not loss.requires_grad:
         raise ValueError(
             "the loss does not depend on any parameter that requires a gradient: nothing is left to train. "

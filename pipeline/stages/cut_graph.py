@@ -6,6 +6,7 @@ from typing import Any, Literal
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from nxdpp.pipeline.input_names import forward_names
 from nxdpp.pipeline.partition.partition import Partition
 from nxdpp.pipeline.stages.first_run import FirstRun
 from nxdpp.pipeline.stages.loss import LossSpec, pick_loss, pick_loss_of_sample
@@ -43,7 +44,8 @@ class CutGraph:
 
     def loss(self, spec: LossSpec = None) -> fx.Node:
         """Return the node of the loss. Raises ``ValueError`` for an output without one."""
-        return _node(pick_loss(self.output, spec))
+        taken = forward_names(self.partition.module).parameters
+        return _node(pick_loss(self.output, spec, [name for name in taken if name not in self.traced.inputs]))
 
     def loss_of_sample(self, spec: LossSpec = None) -> fx.Node:
         """Return the node of the loss of one sample, as ``pick_loss_of_sample`` finds it."""

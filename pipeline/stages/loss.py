@@ -1,6 +1,6 @@
 """Choice of the loss among a model's outputs (``output_loss_value_spec`` of NeuronX Distributed's guide)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,27 @@ def check_loss_spec(spec: LossSpec) -> None:
         )
 
 
-def pick_loss(output: Any, spec: LossSpec) -> Any:
+def no_loss(output: Any) -> str:
+    """Return a message for an ``output`` that cannot be the loss, such as logits ``(B, T, V)``."""
+    if isinstance(output, torch.Tensor):
+        given = f"a tensor {tuple(output.shape)} of {output.dtype}"
+    else:
+        given = f"{output!r:.80}, a {type(output).__name__}"
+    return (
+        f"the loss must be a tensor of one element, and the model returned {given}. run_train differentiates what "
+        f"forward returns: compute the loss there, and return it; pass the inputs for the loss (labels=...), if "
+        f"forward computes one from them; or mark the loss of several outputs with output_loss_value_spec. run_eval "
+        f"returns other outputs than a loss."
+    )
+
+
+def pick_loss(output: Any, spec: LossSpec, not_given: Sequence[str] = ()) -> Any:
     """Return the loss in ``output``.
 
     Without a spec it is the ``loss`` of a dict or ``ModelOutput``, or a lone value. A dict spec finds a value by name.
     A tuple spec finds it by position, in a ``ModelOutput`` by the position in its ``to_tuple()``. A bool marks the
-    output itself. Raises ``ValueError`` for an output without such a value.
+    output itself. ``not_given`` are inputs of the model that the step did not get, for a message. Raises ``ValueError``
+    for an output without such a value.
     """
     output = _named(output)
     if spec is not None:
@@ -38,9 +53,11 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
     if isinstance(output, Mapping):
         if output.get("loss") is not None:
             return output["loss"]
+        likely = [name for name in not_given if "label" in name or "target" in name] or list(not_given) or ["labels"]
+        inputs = ", ".join(f"{name}=..." for name in likely)
         raise ValueError(
             f"the model's output has no loss, only {sorted(output)}. Pass the inputs from which the model computes "
-            f"one (labels=...), or name the output with output_loss_value_spec."
+            f"one ({inputs}), or name the output with output_loss_value_spec."
         )
     if isinstance(output, tuple | list):
         if len(output) == 1:

@@ -1,5 +1,8 @@
 """All families of schedules, by name."""
 
+import re
+from difflib import get_close_matches
+
 from nxdpp.schedules.families.dualpipe_v import DUALPIPE_V
 from nxdpp.schedules.families.eager_1f1b import EAGER_1F1B
 from nxdpp.schedules.families.family import Family
@@ -30,7 +33,18 @@ FAMILIES = {family.name: family for family in _ALL}
 
 
 def find_family(name: str) -> Family:
-    """Return the family ``name``; ``ValueError`` with all names for another name."""
+    """Return the family ``name``; ``ValueError`` with all names, and the closest one, for another name."""
     if name not in FAMILIES:
-        raise ValueError(f"there is no schedule {name!r}. Choose one of {', '.join(FAMILIES)}.")
+        raise ValueError(f"there is no schedule {name!r}{_meant(name)}. Choose one of {', '.join(FAMILIES)}.")
     return FAMILIES[name]
+
+
+def _meant(name: str) -> str:
+    plain = {_plain(family): family for family in FAMILIES}
+    close = get_close_matches(_plain(name), plain, 1)
+    return f" (did you mean {plain[close[0]]!r}?)" if close else ""
+
+
+def _plain(name: str) -> str:
+    """Lower-case letters and digits of ``name``."""
+    return re.sub("[^a-z0-9]", "", name.lower())

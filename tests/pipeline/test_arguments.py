@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
-from tests.support.traced_models import PlainModel, make_model
+from tests.support.traced_models import PlainModel
 
 
 class Tracer(fx.Tracer):
@@ -72,29 +72,6 @@ def test_invalid_python_modules(module: Any) -> None:
 
 def test_valid_functions_and_modules() -> None:
     arguments.check_wraps([math.sqrt, torch.relu, lambda x: x], [math, torch])
-
-
-def test_unknown_input_names() -> None:
-    with pytest.raises(ValueError, match=r"input_names: PlainModel.forward takes no \['y', 'z'\]; it takes \['x'\]"):
-        arguments.check_names(PlainModel(), ["y", "x", "z"], "input_names")
-    arguments.check_names(PlainModel(), ["x"], "input_names")
-
-
-def test_a_forward_with_keyword_arguments_takes_any_name() -> None:
-    arguments.check_names(make_model("llama", layers=2), ["input_ids", "num_items_in_batch"], "inputs")
-
-
-def test_exact_names() -> None:
-    expected = ["input_ids", "labels"]
-
-    arguments.check_exact_names(["labels", "input_ids"], expected)
-    with pytest.raises(ValueError, match=r"missing: \['labels'\], extra: \['a', 'b'\]") as caught:
-        arguments.check_exact_names(["b", "input_ids", "a"], expected)
-    assert "input_names=['input_ids', 'labels']" in str(caught.value)
-    with pytest.raises(ValueError, match=r"missing: \['labels'\], extra: none"):
-        arguments.check_exact_names(["input_ids"], expected)
-    with pytest.raises(ValueError, match=r"missing: none, extra: \['position_ids'\]"):
-        arguments.check_exact_names([*expected, "position_ids"], expected)
 
 
 def test_autocast_to_float16_without_a_scaled_loss_is_refused() -> None:

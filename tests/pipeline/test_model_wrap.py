@@ -94,7 +94,7 @@ def test_state_is_loaded_and_saved_under_original_names() -> None:
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_microbatches": 0}, ValueError, r"num_microbatches=0"),
     ({"virtual_pipeline_size": 4}, ValueError, "4 transformer layers cannot be split over 8 pipeline stages"),
-    ({"schedule": "2f1b"}, ValueError, "there is no schedule '2f1b'. Choose one of gpipe, 1f1b"),
+    ({"schedule": "2f1b"}, ValueError, "there is no schedule '2f1b' .did you mean '1f1b'.*Choose one of gpipe, 1f1b"),
     ({"schedule": "1f1b", "virtual_pipeline_size": 2}, ValueError, "1f1b has 1 stage a rank, not 2"),
     ({"schedule": [["0F0", "0B0"]]}, ValueError, "the schedule is for .*'ranks': 1.* this pipeline has .*'ranks': 2"),
     ({"virtual_pipeline_size": 0}, ValueError, "virtual_pipeline_size=0"),

@@ -1,5 +1,7 @@
 """Models in wrappers of other runtimes: refused, with a remedy that is followed here."""
 
+import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,6 +66,30 @@ def test_a_data_parallel_wrapper_around_the_wrapped_model() -> None:
         DistributedDataParallel(wrapped)
     assert not hasattr(wrapped, "_other")
     wrapped.run_train(**BATCH)
+
+
+def test_other_wrappers_around_the_wrapped_model() -> None:
+    wrapped = NxDPPModel(llama(), num_microbatches=2)
+    for compiles in (partial(torch.compile, wrapped, backend="eager"), partial(wrapped.compile, backend="eager")):
+        with pytest.raises(RuntimeError, match=r"Compile the layers before NxDPPModel\(module\): for layer in layers"):
+            compiles()
+    with pytest.raises(RuntimeError, match=r"FSDP would shard this rank's stages.*Leave it out"):
+        fully_shard(wrapped, mesh=mesh())
+    with pytest.raises(RuntimeError, match="a pipelined model cannot be called"):
+        nn.DataParallel(wrapped)(**BATCH)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*torch.save\(model.local_state_dict\(\), file\)"):
+        torch.save(wrapped, io.BytesIO())
+    torch.save(wrapped.local_state_dict(), io.BytesIO())
+    wrapped.run_train(**BATCH)
+
+    sharded = FullyShardedDataParallel(NxDPPModel(llama(), num_microbatches=2), device_id=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"a LocalModule, is in a wrapper of data parallelism.* Leave the wrapper"):
+        sharded.run_train(**BATCH)
+
+    compiled = llama()
+    for layer in compiled.model.layers:
+        layer.compile(backend="eager")
+    trains_exactly(compiled)
 
 
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, nn.DataParallel])

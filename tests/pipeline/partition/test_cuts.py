@@ -69,7 +69,7 @@ def _refusal(cuts: list[str], stages: int, layers: list[str] = LAYERS) -> str:
 def test_an_unknown_name() -> None:
     message = _refusal(["model.layers.1", "layers.2"], 3)
 
-    assert "['layers.2'], which are no transformer layers" in message
+    assert "['layers.2'] (did you mean 'model.layers.2'?), which are no transformer layers" in message
     assert LISTED in message
 
 

@@ -156,5 +156,9 @@ def test_invalid_sizes(name: str, ranks: int, microbatches: int, chunks: int | N
 
 
 def test_an_unknown_name() -> None:
+    for written, family in (("1f1B", "1f1b"), ("zbv", "zb-v"), ("ZB_H1", "zb-h1"), ("interleave", "interleaved")):
+        with pytest.raises(ValueError, match=rf"there is no schedule '{written}' \(did you mean '{family}'\?\)"):
+            find_family(written)
+        find_family(family)
     with pytest.raises(ValueError, match=r"there is no schedule '2f2b'\. Choose one of gpipe, 1f1b, "):
         find_family("2f2b")
