@@ -11,30 +11,26 @@
 import argparse
 import json
 import math
-import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nxdpp.schedules.actions import Schedule
+from nxdpp.schedules.actions import ActionKind, Schedule
 from nxdpp.schedules.check import check
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 from nxdpp.schedules.lowering.transport_rules import RULES, find_rules
 from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.simulate import Timeline
+from nxdpp.schedules.view.axis import Axis, number
+from nxdpp.schedules.view.output import add_flags, check_flags, console, write_svg
 from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_table, rank_table
 from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-# Microbatches times stages of a drawing that takes about half a minute, and above which a line tells its size.
+# Microbatches times stages of a drawing that takes about a quarter of a minute, of a check for deadlocks that takes a
+# minute, and above which a line tells the size.
 _MOST = 2**18
+_MOST_CHECKED = 2**16
 _TOLD = 2**15
-# Columns of an output that is no terminal.
-_WIDTH_OF_A_FILE = 200
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -58,7 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--transport", metavar="NAME", help=f"check for deadlocks over a backend, one of {', '.join(RULES)}"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the timeline into this SVG file")
+    add_flags(parser, "the timeline")
     parser.add_argument("--json", action="store_true", help="print actions and times as JSON in place of a drawing")
     parser.add_argument("--compare", action="store_true", help="print one line for each family in place of a drawing")
     parser.set_defaults(run=run)
@@ -66,6 +62,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> None:
     """Print the drawing, JSON or comparison for ``options``; ``ValueError`` for options that exclude each other."""
+    check_flags(options)
+    if options.json and options.width is not None:
+        raise ValueError("--width is the width of a drawing: leave out --json, or --width.")
     if options.compare:
         _compare(options)
         return
@@ -73,21 +72,23 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"name a schedule, one of {', '.join(FAMILIES)} or a CSV file; or add --compare.")
     rules = None if options.transport is None else find_rules(options.transport)
     name, schedule, placement = _schedule(options)
+    if rules is not None:
+        _refuse_long_checks(schedule)
     title, timeline = _simulated(options, name, schedule)
+    axis = Axis("time", _shares(options).axis_legend(schedule))
     if rules is not None:
         check_transport(schedule, placement, rules)
-    if options.svg is not None:
-        write_svg(options.svg, {title: timeline})
+    write_svg(options, title, {"": timeline}, axis)
     if options.json:
         print(json.dumps(as_json(title, timeline) | ({} if rules is None else transport_as_json(rules))))
         return
     from nxdpp.schedules.view.drawing import draw
 
-    out = console()
+    out = console(options.width)
     out.print(title)
-    out.print(draw(timeline, out.width))
+    out.print(draw(timeline, out.width, axis=axis))
     out.print(rank_table(timeline))
-    out.print(f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.mean_bubble:.1f} % on average")
+    out.print(f"makespan {number(timeline.makespan)}, bubble {100 * timeline.mean_bubble:.1f} % on average")
     if rules is not None:
         out.print(transport_text(rules))
 
@@ -104,6 +105,7 @@ def _schedule(options: argparse.Namespace) -> tuple[str, Schedule, Placement | L
             f"and --virtual."
         )
     schedule = read_schedule(Path(options.name))
+    _tell(_forwards(schedule), f"{options.name} has")
     check(schedule)
     return Path(options.name).name, schedule, placement_of(schedule)
 
@@ -128,27 +130,9 @@ def _compare(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(comparison_as_json(rows)))
         return
-    out = console()
+    out = console(options.width)
     out.print(f"{ranks} ranks, {microbatches} microbatches; {shares.text()}")
     out.print(comparison_table(rows, out.width, chosen))
-
-
-def write_svg(path: Path, timelines: Mapping[str, Timeline]) -> None:
-    """Draw the timelines, by title, into an SVG file; ``ValueError`` for a path that cannot be written."""
-    from nxdpp.schedules.view.picture import svg
-
-    try:
-        path.write_text(svg(timelines), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--svg: {path} cannot be written: {error.strerror}") from None
-
-
-def console() -> "Console":
-    """Return the console, as wide as the terminal."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
-    return Console(width=width, highlight=False, markup=False)
 
 
 def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
@@ -159,15 +143,33 @@ def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
     # A comparison is one schedule for each family.
     schedules = len(FAMILIES) if options.compare else 1
     size = schedules * options.ranks * options.microbatches * (options.virtual or 1)
+    _tell(size, f"{options.ranks:,} ranks and {options.microbatches:,} microbatches make")
+    return options.ranks, options.microbatches
+
+
+def _tell(size: int, made_by: str) -> None:
+    """Tell the size of a long simulation; ``ValueError`` for one that takes too long."""
     if size > _MOST:
         raise ValueError(
-            f"{options.ranks:,} ranks and {options.microbatches:,} microbatches make {size:,} forwards to simulate, "
-            f"and the limit is {_MOST:,}. A schedule repeats itself: give fewer microbatches or "
-            f"fewer ranks."
+            f"{made_by} {size:,} forwards to simulate, and the limit is {_MOST:,}. A schedule repeats itself: give "
+            f"fewer microbatches or fewer ranks."
         )
     if size > _TOLD:
         print(f"simulating {size:,} forwards and their backwards ...", file=sys.stderr, flush=True)
-    return options.ranks, options.microbatches
+
+
+def _forwards(schedule: Schedule) -> int:
+    """Return the number of forwards, one for each stage and microbatch."""
+    return sum(action.kind is ActionKind.FORWARD for actions in schedule for action in actions)
+
+
+def _refuse_long_checks(schedule: Schedule) -> None:
+    size = _forwards(schedule)
+    if size > _MOST_CHECKED:
+        raise ValueError(
+            f"--transport checks {_MOST_CHECKED:,} forwards at most, and the schedule has {size:,}. A schedule repeats "
+            f"itself: give fewer microbatches or fewer ranks, or leave out --transport."
+        )
 
 
 def _shares(options: argparse.Namespace) -> Shares:

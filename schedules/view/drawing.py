@@ -2,32 +2,30 @@
 
 ::
 
-    time 0
-    rank 0  F0 F1 .  .  .  .  B0--- B1---
-    rank 1  .  F0 B0--- F1 B1--- .  .  .
+    F0 forward  B0 backward  . bubble
+    time    |0 |1 |2 |3 |4 |5 |6 |7 |8
+    rank 0  F0 F1 .  .  B0--- .  B1---
+    rank 1  .  F0 B0--- F1 B1--- .  .
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
 
-from nxdpp.schedules.actions import ActionKind
-from nxdpp.schedules.simulate import Span, Timeline
-from nxdpp.schedules.view.labels import NAMES, RankLabels, has_chunks, kinds_in
+from nxdpp.schedules.simulate import Timeline
+from nxdpp.schedules.view.axis import Axis, number, tick_step
+from nxdpp.schedules.view.colours import INK, shade
+from nxdpp.schedules.view.labels import NAMES, Labels
 
 # The shortest action is as wide as its label. Two limits, in labels: the mean width of an action, and the width of a
 # row for each action of all ranks. The second one bounds long transfers.
 _MEAN_WIDTH = 4
 _BUBBLE_WIDTH = 20
 
-# For a rank's only or later stages, and for the first of several.
-_STYLES = {
-    ActionKind.FORWARD: ("white on blue", "black on bright_blue"),
-    ActionKind.BACKWARD: ("white on green", "black on bright_green"),
-    ActionKind.INPUT_GRADIENT: ("black on cyan", "black on bright_cyan"),
-    ActionKind.WEIGHT_GRADIENT: ("black on yellow", "black on bright_yellow"),
-}
+TIME = Axis("time", "time: in the unit of the given times")
 
 
 @dataclass(frozen=True)
@@ -40,30 +38,131 @@ class _Piece:
     style: str = "dim"
 
 
-def draw(timeline: Timeline, width: int, like: Timeline | None = None) -> Text:
-    """Return the timeline in lines of at most ``width`` columns, or of one action if that is wider.
+def draw(timeline: Timeline, width: int, *, axis: Axis = TIME, like: Timeline | None = None) -> Text:
+    """Return the timeline in lines of at most ``width`` columns; a width under 40 may be passed.
 
-    A column has the same time as in the drawing of ``like``, a timeline of the same actions, if given.
+    A label is whole, or its letter alone. Actions without a column are counted in the legend. A column has the same
+    time as in the drawing of ``like``, a timeline of the same actions, if given.
     """
-    cell = 1 + max(
-        len(labels.label(span.action))
-        for spans, labels in ((spans, RankLabels(spans)) for spans in timeline.spans)
-        for span in spans
-    )
-    scale = cell / _unit(timeline if like is None else like)
-    rows = [list(_pieces(spans, scale, round(timeline.makespan * scale))) for spans in timeline.spans]
-    columns = max(1, rows[0][-1].end)
-    heads = [f"rank {rank:<{len(str(len(rows) - 1))}}  " for rank in range(len(rows))]
-    block = max(1, (width - len(heads[0])) // cell) * cell
-    text = _legend(timeline)
-    for start in range(0, columns, block):
-        text.append(f"\ntime {start / scale:.6g}\n")
-        for head, row in zip(heads, rows, strict=True):
-            text.append(head)
-            for piece in row:
-                _append(text, piece, max(piece.start, start), min(piece.end, start + block), cell)
-            text.append("\n")
+    labels = Labels(timeline.spans)
+    scale = (1 + labels.widest) / _unit(timeline if like is None else like)
+    drawing = _Drawing(timeline, labels, scale, width, axis)
+    text = _joined([*_legend(labels), *drawing.remarks(), Text(axis.legend)], width)
+    for block in range(drawing.blocks):
+        text.append("\n")
+        drawing.append_block(text, block)
     return text
+
+
+class _Drawing:
+    """The rows of a timeline, cut into blocks that begin at a tick of the axis."""
+
+    def __init__(self, timeline: Timeline, labels: Labels, scale: float, width: int, axis: Axis) -> None:
+        self._scale = scale
+        self._cell = cell = 1 + labels.widest
+        self._rows = [list(self._pieces(timeline, labels, rank)) for rank in range(len(timeline.spans))]
+        self._columns = max(1, self._column(timeline.makespan))
+        head = max(len(axis.unit), len(f"rank {len(self._rows) - 1}")) + 2
+        self._heads = [f"rank {rank}".ljust(head) for rank in range(len(self._rows))]
+        self._head = axis.unit.ljust(head)
+        self._step = tick_step(timeline.makespan, scale, 1, 2)
+        # A label may go beyond the end of its block, unless all actions begin in whole cells.
+        even = all(piece.start % cell == 0 for row in self._rows for piece in row if piece.label)
+        self._ticks = self._ticks_of_a_block(width - head)
+        if not even or self._column(self._ticks * self._step) % cell:
+            self._ticks = self._ticks_of_a_block(width - head - cell)
+        self.blocks = 1
+        while self._start(self.blocks) < self._columns:
+            self.blocks += 1
+        self._parts = self._by_block()
+
+    def remarks(self) -> list[Text]:
+        """Return the entries of the legend on labels without numbers and on actions without columns."""
+        actions = [piece for row in self._rows for piece in row if piece.label]
+        found = []
+        if any(piece.end - piece.start > len(piece.label) + 1 for piece in actions):
+            found.append(Text("- goes on"))
+        if any(0 < piece.end - piece.start < len(piece.label) for piece in actions):
+            found.append(Text("letter alone: no room for its number"))
+        missing = Counter(piece.label[0].upper() for piece in actions if piece.end == piece.start)
+        if missing:
+            which = ", ".join(f"{count:,} {letter}" for letter, count in missing.items())
+            found.append(Text(f"too short to draw: {which}"))
+        return found
+
+    def append_block(self, text: Text, block: int) -> None:
+        """Append the axis and the rows of a block."""
+        start, end = self._start(block), min(self._start(block + 1), self._columns)
+        text.append(self._head)
+        text.append(self._axis(block, start, end).rstrip() + "\n")
+        for head, parts in zip(self._heads, self._parts[block], strict=True):
+            text.append(head)
+            for piece in parts:
+                text.append(self._shown(piece, max(piece.start, start), min(piece.end, end)), piece.style)
+            text.append("\n")
+
+    def _axis(self, block: int, start: int, end: int) -> str:
+        line = ""
+        for tick in range(block * self._ticks, (block + 1) * self._ticks):
+            column = self._column(tick * self._step)
+            if column >= end and column > start:
+                break
+            line = line.ljust(column - start) + f"|{number(tick * self._step)}"
+        return line
+
+    def _ticks_of_a_block(self, columns: int) -> int:
+        return max(1, math.floor(columns / (self._step * self._scale)))
+
+    def _start(self, block: int) -> int:
+        """Return the first column of a block."""
+        return self._column(block * self._ticks * self._step)
+
+    def _column(self, time: float) -> int:
+        # Sums of times such as 0.1 are off in the last digits; round() would send halves up and down.
+        return math.floor(time * self._scale + 0.5 + 1e-6)
+
+    def _pieces(self, timeline: Timeline, labels: Labels, rank: int) -> Iterator[_Piece]:
+        """Yield the row of a rank, actions and bubble."""
+        column = 0
+        for span in timeline.spans[rank]:
+            start, end = self._column(span.start), self._column(span.end)
+            if start > column:
+                yield _Piece(column, start)
+            colour = shade(span.action.kind, labels.chunk(span.action), labels.chunks)
+            yield _Piece(start, end, labels.label(span.action), f"{INK} on {colour}")
+            column = end
+        yield _Piece(column, max(1, self._column(timeline.makespan)))
+
+    def _by_block(self) -> list[list[list[_Piece]]]:
+        """Return the pieces of each rank in each block, in order."""
+        found: list[list[list[_Piece]]] = [[[] for _ in self._rows] for _ in range(self.blocks)]
+        for rank, row in enumerate(self._rows):
+            block = 0
+            for piece in row:
+                if piece.end == piece.start:
+                    continue
+                while self._start(block + 1) <= piece.start:
+                    block += 1
+                at = block
+                while at < self.blocks and (at == block or self._start(at) < piece.end):
+                    found[at][rank].append(piece)
+                    at += 1
+        return found
+
+    def _shown(self, piece: _Piece, start: int, end: int) -> str:
+        """Return the part of ``piece`` from column ``start`` to ``end``."""
+        length = end - start
+        if not piece.label:
+            # One dot a cell, and one at least.
+            dots = "".join("." if (column - piece.start) % self._cell == 0 else " " for column in range(start, end))
+            return dots if "." in dots else ".".ljust(length)
+        cut = end < piece.end
+        if start > piece.start:
+            return "-" * length if cut or length == 1 else "-" * (length - 1) + " "
+        label = piece.label if len(piece.label) <= piece.end - piece.start else piece.label[0]
+        if len(label) >= length:
+            return label
+        return label.ljust(length, "-") if cut else label.ljust(length - 1, "-") + " "
 
 
 def _unit(timeline: Timeline) -> float:
@@ -73,48 +172,33 @@ def _unit(timeline: Timeline) -> float:
     return max(shortest, sum(lengths) / len(lengths) / _MEAN_WIDTH, timeline.makespan / len(lengths) / _BUBBLE_WIDTH)
 
 
-def _pieces(spans: Sequence[Span], scale: float, columns: int) -> Iterator[_Piece]:
-    """Yield the row of a rank, actions and bubble."""
-    labels = RankLabels(spans)
-    column = 0
-    for span in spans:
-        start, end = round(span.start * scale), round(span.end * scale)
-        if start > column:
-            yield _Piece(column, start)
-        yield _Piece(
-            start, end, labels.label(span.action), _style(span.action.kind, labels.is_first_chunk(span.action))
-        )
-        column = end
-    yield _Piece(column, columns)
+def _legend(labels: Labels) -> list[Text]:
+    """Return the entries of the legend: each kind with the labels of its chunks, and the bubble."""
+    shown = labels.shown()
+    entries = []
+    for kind in labels.kinds:
+        text = Text()
+        for place, chunk in enumerate(shown):
+            # A gap in the chunks has dots.
+            text.append("" if place == 0 else " " if chunk == shown[place - 1] + 1 else " ... ")
+            text.append(labels.of(kind, chunk), f"{INK} on {shade(kind, chunk, labels.chunks)}")
+        entries.append(text.append(f" {NAMES[kind]}"))
+    entries.append(Text(". bubble"))
+    if meaning := labels.legend():
+        entries.append(Text(meaning))
+    return entries
 
 
-def _append(text: Text, piece: _Piece, start: int, end: int, cell: int) -> None:
-    """Append the part of ``piece`` from column ``start`` to ``end``."""
-    length = end - start
-    if length <= 0:
-        return
-    if not piece.label:
-        # One dot a cell.
-        shown = "".join("." if column % cell == 0 else " " for column in range(start, end))
-    else:
-        # A label is shown in full or as its letter: a number without its last digits would be wrong.
-        cut = length < piece.end - piece.start
-        shown = piece.label if len(piece.label) <= length else "-" * length if cut else piece.label[0]
-        shown = shown.ljust(length - 1, "-").ljust(length)
-    text.append(shown, piece.style)
-
-
-def _legend(timeline: Timeline) -> Text:
-    text = Text()
-    for kind in kinds_in(timeline.spans):
-        text.append(f"{kind.value}0", _style(kind, first=False))
-        text.append(f" {NAMES[kind]}  ")
-    text.append(". bubble", "dim")
-    if has_chunks(timeline.spans):
-        text.append("  small letters: a rank's first stage")
-    text.append("\n")
-    return text
-
-
-def _style(kind: ActionKind, first: bool) -> str:
-    return _STYLES[kind][first]
+def _joined(entries: Sequence[Text], width: int) -> Text:
+    """Return the entries in lines of at most ``width`` columns; a longer entry has a line of its own."""
+    text, line = Text(), 0
+    for entry in entries:
+        if line and line + 2 + len(entry) > width:
+            text.append("\n")
+            line = 0
+        elif line:
+            text.append("  ")
+            line += 2
+        text.append_text(entry)
+        line += len(entry)
+    return text.append("\n")

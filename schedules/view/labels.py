@@ -1,6 +1,7 @@
 """Labels of actions in drawings."""
 
 from collections.abc import Sequence
+from string import ascii_lowercase
 
 from nxdpp.schedules.actions import Action, ActionKind
 from nxdpp.schedules.simulate import Span
@@ -12,30 +13,57 @@ NAMES = {
     ActionKind.WEIGHT_GRADIENT: "weight-gradient",
 }
 
+# Chunks of a rank whose labels a legend shows one by one.
+_SHOWN = 4
 
-class RankLabels:
-    """Labels of the actions of one rank."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        stages = {span.action.stage for span in spans}
-        self._first = min(stages) if len(stages) > 1 else None
+class Labels:
+    """Labels of the actions of a timeline: the letter of the kind, the microbatch, and the chunk of the rank.
 
-    def is_first_chunk(self, action: Action) -> bool:
-        """Return whether the action is of the first of several stages of the rank."""
-        return action.stage == self._first
+    Of one chunk a rank there is no mark. Of two, the first has small letters: ``f3``, ``F3``. Of more, each has a
+    letter at the end: ``F3a``, ``F3b``, ``F3c``.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[Span]]) -> None:
+        stages = [sorted({span.action.stage for span in spans}) for spans in ranks]
+        self._chunks = {stage: chunk for of_rank in stages for chunk, stage in enumerate(of_rank)}
+        self.chunks = max(map(len, stages))
+        found = {span.action.kind for spans in ranks for span in spans}
+        self.kinds = [kind for kind in NAMES if kind in found]
+        self.widest = max(len(self.label(span.action)) for spans in ranks for span in spans)
+
+    def chunk(self, action: Action) -> int:
+        """Return the place of the action's stage among those of its rank."""
+        return self._chunks[action.stage]
 
     def label(self, action: Action) -> str:
-        """Return the letter of the kind, small for the first of several stages, and the microbatch."""
-        letter = action.kind.value
-        return f"{letter.lower() if self.is_first_chunk(action) else letter}{action.microbatch}"
+        """Return the label of an action."""
+        return self.of(action.kind, self.chunk(action), action.microbatch)
+
+    def of(self, kind: ActionKind, chunk: int, microbatch: int = 0) -> str:
+        """Return the label of a kind, chunk and microbatch."""
+        if self.chunks <= 2:
+            return f"{kind.value.lower() if chunk < self.chunks - 1 else kind.value}{microbatch}"
+        return f"{kind.value}{microbatch}{_letters(chunk)}"
+
+    def shown(self) -> list[int]:
+        """Return the chunks whose labels a legend shows: all, or the first two and the last."""
+        return list(range(self.chunks)) if self.chunks <= _SHOWN else [0, 1, self.chunks - 1]
+
+    def legend(self) -> str | None:
+        """Return the meaning of the marks of chunks; ``None`` without any."""
+        if self.chunks == 1:
+            return None
+        if self.chunks == 2:
+            return "small letters: first chunk of a rank"
+        return f"a to {_letters(self.chunks - 1)}: chunk of a rank"
 
 
-def kinds_in(ranks: Sequence[Sequence[Span]]) -> list[ActionKind]:
-    """Return the kinds of the actions, in the order of ``NAMES``."""
-    found = {span.action.kind for spans in ranks for span in spans}
-    return [kind for kind in NAMES if kind in found]
-
-
-def has_chunks(ranks: Sequence[Sequence[Span]]) -> bool:
-    """Return whether a rank has several stages."""
-    return any(len({span.action.stage for span in spans}) > 1 for spans in ranks)
+def _letters(chunk: int) -> str:
+    """Return ``a`` to ``z``, then ``aa``, ``ab``, ..."""
+    text = ""
+    chunk += 1
+    while chunk:
+        chunk, letter = divmod(chunk - 1, len(ascii_lowercase))
+        text = ascii_lowercase[letter] + text
+    return text

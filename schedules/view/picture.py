@@ -1,110 +1,182 @@
-"""Timelines as an SVG picture: a row a rank, time to the right, then the rank's bubble and peak.
+"""Timelines as an SVG picture: rows of ranks over a time axis, in blocks of the picture's width.
 
-The picture has its own background and follows the dark mode of the browser.
+The picture has its own background and follows the dark mode of its reader. It has a title, a description, and the
+times of each action as a tooltip.
 """
 
-from collections.abc import Mapping
-from html import escape
+from collections.abc import Iterator, Mapping
 
 from nxdpp.schedules.actions import ActionKind
-from nxdpp.schedules.simulate import Span, Timeline
-from nxdpp.schedules.view.labels import NAMES, RankLabels, has_chunks, kinds_in
+from nxdpp.schedules.simulate import Timeline
+from nxdpp.schedules.view.axis import Axis, number
+from nxdpp.schedules.view.labels import NAMES, Labels
+from nxdpp.schedules.view.picture_layout import Layout
+from nxdpp.schedules.view.svg_parts import LINE, box, class_of, clean, lines_of, path, style, text_at, width_of
 
-# Pixels.
-_ROW, _GAP, _LEFT, _RIGHT, _FONT = 24, 4, 70, 150, 11
-_LEGEND, _TITLE, _SUMMARY = 40, 28, 30
-_TEXT_WIDTH = 7
-# A wider picture is scaled down, and leaves out labels.
-_WIDEST = 20_000
-
-# For a rank's only or later stages, and for the first of several.
-_CLASSES = {
-    ActionKind.FORWARD: ("f", "f1"),
-    ActionKind.BACKWARD: ("b", "b1"),
-    ActionKind.INPUT_GRADIENT: ("i", "i1"),
-    ActionKind.WEIGHT_GRADIENT: ("w", "w1"),
-}
-_STYLE = """<style>
-.page { fill: #ffffff; stroke: #d0d7de } .row { fill: #eaeef2 } text { fill: #1f2328 }
-.f { fill: #6f9ceb } .b { fill: #5cb870 } .i { fill: #45b8b8 } .w { fill: #e3b341 }
-.f1 { fill: #bcd3fa } .b1 { fill: #b4e3be } .i1 { fill: #aee6e6 } .w1 { fill: #f7e3a8 }
-.action { stroke: #ffffff; stroke-width: 0.5 } .label { fill: #1f2328; text-anchor: middle }
-@media (prefers-color-scheme: dark) {
-.page { fill: #0d1117; stroke: #3d444d } .row { fill: #21262d } text { fill: #e6edf3 }
-.action { stroke: #0d1117 }
-}
-</style>"""
+# Pixels: between the frame and the content, of a row and the gap below it, of the axis with its numbers.
+_INDENT, _ROW, _GAP, _AXIS = 12, 24, 4, 30
+# From the top of a row or line to the line of its letters.
+_BASE = 16
+_BUBBLE, _PEAK = 68, 52
 
 
-def svg(timelines: Mapping[str, Timeline]) -> str:
-    """The text of an SVG file: each timeline below its title, all in one scale."""
-    ranks = [spans for timeline in timelines.values() for spans in timeline.spans]
-    longest = max(timeline.makespan for timeline in timelines.values())
-    scale = _pixels_per_time(ranks, longest)
-    width = max(_LEFT + round(longest * scale) + _RIGHT, max(map(len, timelines)) * _TEXT_WIDTH, 720)
-    top = _LEGEND
-    parts = _legend(ranks)
-    for title, timeline in timelines.items():
-        parts.append(_text(8, top + 14, title))
-        top += _TITLE
-        for rank in range(len(timeline.spans)):
-            parts += _row(timeline, rank, scale, top)
-            top += _ROW + _GAP
-        summary = f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.mean_bubble:.1f} % on average"
-        parts.append(_text(8, top + 14, summary))
-        top += _SUMMARY
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" viewBox="0 0 {width} {top}" '
-        f'font-family="sans-serif" font-size="{_FONT}">'
-    )
-    page = f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{top - 1}" rx="6"/>'
-    return "\n".join([head, _STYLE, page, *parts, "</svg>", ""])
+def svg(title: str, timelines: Mapping[str, Timeline], axis: Axis, width: int) -> str:
+    """Return the text of an SVG file: in each block the timelines one above the other, over one axis.
+
+    Args:
+        title: first line of the picture.
+        timelines: of the same stages, by name; the name of a single one may be empty.
+        axis: unit of time.
+        width: pixels of the picture, at least 480.
+    """
+    return _Picture(title, timelines, axis, width).text()
 
 
-def _pixels_per_time(ranks: list[list[Span]], makespan: float) -> float:
-    """The scale at which actions show their labels, but for those shorter than half the mean."""
-    lengths = [span.end - span.start for spans in ranks for span in spans if span.end > span.start]
-    if not lengths:
-        return 1.0
-    longest_label = max(len(RankLabels(spans).label(spans[-1].action)) for spans in ranks)
-    shown = max(min(lengths), sum(lengths) / len(lengths) / 2)
-    return min((longest_label * _TEXT_WIDTH + 6) / shown, _WIDEST / makespan)
+class _Picture:
+    def __init__(self, title: str, timelines: Mapping[str, Timeline], axis: Axis, width: int) -> None:
+        self._title, self._timelines, self._axis, self._width = title, timelines, axis, width
+        ranks = [spans for timeline in timelines.values() for spans in timeline.spans]
+        self._labels = Labels(ranks)
+        heads = (axis.unit, f"rank {max(len(timeline.spans) for timeline in timelines.values()) - 1}")
+        self._left = _INDENT + max(map(width_of, heads)) + 12
+        self._right = width - _INDENT
+        self._layout = Layout(timelines, self._labels, self._right - _BUBBLE - _PEAK - self._left)
+        self._parts: list[str] = []
+        # The upper edge of the first rank's row, by block and timeline.
+        self._tops: dict[tuple[int, str], float] = {}
+        self._bottom = float(_INDENT)
 
-
-def _row(timeline: Timeline, rank: int, scale: float, top: int) -> list[str]:
-    spans = timeline.spans[rank]
-    labels = RankLabels(spans)
-    end = _LEFT + timeline.makespan * scale
-    figures = f"bubble {100 * timeline.bubbles[rank]:.1f} %, peak {timeline.peaks[rank]:g}"
-    parts = [
-        _text(8, top + 16, f"rank {rank}"),
-        f'<rect class="row" x="{_LEFT}" y="{top}" width="{end - _LEFT:.2f}" height="{_ROW}"/>',
-        _text(end + 8, top + 16, figures),
-    ]
-    for span in spans:
-        start, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-        label = labels.label(span.action)
-        kind = _CLASSES[span.action.kind][labels.is_first_chunk(span.action)]
-        parts.append(
-            f'<rect class="action {kind}" x="{start:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}">'
-            f"<title>{span.action}, {span.start:.6g} to {span.end:.6g}</title></rect>"
+    def text(self) -> str:
+        """Return the text of the file."""
+        self._add_head()
+        self._add_legend()
+        for block in range(self._layout.blocks):
+            self._add_block(block)
+        self._parts += self._actions()
+        width, height = self._width, round(self._bottom + _INDENT)
+        size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+                f"<title>{clean(self._title)}</title>",
+                f"<desc>{clean(self._description())}</desc>",
+                style(self._labels.kinds, self._labels.chunks),
+                f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
+                *self._parts,
+                "</svg>",
+                "",
+            ]
         )
-        if width >= len(label) * _TEXT_WIDTH:
-            parts.append(_text(start + width / 2, top + 16, label, "label"))
-    return parts
 
+    def _figures(self) -> list[str]:
+        """Return a line of figures for each timeline."""
+        return [
+            f"{name + ': ' if name else ''}makespan {number(round(timeline.makespan, 6))}, "
+            f"bubble {100 * timeline.mean_bubble:.1f} % on average"
+            for name, timeline in self._timelines.items()
+        ]
 
-def _legend(ranks: list[list[Span]]) -> list[str]:
-    entries = [(_CLASSES[kind][0], f"{kind.value} {NAMES[kind]}") for kind in kinds_in(ranks)]
-    parts = []
-    for column, (kind, text) in enumerate([*entries, ("row", "bubble")]):
-        parts.append(f'<rect class="{kind}" x="{8 + 130 * column}" y="12" width="14" height="14"/>')
-        parts.append(_text(26 + 130 * column, 23, text))
-    if has_chunks(ranks):
-        parts.append(_text(96 + 130 * len(entries), 23, "lighter, small letters: a rank's first stage"))
-    return parts
+    def _description(self) -> str:
+        ranks = max(len(timeline.spans) for timeline in self._timelines.values())
+        kinds = ", ".join(f"{kind.value} {NAMES[kind]}" for kind in self._labels.kinds)
+        figures = "; ".join(self._figures())
+        return f"{figures}. A row for each of {ranks} ranks, time to the right. {kinds}. {self._axis.legend}."
 
+    def _add_head(self) -> None:
+        for kind, text in (("title", self._title), *(("", figures) for figures in self._figures())):
+            for line in lines_of(text, self._right - _INDENT):
+                self._parts.append(text_at(_INDENT, self._bottom + _BASE, line, kind))
+                self._bottom += LINE
+        self._bottom += _GAP
 
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    attribute = f' class="{kind}"' if kind else ""
-    return f'<text{attribute} x="{x:.2f}" y="{y}">{escape(text)}</text>'
+    def _add_legend(self) -> None:
+        x = float(_INDENT)
+        entries = [(self._swatches(kind), NAMES[kind]) for kind in self._labels.kinds]
+        texts = [self._axis.legend]
+        if meaning := self._labels.legend():
+            texts.insert(0, meaning)
+        spans = (span for timeline in self._timelines.values() for rank in timeline.spans for span in rank)
+        if any(self._layout.label(span) is None for span in spans):
+            texts.append("small boxes have no label")
+        for swatches, name in [*entries, ([("row", "")], "bubble"), *(([], text) for text in texts)]:
+            widths = [max(14.0, width_of(label) + 8) for _, label in swatches]
+            whole = sum(widths) + (6 if widths else 0) + width_of(name)
+            if x > _INDENT and x + whole > self._right:
+                x, self._bottom = float(_INDENT), self._bottom + LINE + _GAP
+            for (of_kind, label), width in zip(swatches, widths, strict=True):
+                shown = box(of_kind, x, self._bottom, width, LINE)
+                if label:
+                    shown += text_at(x + width / 2, self._bottom + _BASE - 2, label)
+                    shown = f'<g class="action">{shown}</g>'
+                self._parts.append(shown)
+                x += width
+            x += 6 if widths else 0
+            self._parts.append(text_at(x, self._bottom + _BASE - 2, name))
+            x += width_of(name) + 18
+        self._bottom += LINE + 3 * _GAP
+
+    def _swatches(self, kind: ActionKind) -> list[tuple[str, str]]:
+        return [(class_of(kind, chunk), self._labels.of(kind, chunk)) for chunk in self._labels.shown()]
+
+    def _add_block(self, block: int) -> None:
+        """Add names, rows and axis of a block."""
+        end = self._bottom
+        for name, timeline in self._timelines.items():
+            if block and timeline.makespan <= block * self._layout.time:
+                continue
+            if name or not block:
+                self._add_names(name, first=block == 0)
+            self._tops[block, name] = self._bottom
+            for rank in range(len(timeline.spans)):
+                self._add_row(block, timeline, rank)
+            end = self._bottom
+        self._add_axis(block, end)
+
+    def _add_names(self, name: str, *, first: bool) -> None:
+        """Add the line above the rows of a timeline, with the names of the figures in the first block."""
+        self._parts.append(text_at(self._left, self._bottom + _BASE, name))
+        if first:
+            self._parts.append(text_at(self._right - _PEAK, self._bottom + _BASE, "bubble", "end"))
+            self._parts.append(text_at(self._right, self._bottom + _BASE, "peak", "end"))
+        self._bottom += LINE
+
+    def _add_row(self, block: int, timeline: Timeline, rank: int) -> None:
+        """Add the name, the background and the figures of a rank."""
+        line = self._bottom + _BASE
+        self._parts.append(text_at(_INDENT, line, f"rank {rank}"))
+        for part in self._layout.parts(0.0, timeline.makespan):
+            if part.block == block:
+                self._parts.append(box("row", self._left + part.x, self._bottom, part.width, _ROW))
+        if block == 0:
+            self._parts.append(text_at(self._right - _PEAK, line, f"{100 * timeline.bubbles[rank]:.1f} %", "end"))
+            self._parts.append(text_at(self._right, line, f"{timeline.peaks[rank]:.4g}", "end"))
+        self._bottom += _ROW + _GAP
+
+    def _add_axis(self, block: int, top: float) -> None:
+        """Add the line, the ticks and their numbers below a block."""
+        start = block * self._layout.time
+        end = min(start + self._layout.time, self._layout.longest)
+        strokes = f"M{self._left:.2f} {top:.2f}h{(end - start) * self._layout.scale:.2f}"
+        for time in self._layout.ticks(block):
+            x = self._left + (time - start) * self._layout.scale
+            strokes += f"M{x:.2f} {top:.2f}v5"
+            self._parts.append(text_at(x, top + 18, number(time), "middle"))
+        self._parts.append(path("axis", strokes))
+        self._parts.append(text_at(_INDENT, top + 18, self._axis.unit))
+        self._bottom = top + _AXIS
+
+    def _actions(self) -> Iterator[str]:
+        """Yield one element for each action: its tooltip, a box in each of its blocks, its label."""
+        for name, timeline in self._timelines.items():
+            for rank, spans in enumerate(timeline.spans):
+                below = rank * (_ROW + _GAP)
+                for span in spans:
+                    kind = class_of(span.action.kind, self._labels.chunk(span.action))
+                    shown = f"<title>{span.action}, {number(span.start)} to {number(span.end)}</title>"
+                    for part in self._layout.parts(span.start, span.end):
+                        shown += box(kind, self._left + part.x, self._tops[part.block, name] + below, part.width, _ROW)
+                    if found := self._layout.label(span):
+                        label, part = found
+                        line = self._tops[part.block, name] + below + _BASE
+                        shown += text_at(self._left + part.x + part.width / 2, line, label)
+                    yield f'<g class="action">{shown}</g>'

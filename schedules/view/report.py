@@ -8,6 +8,7 @@ from nxdpp.schedules.actions import Schedule
 from nxdpp.schedules.families.family import Family
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Span, Timeline, simulate
+from nxdpp.schedules.view.axis import number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,10 +28,16 @@ class Shares:
 
     def simulate(self, schedule: Schedule) -> Timeline:
         """Simulate ``schedule`` with equal times for all stages."""
-        part = len(schedule) / len({action.stage for actions in schedule for action in actions})
+        part = _part(schedule)
         return simulate(
             schedule, self.forward * part, self.input_gradient * part, self.weight_gradient * part, self.transfer
         )
+
+    def axis_legend(self, schedule: Schedule) -> str:
+        """Return the unit of the time axis in words."""
+        part = _part(schedule)
+        text = f"time: a rank's forward takes {number(self.forward)}"
+        return text if part == 1 else f"{text}, a chunk's {number(self.forward * part)}"
 
     def text(self) -> str:
         """Return the times as text."""
@@ -38,6 +45,11 @@ class Shares:
             f"a rank's forward {self.forward:g}, input-gradient {self.input_gradient:g}, weight-gradient "
             f"{self.weight_gradient:g}, transfer {self.transfer:g}"
         )
+
+
+def _part(schedule: Schedule) -> float:
+    """Return the part of a rank's layers in a stage."""
+    return len(schedule) / len({action.stage for actions in schedule for action in actions})
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,7 @@ def comparison_table(rows: list[Compared], width: int, chosen: str | None = None
         table.add_row(
             row.family.name + mark,
             str(row.chunks),
-            f"{row.timeline.makespan:.6g}",
+            f"{number(row.timeline.makespan)}",
             f"{100 * row.timeline.mean_bubble:.1f} %",
             f"{max(row.timeline.peaks):g}",
             *([] if narrow else [row.family.summary]),

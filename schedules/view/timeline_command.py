@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 
 from nxdpp.schedules.execution import Times
 from nxdpp.schedules.simulate import Timeline, simulate
-from nxdpp.schedules.view.command import console, write_svg
+from nxdpp.schedules.view.axis import Axis
+from nxdpp.schedules.view.output import add_flags, check_flags, console, write_svg
 from nxdpp.schedules.view.recorded import RecordedStep, RecordedTimeline
 from nxdpp.schedules.view.report import figures_table, stages_of
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_AXIS = Axis("ms", "time: milliseconds from the first action")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="the timeline file")
     parser.add_argument("--step", type=int, metavar="N", help="number of the step (the last complete one)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw both timelines into this SVG file")
+    add_flags(parser, "both timelines")
     parser.set_defaults(run=run)
 
 
@@ -39,19 +42,19 @@ def run(options: argparse.Namespace) -> None:
     """Print the drawings and tables for ``options``; ``ValueError`` for a file or step that cannot be shown."""
     from nxdpp.schedules.view.drawing import draw
 
+    check_flags(options)
     recorded = RecordedTimeline(options.file)
     step = recorded.step(options.step)
     real, times = step.timeline, step.measured_times()
     ideal = simulate(step.schedule, *times)
-    if options.svg is not None:
-        write_svg(options.svg, {f"{step.name}, measured (ms)": real, "simulated with the measured times (ms)": ideal})
-    out = console()
+    write_svg(options, step.name, {"measured": real, "simulated with the median times of each stage": ideal}, _AXIS)
+    out = console(options.width)
     # A path is not broken at the width of the terminal.
     out.print(f"{options.file} has {recorded.describe()}. Times are milliseconds.", soft_wrap=True)
     out.print(f"\n{step.name}, measured: {_figures(real)}")
-    out.print(draw(real, out.width))
+    out.print(draw(real, out.width, axis=_AXIS))
     out.print(f"simulated: {_figures(ideal)}")
-    out.print(draw(ideal, out.width, like=real))
+    out.print(draw(ideal, out.width, axis=_AXIS, like=real))
     out.print(_ranks(step, real, ideal))
     out.print(_stages(times, step))
     lost = real.makespan - ideal.makespan
@@ -94,7 +97,8 @@ def _figures(timeline: Timeline) -> str:
 
 def _milliseconds(time: float) -> str:
     # Rounded to nanoseconds, the unit of the file; the sum with 0.0 turns -0.0 into 0.0.
-    return f"{round(time, 6) + 0.0:.4g}"
+    rounded = round(time, 6) + 0.0
+    return f"{rounded:.0f}" if abs(rounded) >= 1000 else f"{rounded:.4g}"
 
 
 def _percent(share: float) -> str:

@@ -1,5 +1,6 @@
 """Verdict on a schedule over a transport, for the command line."""
 
+import sys
 from typing import Any
 
 from nxdpp.schedules.actions import Schedule
@@ -16,6 +17,8 @@ _COVERED_BY_NCCL = (
     "forwards that ask the device",
     "device-wide synchronisation on one rank or all, at any call",
 )
+# Actions of a schedule above which a line tells each of its checks.
+_TOLD = 2**13
 
 
 def covered(rules: TransportRules) -> list[str]:
@@ -24,12 +27,18 @@ def covered(rules: TransportRules) -> list[str]:
 
 
 def check_transport(schedule: Schedule, placement: Placement | ListedPlacement, rules: TransportRules) -> None:
-    """Raise ``ValueError`` with the first deadlock of a step, or of an evaluation on the same stages."""
+    """Raise ``ValueError`` with the first deadlock of a step, or of an evaluation on the same stages.
+
+    The checks of a long schedule, each of some seconds, are told on the standard error.
+    """
     sizes = check(schedule)
     steps = {"training": schedule} if sizes.trains else {}
     steps["evaluation"] = evaluation(placement, sizes.microbatches) if sizes.trains else schedule
+    told = sum(map(len, schedule)) > _TOLD
     for boundaries, edges in (("a chain", chain(sizes.stages)), ("a chain with skips", with_skips(sizes.stages))):
         for name, actions in steps.items():
+            if told:
+                print(f"checking transport {rules.name}, {name}, {boundaries} ...", file=sys.stderr, flush=True)
             deadlock = find_deadlock(programs(actions, edges, rules, trains=name == "training"))
             if deadlock is not None:
                 raise ValueError(f"transport {rules.name}, {name}, {boundaries}: {deadlock}")

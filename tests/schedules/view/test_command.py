@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,10 +148,18 @@ def test_lines_fit_into_the_terminal(columns: str) -> None:
 
 
 def test_colours_only_on_a_terminal() -> None:
-    assert "\x1b[30;46mI0 " in _run("zb-h1", *SIZE, FORCE_COLOR="1", TERM="xterm-256color").stdout
-    plain = _run("zb-h1", *SIZE)
-    assert "\x1b" not in plain.stdout
-    assert max(map(len, plain.stdout.splitlines())) > 80
+    true = _run("zb-h1", *SIZE, FORCE_COLOR="1", COLORTERM="truecolor", TERM="xterm-256color").stdout
+    assert "\x1b[38;2;16;20;24;48;2;0;163;117mI0 " in true
+    assert re.search(
+        r"\x1b\[38;5;\d+;48;5;\d+mI0 ", _run("zb-h1", *SIZE, FORCE_COLOR="1", TERM="xterm-256color").stdout
+    )
+    assert "\x1b" not in _run("zb-h1", *SIZE).stdout
+
+
+def test_a_pipe_has_80_columns_and_width_sets_others() -> None:
+    for arguments, columns in (([], 80), (["--width", "60"], 60), (["--width", "107"], 107)):
+        longest = max(map(len, _run("1f1b", *SIZE, *arguments).stdout.splitlines()))
+        assert columns - 12 < longest <= columns
 
 
 def test_a_terminal_of_ascii_letters() -> None:
@@ -187,6 +196,10 @@ def test_a_reader_that_closes_the_pipe(output: list[str]) -> None:
         (["zb-v", *SIZE, "--virtual", "3"], "zb-v has 2 stages a rank, not 3"),
         (["none.csv"], "none.csv: cannot be read"),
         (["--compare", *SIZE, "--svg", "a.svg"], "--svg draws one schedule"),
+        (["1f1b", *SIZE, "--width", "39"], "--width 39 must be 40 or more."),
+        (["1f1b", *SIZE, "--width", "80", "--json"], "leave out --json, or --width"),
+        (["1f1b", *SIZE, "--svg-width", "800"], "add --svg FILE, or leave out --svg-width"),
+        (["1f1b", *SIZE, "--svg", "a.svg", "--svg-width", "479"], "--svg-width 479 must be 480 or more."),
         (["1f1b", *SIZE, "--svg", "/nowhere/a.svg"], "--svg: /nowhere/a.svg cannot be written: No such file"),
     ],
 )
@@ -232,6 +245,23 @@ def test_sizes_that_would_take_minutes_are_refused(more: list[str], capsys: pyte
     assert main(["schedule", *more, "--ranks", ranks, "--microbatches", ranks]) == 2
 
     assert "forwards to simulate, and the limit is 262,144" in capsys.readouterr().err
+
+
+def test_long_checks_of_a_transport_are_refused_or_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "40000", "--transport", "gloo"]) == 2
+    assert "--transport checks 65,536 forwards at most, and the schedule has 80,000" in capsys.readouterr().err
+
+    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "2100", "--transport", "gloo", "--json"]) == 0
+    assert "checking transport gloo, evaluation, a chain with skips ...\n" in capsys.readouterr().err
+
+
+def test_a_large_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "large.csv"
+    path.write_text(",".join(f"0F{microbatch}" for microbatch in range(2**18 + 1)))
+
+    assert main(["schedule", str(path)]) == 2
+
+    assert "large.csv has 262,145 forwards to simulate" in capsys.readouterr().err
 
 
 def test_a_large_size_is_told(capsys: pytest.CaptureFixture[str]) -> None:

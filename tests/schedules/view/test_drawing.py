@@ -10,14 +10,18 @@ from rich.console import Console
 
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Timeline, simulate
+from nxdpp.schedules.view.axis import Axis
 from nxdpp.schedules.view.drawing import draw
+from nxdpp.schedules.view.labels import Labels
+
+AXIS = Axis("time", "time: a rank's forward takes 1")
 
 
 def _lines(timeline: Timeline, width: int) -> list[str]:
     """Return the lines on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(draw(timeline, width))
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+    console.print(draw(timeline, width, axis=AXIS))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]  # a StringIO
 
 
 def _rows(lines: list[str], ranks: int) -> list[str]:
@@ -33,45 +37,66 @@ def test_the_drawing_of_two_ranks() -> None:
     lines = _lines(simulate(FAMILIES["1f1b"].build(2, 2)), 80)
 
     assert [line.rstrip() for line in lines] == [
-        "F0 forward  B0 backward  . bubble",
+        "F0 forward  B0 backward  . bubble  - goes on  time: a rank's forward takes 1",
         "",
-        "time 0",
+        "time    |0 |1 |2 |3 |4 |5 |6 |7 |8",
         "rank 0  F0 F1 .  .  B0--- .  B1---",
         "rank 1  .  F0 B0--- F1 B1--- .  .",
         "",
     ]
 
 
+def test_more_than_two_chunks_have_letters_of_their_own() -> None:
+    lines = _lines(simulate(FAMILIES["interleaved"].build(2, 2, 3)), 80)
+
+    assert lines[0].startswith("F0a F0b F0c forward  B0a B0b B0c backward  . bubble  a to c: chunk of a rank")
+    assert lines[4].startswith("rank 0  F0a F1a F0b F1b F0c F1c .   .   B0c---- .   B1c----")
+
+
 @given(
     name=st.sampled_from(list(FAMILIES)),
-    ranks=st.integers(1, 12),
-    microbatches=st.integers(1, 16),
-    width=st.integers(20, 200),
+    ranks=st.integers(1, 16),
+    microbatches=st.integers(1, 20),
+    chunks=st.integers(1, 4),
+    transfer=st.sampled_from([0.0, 0.0, 0.1, 0.7]),
+    width=st.integers(40, 200),
 )
 @settings(deadline=None, max_examples=60)
 def test_every_width_shows_every_action_once_and_no_line_is_broken(
-    name: str, ranks: int, microbatches: int, width: int
+    name: str, ranks: int, microbatches: int, chunks: int, transfer: float, width: int
 ) -> None:
-    timeline = simulate(FAMILIES[name].build(ranks, microbatches))
+    family = FAMILIES[name]
+    timeline = simulate(
+        family.build(ranks, microbatches, chunks if family.any_chunks else None), transfer=transfer
+    )  # fmt: skip
+    labels = Labels(timeline.spans)
 
     lines = _lines(timeline, width)
 
     assert max(map(len, lines)) <= width
-    blocks = sum(line.startswith("time ") for line in lines)
+    blocks = sum(line.startswith("time  ") for line in lines)
     assert sum(line.startswith("rank ") for line in lines) == blocks * ranks
     for row, spans in zip(_rows(lines, ranks), timeline.spans, strict=True):
-        shown = re.findall(r"[FBIWfbiw]\d+", row)
-        # An action that continues in the next block has its label there again.
-        once = [label for at, label in enumerate(shown) if at == 0 or shown[at - 1] != label]
-        assert [label.upper() for label in once] == [
-            f"{span.action.kind.value}{span.action.microbatch}" for span in spans
-        ]
+        shown = re.findall(r"[FBIWfbiw]\d+[a-d]?", row)
+        assert shown == [labels.label(span.action) for span in spans]
+    assert "too short" not in "".join(lines)
+    assert "letter alone" not in "".join(lines)
 
 
-def test_blocks_have_their_start_time() -> None:
-    lines = _lines(simulate(FAMILIES["1f1b"].build(2, 8)), 40)
+def test_actions_are_below_the_ticks_of_their_times() -> None:
+    timeline = simulate(FAMILIES["zb-v"].build(4, 8), 0.5, 0.5, 0.5)
+    lines = _lines(timeline, 60)
 
-    assert [line for line in lines if line.startswith("time")] == ["time 0", "time 10", "time 20"]
+    times: dict[int, list[float]] = {rank: [] for rank in range(4)}
+    for at, line in enumerate(lines):
+        if line.startswith("time  "):
+            ticks = [(match.start(), float(match[1])) for match in re.finditer(r"\|(\S+)", line)]
+            (first, begin), (second, end) = ticks[0], ticks[1]
+            for rank in range(4):
+                for match in re.finditer(r"[FBIWfbiw]\d+", lines[at + 1 + rank]):
+                    times[rank].append(begin + (match.start() - first) / (second - first) * (end - begin))
+
+    assert times == {rank: [span.start for span in spans] for rank, spans in enumerate(timeline.spans)}
 
 
 def test_lines_are_short_for_widely_different_times() -> None:
@@ -82,15 +107,27 @@ def test_lines_are_short_for_widely_different_times() -> None:
     assert max(map(len, _rows(_lines(slow, 100), 2))) <= 20 * 8 * len("F0 ")
 
 
+def test_actions_without_a_column_are_counted() -> None:
+    lines = _lines(simulate(FAMILIES["zb-h1"].build(2, 4), weight_gradient=0), 80)
+    assert "too short to draw: 8 W" in lines[1]
+    assert not re.findall(r"W\d", "".join(_rows(lines, 2)))
+
+    lines = _lines(simulate(FAMILIES["zb-h1"].build(2, 14), forward=0.1, input_gradient=5.0, weight_gradient=5.0), 80)
+    assert "letter alone: no room for its number" in lines[1]
+    assert re.findall(r"F+", "".join(_rows(lines, 2)))
+
+
 def test_times_of_zero() -> None:
     assert "rank 1" in "\n".join(_lines(simulate(FAMILIES["1f1b"].build(2, 2), 0, 0, 0), 80))
 
 
-@pytest.mark.parametrize(("name", "colours"), [("1f1b", 2), ("zb-h1", 3), ("interleaved", 4), ("zb-v", 6)])
-def test_each_kind_and_the_first_chunk_have_their_own_colour(name: str, colours: int) -> None:
-    text = draw(simulate(FAMILIES[name].build(4, 8)), 100)
+@pytest.mark.parametrize(
+    ("name", "chunks", "colours"), [("1f1b", 1, 2), ("zb-h1", 1, 3), ("interleaved", 4, 8), ("zb-v", 2, 6)]
+)
+def test_each_kind_and_chunk_has_its_own_colour(name: str, chunks: int, colours: int) -> None:
+    text = draw(simulate(FAMILIES[name].build(4, 8, chunks)), 100)
 
-    styles = {str(span.style) for span in text.spans if span.end > text.plain.index("time")}
+    styles = {str(span.style) for span in text.spans if span.start > text.plain.index("rank 0")}
 
     assert len(styles - {"dim"}) == colours
 
@@ -98,5 +135,6 @@ def test_each_kind_and_the_first_chunk_have_their_own_colour(name: str, colours:
 def test_ranks_of_two_digits_stay_in_line() -> None:
     lines = _lines(simulate(FAMILIES["1f1b"].build(12, 2)), 60)
 
-    assert "rank 0   F0" in lines[3]
-    assert len({len(line) for line in lines[3:15]}) == 1
+    assert lines[3].startswith("time     |0")
+    assert lines[4].startswith("rank 0   F0")
+    assert len({len(line) for line in lines[4:16]}) == 1

@@ -1,50 +1,241 @@
-"""Pictures of timelines."""
+"""Pictures of timelines: elements, sizes and colours."""
 
+import re
+from collections.abc import Callable
+from itertools import combinations
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.families.registry import FAMILIES
-from nxdpp.schedules.simulate import simulate
+from nxdpp.schedules.simulate import Timeline, simulate
+from nxdpp.schedules.view.axis import Axis, number
+from nxdpp.schedules.view.colours import INK, shade
+from nxdpp.schedules.view.labels import NAMES, Labels
 from nxdpp.schedules.view.picture import svg
+from nxdpp.schedules.view.svg_parts import DARK, FONT, LETTER, LIGHT
 
 SVG = "{http://www.w3.org/2000/svg}"
+AXIS = Axis("time", "time: a rank's forward takes 1")
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_one_box_for_each_action_with_its_time(name: str) -> None:
-    timeline = simulate(FAMILIES[name].build(3, 4))
+def _picture(timeline: Timeline, width: int = 960, title: str = "a schedule") -> Element:
+    return ElementTree.fromstring(svg(title, {"": timeline}, AXIS, width))
 
-    picture = ElementTree.fromstring(svg({"three <ranks> & more": timeline}))
 
-    titles = [element.text for element in picture.iter(f"{SVG}title")]
-    assert titles == [f"{s.action}, {s.start:.6g} to {s.end:.6g}" for spans in timeline.spans for s in spans]
-    texts = [element.text for element in picture.iter(f"{SVG}text")]
-    assert {"three <ranks> & more", "rank 0", "rank 1", "rank 2", "F forward", "bubble"} <= set(texts)
-    assert {"F3", "f3"} & set(texts)
-    assert {
-        f"bubble {100 * i:.1f} %, peak {p:g}" for i, p in zip(timeline.bubbles, timeline.peaks, strict=True)
-    } <= set(texts)
-    width = float(picture.attrib["width"])
+def _texts(picture: Element) -> list[str]:
+    return [element.text or "" for element in picture.iter(f"{SVG}text")]
+
+
+def _actions(picture: Element) -> list[Element]:
+    """Return the elements of actions, without those of the legend."""
+    return [e for e in picture.iter(f"{SVG}g") if e.get("class") == "action" and e.find(f"{SVG}title") is not None]
+
+
+@given(
+    name=st.sampled_from(list(FAMILIES)),
+    ranks=st.integers(1, 16),
+    microbatches=st.integers(1, 20),
+    chunks=st.integers(1, 4),
+    transfer=st.sampled_from([0.0, 0.1, 3.0]),
+    width=st.integers(480, 1600),
+)
+@settings(deadline=None, max_examples=30)
+def test_every_picture_shows_every_action_once_within_its_edges(
+    name: str, ranks: int, microbatches: int, chunks: int, transfer: float, width: int
+) -> None:
+    family = FAMILIES[name]
+    schedule = family.build(ranks, microbatches, chunks if family.any_chunks else None)
+    timeline = simulate(schedule, transfer=transfer)
+    labels = Labels(timeline.spans)
+
+    picture = _picture(timeline, width)
+
+    spans = [span for rank in timeline.spans for span in rank]
+    actions = _actions(picture)
+    assert [e.findtext(f"{SVG}title") for e in actions] == [
+        f"{s.action}, {number(s.start)} to {number(s.end)}" for s in spans
+    ]
+    scale = sum(float(box.attrib["width"]) for box in actions[0].iter(f"{SVG}rect")) / (spans[0].end - spans[0].start)
+    for action, span in zip(actions, spans, strict=True):
+        # Coordinates have two digits after the point.
+        drawn = sum(float(box.attrib["width"]) for box in action.iter(f"{SVG}rect"))
+        assert drawn == pytest.approx((span.end - span.start) * scale, abs=0.1)
+        assert action.findtext(f"{SVG}text") in (labels.label(span.action), None)
+    unlabelled = [action for action in actions if action.find(f"{SVG}text") is None]
+    assert bool(unlabelled) == ("small boxes have no label" in _texts(picture))
+    _check_edges(picture, width)
+
+
+def _check_edges(picture: Element, width: int) -> None:
+    assert picture.attrib["viewBox"] == f"0 0 {width} {picture.attrib['height']}"
+    height = float(picture.attrib["height"])
     for box in picture.iter(f"{SVG}rect"):
-        assert float(box.get("x", 0)) + float(box.attrib["width"]) <= width
+        x, y, w, h = (float(box.attrib[key]) for key in ("x", "y", "width", "height"))
+        assert min(x, y, w, h) >= 0
+        assert x + w <= width
+        assert y + h <= height
+    for text in picture.iter(f"{SVG}text"):
+        x, y, w = float(text.attrib["x"]), float(text.attrib["y"]), len(text.text or "") * LETTER
+        x -= {"middle": w / 2, "end": w, "title": 0, None: 0}[text.get("class")]
+        assert x >= 0
+        assert x + w <= width
+        assert FONT <= y <= height - 4
 
 
-def test_several_timelines_have_one_scale() -> None:
+def test_letters_are_as_wide_as_the_style_says() -> None:
+    """Menlo and DejaVu Sans Mono are the widest of the fonts: 0.602 of the height."""
+    assert FONT >= 12
+    assert LETTER >= 0.602 * FONT
+
+
+def test_legend_axis_and_figures() -> None:
+    timeline = simulate(FAMILIES["interleaved"].build(3, 4, 3), 1 / 3, 1 / 3, 1 / 3)
+    picture = _picture(timeline, title="three <ranks> & more\x1b")
+
+    texts = _texts(picture)
+    assert {"three <ranks> & more?", "rank 0", "rank 1", "rank 2", "forward", "backward", "bubble"} <= set(texts)
+    assert {"F0a", "F0b", "F0c", "F3c", "a to c: chunk of a rank", "time: a rank's forward takes 1"} <= set(texts)
+    assert {"time", "0", "1", "2"} <= set(texts)
+    figures = [(f"{100 * i:.1f} %", f"{p:.4g}") for i, p in zip(timeline.bubbles, timeline.peaks, strict=True)]
+    assert all(set(pair) <= set(texts) for pair in figures)
+    title, description = picture[0], picture[1]
+    assert (title.tag, title.text) == (f"{SVG}title", "three <ranks> & more?")
+    assert description.tag == f"{SVG}desc"
+    assert "F forward, B backward" in str(description.text)
+    assert picture.get("role") == "img"
+
+
+def test_actions_are_above_the_ticks_of_their_times() -> None:
+    picture = _picture(simulate(FAMILIES["1f1b"].build(2, 40)), 600)
+
+    # A tick's number is 18 below the axis, which is right below the last row.
+    ticks = {
+        (float(e.attrib["y"]), float(e.attrib["x"])): float(e.text or "")
+        for e in picture.iter(f"{SVG}text")
+        if e.get("class") == "middle"
+    }
+    assert len({y for y, _ in ticks}) > 2
+    for action in _actions(picture):
+        start = float(str(action.findtext(f"{SVG}title")).split()[1])
+        box = action.find(f"{SVG}rect")
+        assert box is not None
+        line = min(y for y, _ in ticks if y > float(box.attrib["y"]))
+        at = [(x, time) for (y, x), time in sorted(ticks.items()) if y == line]
+        (x, time), (x2, time2) = at[0], at[-1]
+        found = time + (float(box.attrib["x"]) - x) * (time2 - time) / (x2 - x)
+        assert found == pytest.approx(start, abs=0.01)
+
+
+def test_several_timelines_have_one_scale_and_one_axis() -> None:
     schedule = FAMILIES["1f1b"].build(2, 3)
-    picture = ElementTree.fromstring(svg({"slow": simulate(schedule, 2.0), "fast": simulate(schedule, 1.0)}))
+    slow, fast = simulate(schedule, 2.0), simulate(schedule, 1.0)
+    picture = ElementTree.fromstring(svg("both", {"slow": slow, "fast": fast}, Axis("ms", "time: ms"), 960))
 
-    texts = [element.text for element in picture.iter(f"{SVG}text")]
+    texts = _texts(picture)
     assert texts.count("rank 1") == 2
-    assert texts.index("slow") < texts.index("fast")
-    boxes = [box for box in picture.iter(f"{SVG}rect") if str(box.get("class")).startswith("action f")]
-    assert len({(box.attrib["y"], box.attrib["width"]) for box in boxes}) == 4
-    slow, fast = sorted({float(box.attrib["width"]) for box in boxes}, reverse=True)
-    assert slow == pytest.approx(2 * fast)
-    assert all(float(box.attrib["y"]) < float(picture.attrib["height"]) for box in boxes)
+    assert texts.count("ms") == 1
+    assert texts.index("slow") < texts.index("fast") < texts.index("ms")
+    boxes = [action.find(f"{SVG}rect") for action in _actions(picture)]
+    forwards = [box for box in boxes if box is not None and box.get("class") == "f0"]
+    assert len({(box.attrib["y"], box.attrib["width"]) for box in forwards}) == 4
+    wide, narrow = sorted({float(box.attrib["width"]) for box in forwards}, reverse=True)
+    assert wide == pytest.approx(2 * narrow, abs=0.02)
+    _check_edges(picture, 960)
 
 
-def test_a_long_schedule_and_times_of_zero() -> None:
-    long = ElementTree.fromstring(svg({"long": simulate(FAMILIES["gpipe"].build(2, 3000))}))
-    assert float(long.attrib["width"]) < 21_000
-    ElementTree.fromstring(svg({"none": simulate(FAMILIES["gpipe"].build(2, 2), 0, 0, 0)}))
+def test_a_long_schedule_has_blocks_of_equal_time() -> None:
+    picture = _picture(simulate(FAMILIES["gpipe"].build(2, 300)))
+
+    texts = _texts(picture)
+    rows = [float(row.attrib["width"]) for row in picture.iter(f"{SVG}rect") if row.get("class") == "row"]
+    assert texts.count("rank 0") == texts.count("time") > 20
+    # The first one is in the legend.
+    assert len(set(rows[1:-2])) == 1
+    assert rows[-1] > rows[1] / 4
+    assert "small boxes have no label" not in texts
+
+
+def test_times_of_zero() -> None:
+    _check_edges(_picture(simulate(FAMILIES["gpipe"].build(2, 2), 0, 0, 0)), 960)
+
+
+def test_the_style_follows_the_reader() -> None:
+    style = _picture(simulate(FAMILIES["1f1b"].build(2, 2))).findtext(f"{SVG}style")
+
+    light, dark = str(style).split("@media (prefers-color-scheme: dark)")
+    assert all(colour in light for colour in LIGHT.values())
+    assert all(colour in dark for colour in DARK.values())
+
+
+# Colours.
+
+# Matrices of Machado, Oliveira and Fernandes (2009) for readers without one kind of cones, in linear RGB.
+SIGHTS = {
+    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red cones": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no green cones": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "no blue cones": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+}
+
+
+def _linear(colour: str) -> list[float]:
+    values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+
+
+def _contrast(first: str, second: str) -> float:
+    """Return the contrast of WCAG 2."""
+    lights = [sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), _linear(c), strict=True)) for c in (first, second)]
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def _lab(colour: str, sight: str) -> list[float]:
+    """Return the place of a colour in CIE L*a*b*, as a reader sees it."""
+    seen = [min(1.0, max(0.0, sum(m * v for m, v in zip(row, _linear(colour), strict=True)))) for row in SIGHTS[sight]]
+    to_xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    xyz = [sum(m * v for m, v in zip(row, seen, strict=True)) / sum(row) for row in to_xyz]
+    x, y, z = (value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116 for value in xyz)
+    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+
+def _distance(sight: str) -> Callable[[str, str], float]:
+    def between(first: str, second: str) -> float:
+        pairs = zip(_lab(first, sight), _lab(second, sight), strict=True)
+        return float(sum((a - b) ** 2 for a, b in pairs) ** 0.5)
+
+    return between
+
+
+def test_letters_have_contrast() -> None:
+    for kind in NAMES:
+        for chunk in range(8):
+            assert _contrast(INK, shade(kind, chunk, 8)) >= 4.5
+    for colours in (LIGHT, DARK):
+        assert _contrast(colours["text"], colours["page"]) >= 4.5
+        # Boxes and lines beside the row's background; 3 is WCAG's for graphics.
+        assert _contrast(colours["line"], colours["page"]) >= 3
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_kinds_and_chunks_are_apart_for_every_eye(sight: str, chunks: int) -> None:
+    distance = _distance(sight)
+    for chunk in range(chunks):
+        for first, second in combinations([shade(kind, chunk, chunks) for kind in NAMES], 2):
+            assert distance(first, second) >= 12
+    for kind in NAMES:
+        for first, second in combinations([shade(kind, chunk, chunks) for chunk in range(chunks)], 2):
+            assert distance(first, second) >= 8
+        assert all(distance(shade(kind, c, chunks), DARK["row"]) >= 20 for c in range(chunks))
+
+
+def test_shades_get_stronger_with_the_chunk() -> None:
+    lights = [_lab(shade(ActionKind.FORWARD, chunk, 4), "all cones")[0] for chunk in range(4)]
+
+    assert lights == sorted(lights, reverse=True)
+    assert re.fullmatch("#[0-9a-f]{6}", shade(ActionKind.FORWARD, 0, 1))

@@ -1,0 +1,64 @@
+"""Time axis of a drawing: round steps, blocks that begin at a tick, and numbers of times."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Axis of a drawing.
+
+    Attributes:
+        unit: name of the unit, in a few letters.
+        legend: the unit in words.
+    """
+
+    unit: str
+    legend: str
+
+
+def round_steps(at_least: float) -> Iterator[float]:
+    """Yield 1, 2 and 5 times the powers of ten that are at least ``at_least``, the smallest first."""
+    for power in count(math.floor(math.log10(at_least))):
+        for factor in (1, 2, 5):
+            # A division is exact to the last digit where a product with 0.1 is not.
+            step = float(factor * 10**power) if power >= 0 else factor / 10**-power
+            if step >= at_least:
+                yield step
+
+
+def number(time: float) -> str:
+    """Return ``time`` with six significant digits, or with all digits before the point, without an exponent."""
+    if abs(time) >= 1e5:
+        return f"{time:.0f}"
+    text = f"{time:.6g}"
+    return text if "e" not in text else f"{time:.12f}".rstrip("0").rstrip(".")
+
+
+def tick_step(makespan: float, scale: float, letter: float, gap: float) -> float:
+    """Return the smallest round step at which the numbers of the ticks fit.
+
+    Args:
+        makespan: end of the axis.
+        scale: width of a time of 1.
+        letter: width of a letter.
+        gap: width between two numbers.
+    """
+    if not makespan:
+        return 1.0
+    # A tick needs one letter at least; more than a million ticks are in no drawing.
+    smallest = max((letter + gap) / scale, makespan / 1e6)
+    last = math.inf
+    for step in round_steps(smallest):
+        last = step
+        digits = max(len(number(step)), len(number(step * math.ceil(makespan / step))), _between(step, makespan))
+        if digits * letter + gap <= step * scale:
+            break
+    return last
+
+
+def _between(step: float, makespan: float) -> int:
+    """Return the letters of the number before the last, which may have more digits after the point."""
+    return len(number(step * max(0, math.ceil(makespan / step) - 1)))
