@@ -257,6 +257,32 @@ class NxDPPModel(LocalView):
         return self._pipeline.busy_share
 
     @property
+    def last_step_seconds(self) -> float:
+        """Seconds of the last step on this rank's device, from its first action to its last message.
+
+        The average over data-parallel replicas that follows is not in it.
+        """
+        return self._pipeline.step_seconds
+
+    @property
+    def last_action_seconds(self) -> dict[str, float]:
+        """Seconds of each compute action of this rank in the last step, in order, by its text.
+
+        ``2F0`` is the forward of microbatch 0 in stage 2; ``B`` is a backward, ``I`` an input-gradient and ``W`` a
+        weight-gradient. Empty on XLA, which runs the operations of an action later.
+        """
+        return self._pipeline.action_seconds
+
+    @property
+    def last_sent_bytes(self) -> int:
+        """Bytes of the tensors that this rank has sent to other ranks of its pipeline in the last step.
+
+        They are activations, gradients and copies of tied weights' gradients. The metadata of a first step is not in
+        it, nor are the averages over replicas (``last_average``).
+        """
+        return self._pipeline.sent_bytes
+
+    @property
     def last_compile_seconds(self) -> float:
         """Seconds in which this process compiled graphs, from the end of the step before to the end of the last step.
 

@@ -211,6 +211,21 @@ class Pipeline:
         return self._runner.busy_share
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of the last step on the device, without the average over replicas."""
+        return self._runner.seconds
+
+    @property
+    def action_seconds(self) -> dict[str, float]:
+        """Seconds of each compute action of this rank in the last step, by its text; empty on XLA."""
+        return self._runner.action_seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
+        return self._runner.sent_bytes
+
+    @property
     def compile_seconds(self) -> float:
         """Seconds in which this process compiled graphs, from the end of the step before to the end of the last."""
         return self._runner.compile_seconds

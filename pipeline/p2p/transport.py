@@ -67,6 +67,9 @@ class Transport:
         control: a group over the ranks of the pipeline that takes CPU tensors, for metadata.
         device: device of the tensors.
         report: called with an error of a thread of this transport, in that thread: makes the other ranks stop.
+
+    Attributes:
+        sent_bytes: bytes of all tensors that this rank has sent so far, without the objects that describe them.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Transport:
         self._sends, self._buffers = HostSends(report), HostBuffers()
         self._tag = _wire_tag if groups.has_tags else _no_tag
         self._metadata_sends: deque[tuple[Work, torch.Tensor]] = deque()
+        self.sent_bytes = 0
 
     @property
     def is_in_host_memory(self) -> bool:
@@ -125,6 +129,7 @@ class Transport:
 
         The caller must keep the returned pair until its ``wait`` has returned.
         """
+        self.sent_bytes += tensor.nbytes
         group, _, destination = self._groups.between(self._rank, destination)
         wire_tag = self._tag(direction, tag)
         if self._through_host and tensor.device.type != "cpu":

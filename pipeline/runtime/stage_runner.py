@@ -30,6 +30,7 @@ from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
 from nxdpp.pipeline.stages.loss import LossGradient, LossTransform, no_loss
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
+from nxdpp.schedules.actions import Action, ActionKind
 
 
 @dataclass
@@ -140,7 +141,7 @@ class StageRunner:
         arguments = self._arguments(microbatch, received)
         guarded = [(name, received[name], versions(received[name])) for name in self._metadata.sharing_memory]
         # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
-        with self._timer:
+        with self._timer.of(Action(self._plan.stage, ActionKind.FORWARD, microbatch)):
             values = self._module.forward(*arguments)
         if self._module is not self._program.module:
             self._module, self._program.first_run = self._program.module, None
@@ -178,7 +179,7 @@ class StageRunner:
         in_flight = self._in_flight.pop(microbatch)
         roots, starts = self._roots(in_flight, microbatch)
         if roots:
-            with self._timer:
+            with self._timer.of(Action(self._plan.stage, ActionKind.BACKWARD, microbatch)):
                 run_backward(roots, starts)
         gradients = [received.gradient for received in in_flight.received]
         self._keep_gradients(microbatch, gradients, in_flight.has_items)
@@ -188,7 +189,7 @@ class StageRunner:
         in_flight = self._in_flight[microbatch]
         roots, starts = self._roots(in_flight, microbatch)
         split = SplitBackward(self._analysis, in_flight.entries, roots)
-        with self._timer:
+        with self._timer.of(Action(self._plan.stage, ActionKind.INPUT_GRADIENT, microbatch)):
             gradients = split.input_gradients(starts)
         # Free all but what the weight-gradient needs.
         self._in_flight[microbatch] = _InFlight([], split=split)
@@ -198,7 +199,7 @@ class StageRunner:
         """Compute the gradients of the parameters."""
         split = self._in_flight.pop(microbatch).split
         assert split is not None, "the input-gradient comes first"
-        with self._timer:
+        with self._timer.of(Action(self._plan.stage, ActionKind.WEIGHT_GRADIENT, microbatch)):
             split.weight_gradients()
 
     def send_gradient(self, microbatch: int, channels: Sequence[Channel], last: bool) -> None:

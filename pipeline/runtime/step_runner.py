@@ -69,6 +69,7 @@ class StepRunner:
         self._timer: StepTimer | None = None
         self._compiled: Compilations | None = None
         self._compile_seconds = 0.0
+        self._sent_before = 0
         # By the pairs of stages that exchange tensors, and whether backwards follow.
         self._lowered: dict[tuple[frozenset[StagePair], bool], tuple[LoweredProgram, int | None]] = {}
         self._schedule = schedule
@@ -88,6 +89,21 @@ class StepRunner:
     def busy_share(self) -> float:
         """Share of the last step, between 0 and 1, in which this rank computed; waits for its end."""
         return 0.0 if self._timer is None else self._timer.busy_share
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the last step on the device, from its first action to its end; waits for the end."""
+        return 0.0 if self._timer is None else self._timer.seconds
+
+    @property
+    def action_seconds(self) -> dict[str, float]:
+        """Seconds of each compute action of the last step by its text, ``2F0``; empty on XLA."""
+        return {} if self._timer is None else self._timer.action_seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the tensors that this rank has sent to other ranks of the pipeline in the last step."""
+        return 0 if self._transport is None else self._transport.sent_bytes - self._sent_before
 
     @property
     def compile_seconds(self) -> float:
@@ -128,7 +144,7 @@ class StepRunner:
         All ranks of the pipeline must call this. The next step of each signature has a metadata exchange again.
         """
         self._engines.clear()
-        self._transport = None
+        self._transport, self._sent_before = None, 0
 
     def run(
         self,
@@ -201,6 +217,7 @@ class StepRunner:
         if once_verified is not None:
             once_verified()
         # Run it.
+        self._sent_before = self.transport(device).sent_bytes
         engine = self._engine(program, device, train, forms.numbers) if known is None else known[0]
         with failure_watch.reported(), nullcontext() if self._timeline is None else self._timeline.step(device, train):
             watch = None if average is None else average.begin(engine.last_backwards)

@@ -1,4 +1,4 @@
-"""The share of a step in which a rank computed."""
+"""The share of a step in which a rank computed, and the seconds of its actions."""
 
 import time
 
@@ -7,6 +7,7 @@ import torch
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.pipeline.timeline.clock import StepTimer
+from nxdpp.schedules.actions import parse_action
 
 CPU = torch.device("cpu")
 
@@ -67,3 +68,20 @@ def test_a_waiting_and_a_computing_step(clock: list[int]) -> None:
 
     assert waiting.busy_share == 0.0
     assert computing.busy_share == 1.0
+
+
+def test_seconds_of_the_actions_and_of_the_step(clock: list[int]) -> None:
+    timer = StepTimer(CPU)
+    assert (timer.seconds, timer.action_seconds) == (0.0, {})
+    for first in (2, 4):
+        timer.start()
+        for action, computing in (("0F0", first), ("1W3", 5)):
+            with timer.of(parse_action(action)):
+                clock[0] += computing
+            clock[0] += 10
+        with timer:
+            clock[0] += 1
+        timer.stop()
+
+        assert timer.action_seconds == pytest.approx({"0F0": 1e-9 * first, "1W3": 5e-9})
+        assert timer.seconds == pytest.approx(1e-9 * (26 + first))
