@@ -18,11 +18,12 @@ from nxdpp.pipeline.loss.item_counts import CountItems, check_normalization
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.other_cuts import modules_to_cut_after
 from nxdpp.pipeline.partition.partition import GivenCuts, PartitionPolicy, even
-from nxdpp.pipeline.stages.loss import LossSpec, check_loss_spec
+from nxdpp.pipeline.stages.loss import LossSpec, check_loss_fn, check_loss_spec
 from nxdpp.schedules.chosen import ChosenSchedule, Written
 from nxdpp.schedules.timeline_file import check_path
 from nxdpp.tracing.input_dicts import InputDict, open_inputs
 from nxdpp.tracing.layers import find_layer_classes, known_leaves, resolve_classes
+from nxdpp.tracing.loss_function import LossFunction
 from nxdpp.tracing.trace import TracingOptions
 
 
@@ -51,6 +52,9 @@ class PipelineConfig:
             microbatch, for inputs whose first dimension is not the batch. By default tensors are split along
             dimension 0, and images of transformers' models go with their rows.
         output_loss_value_spec: position of the loss in the output.
+        loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``, that returns the
+            loss of a microbatch, a tensor of one element. Inputs of its names that ``forward`` has no parameter for go
+            to it alone. It runs on the last stage, as a single node. By default the output has the loss.
         loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
             labels of the batch. Replicas are included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which
@@ -85,6 +89,7 @@ class PipelineConfig:
     input_names: Sequence[str] | None = None
     split_inputs_fn: SplitInputs | None = None
     output_loss_value_spec: LossSpec = None
+    loss_fn: Callable[..., Any] | None = None
     loss_normalization: str = "microbatch"
     count_items_fn: CountItems | None = None
     gradient_reduction: str = "mean"
@@ -123,14 +128,14 @@ class PipelineConfig:
         arguments.check_tracer(self.tracer_cls)
         arguments.check_wraps(self.autowrap_functions or (), self.autowrap_modules or ())
         check_loss_spec(self.output_loss_value_spec)
-        check_normalization(module, self.loss_normalization, self.count_items_fn)
+        check_loss_fn(self.loss_fn, self.output_loss_value_spec)
+        check_normalization(module, self.loss_normalization, self.count_items_fn, self.loss_function)
         arguments.check_gradient_reduction(self.gradient_reduction, self.loss_normalization)
         arguments.check_reference(self.check_against_module)
         check_grad_scaler(self.grad_scaler)
         arguments.check_floating_inputs(self.check_inputs)
         if self.input_names is not None:
-            check_names(module, self.input_names, "input_names")
-            check_required(module, self.input_names, "input_names")
+            self._check_names(module, self.input_names, "input_names")
         arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
         tensor_ranks = parallel_state.get_tensor_model_parallel_size()
         if self.partition == "profiled" and tensor_ranks > 1:
@@ -140,8 +145,22 @@ class PipelineConfig:
                 f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
             )
         if self.partition_batch is not None:
-            check_names(module, list(self.partition_batch), "partition_batch")
-            check_required(module, list(self.partition_batch), "partition_batch")
+            self._check_names(module, list(self.partition_batch), "partition_batch")
+
+    @property
+    def loss_function(self) -> LossFunction | None:
+        """``loss_fn`` with the names of its inputs."""
+        return None if self.loss_fn is None else LossFunction.of(self.loss_fn)
+
+    def of_module(self, module: nn.Module, names: Sequence[str]) -> list[str]:
+        """Return those of the ``names`` of inputs that do not go to ``loss_fn`` alone."""
+        alone = () if self.loss_function is None else self.loss_function.names_alone(module)
+        return [name for name in names if name not in alone]
+
+    def _check_names(self, module: nn.Module, names: Sequence[str], argument: str) -> None:
+        own = self.of_module(module, names)
+        check_names(module, own, argument)
+        check_required(module, own, argument)
 
     def choose_schedule(self, ranks: int) -> ChosenSchedule:
         """Return the schedule for ``ranks``. Raises ``ValueError`` for one that cannot run."""
@@ -157,6 +176,7 @@ class PipelineConfig:
             autowrap_modules=tuple(self.autowrap_modules or ()),
             tracer_cls=self.tracer_cls,
             cut_modules=modules_to_cut_after(module, self.pipeline_cuts or (), layer_classes),
+            loss_function=self.loss_function,
         )
 
     def partition_policy(self, module: nn.Module, schedule: ChosenSchedule) -> PartitionPolicy:

@@ -100,6 +100,8 @@ class NxDPPModel(LocalView):
             that averages them again changes nothing.
         fuse_microbatches: ``False`` alone.
         return_loss_on_cpu: return losses on the CPU. The host then waits for the device.
+        loss_fn: a function ``loss_fn(output, labels)`` of the model's output and of inputs by name, such as
+            ``nn.CrossEntropyLoss()``. It returns the loss of a microbatch. See ``PipelineConfig``.
 
     Raises ``ValueError`` or ``TypeError`` for an argument that cannot be honoured, before anything is changed. Raises
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
@@ -141,6 +143,7 @@ class NxDPPModel(LocalView):
         use_optimizer_wrapper: bool = False,
         fuse_microbatches: bool = False,
         return_loss_on_cpu: bool = False,
+        loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         if auto_partition and pipeline_cuts is not None and not len(pipeline_cuts):

@@ -95,7 +95,7 @@ class Pipeline:
             options,
             self.schedule.placement.stages,
             config.partition_policy(module, self.schedule),
-            config.input_names,
+            None if config.input_names is None else config.of_module(module, config.input_names),
             config.partition_batch,
         )
         self._number = board.pipelines + 1

@@ -26,10 +26,11 @@ from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_dtype import accumulate_in, gradient_dtype
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, LossTransform, pick_loss_of_sample
+from nxdpp.pipeline.stages.loss import LossGradient, LossSpec, LossTransform, loss_of_sample
 from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.tracing import listings
 from nxdpp.tracing.input_dicts import close_inputs
+from nxdpp.tracing.loss_function import LossFunction
 from nxdpp.tracing.transformers_models import transformers_models
 
 _SHOWN = 5
@@ -56,6 +57,7 @@ class ReferenceStep:
         loss_spec: the output that is the loss.
         device: of the tensors.
         loss_gradient: gives the gradient with which the backward of a loss begins.
+        loss_function: makes the loss of the output.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ReferenceStep:
         loss_spec: LossSpec,
         device: torch.device,
         loss_gradient: LossGradient = torch.ones_like,
+        loss_function: LossFunction | None = None,
     ) -> None:
         self._part = part
         self._owners = owners
@@ -75,6 +78,7 @@ class ReferenceStep:
         self._loss_spec = loss_spec
         self._device = device
         self._loss_gradient = loss_gradient
+        self._loss_function = loss_function
         self._earlier = {name: parameter.grad for name, parameter in listings.named_parameters(part.module)}
         self._losses: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
@@ -170,7 +174,7 @@ class ReferenceStep:
         transform: LossTransform | None,
     ) -> None:
         for number, microbatch in enumerate(microbatches):
-            loss = pick_loss_of_sample(module(**close_inputs(microbatch)), self._loss_spec)
+            loss = loss_of_sample(module, close_inputs(microbatch), self._loss_spec, self._loss_function)
             own = loss if transform is None else transform(number, loss)
             # As in the step of the pipeline.
             with torch._C._DisableAutocast():

@@ -86,10 +86,18 @@ class StepPreparation:
         self._programs = programs
         self._normalization = normalization
         self._input_names = None if config.input_names is None else tuple(config.input_names)
+        self._loss_function = config.loss_function
 
     def check_names(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for inputs of other names than the model takes."""
-        check_input_names(self._module, inputs, self._input_names)
+        """Raise ``TypeError`` or ``ValueError`` for inputs of other names than the model, or ``loss_fn``, takes."""
+        function = self._loss_function
+        if function is None or self._input_names is not None or not isinstance(inputs, Mapping):
+            check_input_names(self._module, inputs, self._input_names)
+            return
+        try:
+            check_input_names(self._module, function.of_module(self._module, inputs), None)
+        except ValueError as error:
+            raise ValueError(f"{error} loss_fn takes {list(function.names)}.") from None
 
     def check_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` or ``TypeError`` for another number of samples, other names, or one loss of them all."""

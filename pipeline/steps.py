@@ -223,8 +223,10 @@ class Steps:
         if not self._check_first:
             return None
         group = parallel_state.get_pipeline_control_group()
-        spec = self._config.output_loss_value_spec
-        return ReferenceStep(self._part, self._partition.owners, group, spec, self.device, self._loss_gradient)
+        spec, function = self._config.output_loss_value_spec, self._config.loss_function
+        return ReferenceStep(
+            self._part, self._partition.owners, group, spec, self.device, self._loss_gradient, function
+        )
 
     def _batch(self, inputs: Mapping[str, Any]) -> Batch:
         self._preparation.check_names(inputs)

@@ -25,6 +25,7 @@ from transformers.loss import loss_utils
 from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.checks import passes_on
 from nxdpp.tracing.in_place import IN_PLACE_OPERATORS
+from nxdpp.tracing.loss_function import LossCall
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
@@ -133,22 +134,29 @@ def means(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
 
 
 def labels_of_modules(loss: fx.Node, module: nn.Module) -> list[LossTerm]:
-    """Return the inputs that a module of the user takes to make ``loss``, which may be a mean over labels in them.
+    """Return the inputs that a module, or a ``loss_fn``, takes to make ``loss``: it may be a mean over labels in them.
 
-    The module is one node, so its operations are not known.
+    It is one node, so its operations are not known.
     """
     found: dict[fx.Node, LossTerm] = {}
     seen, waiting = {loss}, [loss]
     while waiting:
         node = waiting.pop()
-        is_known = node.op != "call_module" or type(module.get_submodule(str(node.target))) in _MODULES
+        is_known = _is_known(node, module)
         for argument in node.all_input_nodes:
             if is_known and argument not in seen:
                 seen.add(argument)
                 waiting.append(argument)
             elif not is_known and not any(each.op == "call_module" for each in _ancestors(argument)):
-                found[argument] = LossTerm(str(node.target), argument)
+                found[argument] = LossTerm(getattr(node.target, "__name__", str(node.target)), argument)
     return list(found.values())
+
+
+def _is_known(node: fx.Node, module: nn.Module) -> bool:
+    if isinstance(node.target, LossCall):
+        function = node.target.function
+        return type(function) in _MODULES or _is_one_of(function, _FUNCTIONS)
+    return node.op != "call_module" or type(module.get_submodule(str(node.target))) in _MODULES
 
 
 def all_terms(loss: fx.Node, module: nn.Module) -> list[LossTerm]:

@@ -13,7 +13,7 @@ Every module that does not contain a transformer layer is one node.
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +32,7 @@ from nxdpp.tracing.huggingface import HuggingFaceTracer, refuse_untraceable
 from nxdpp.tracing.input_dicts import open_inputs, reads_dict
 from nxdpp.tracing.input_specs import InputSpec
 from nxdpp.tracing.layers import is_instance, layer_names
+from nxdpp.tracing.loss_function import LossFunction
 from nxdpp.tracing.lost_changes import ROOT, refuse_lost_changes
 from nxdpp.tracing.own_code import OwnCode, watched_code
 from nxdpp.tracing.reachable_state import ReachableState, has_user_code
@@ -49,6 +50,7 @@ class TracingOptions:
     """Options of a trace. ``tracer_cls`` is ``"hf"``, ``"torch"``, a tracer class, or ``None`` for the spine tracer.
 
     ``cut_modules`` are names of modules that are no layers, and are traced as such, because a cut follows them.
+    ``loss_function`` makes the loss of the module's output; by default the output has it.
     """
 
     layer_classes: tuple[type[nn.Module], ...]
@@ -57,6 +59,7 @@ class TracingOptions:
     autowrap_modules: tuple[ModuleType, ...] = ()
     tracer_cls: str | type[fx.Tracer] | None = None
     cut_modules: tuple[str, ...] = ()
+    loss_function: LossFunction | None = None
 
     def layers_of(self, module: nn.Module) -> list[str]:
         """Names of the modules of ``module`` that a cut may follow: its layers, and ``cut_modules``."""
@@ -74,7 +77,8 @@ class TracedGraph:
 
     ``inputs`` are the graph's inputs in order. ``output_spec`` builds the module's output from the values of the
     output node. The graph belongs to inputs of sizes for which ``facts`` hold. ``state`` is the state in Python
-    objects that code of the user in the spine can reach; ``None`` without such code.
+    objects that code of the user in the spine can reach; ``None`` without such code. ``loss`` is the call of the
+    options' loss function. Without it the function needs the inputs ``lacking_for_loss``, or there is no function.
     """
 
     graph: fx.Graph
@@ -83,6 +87,8 @@ class TracedGraph:
     layers: tuple[str, ...]
     facts: tuple[Fact, ...] = ()
     state: ReachableState | None = None
+    loss: fx.Node | None = None
+    lacking_for_loss: tuple[str, ...] = ()
 
 
 def trace(
@@ -97,9 +103,9 @@ def trace(
 
     Args:
         module: any module; its parameters may be on the meta device. It is unchanged afterwards.
-        inputs: names of the traced inputs, with their specs.
+        inputs: names of the traced inputs, with their specs; those of a loss function too.
         constants: inputs whose values are part of the graph (``None``, booleans, strings).
-        options: leaves, wrapped functions and the tracer.
+        options: leaves, wrapped functions, the tracer and the loss function.
         shapes: shapes and dtypes of inputs, for code that asks for sizes.
         guess: the answer to questions about inputs of unknown shape. The graph then shows the order of the modules,
             and cannot be run. By default such a question is an error.
@@ -109,6 +115,9 @@ def trace(
     """
     layers = options.layers_of(module)
     spine = spine_names(module, layers, options.leaf_classes)
+    all_inputs, all_constants = inputs, constants
+    if options.loss_function is not None:
+        inputs, constants = (options.loss_function.of_module(module, given) for given in (inputs, constants))
 
     def make_tracer() -> fx.Tracer:
         return _make_tracer(module, constants, options, spine, shapes or {}, guess)
@@ -153,7 +162,14 @@ def trace(
     _name_after_module(graph)
     known = set(layers)
     called = tuple(node.target for node in graph.nodes if node.op == "call_module" and node.target in known)
-    return TracedGraph(graph, tuple(inputs), traced.output_spec, called, traced.facts, state)
+    result = TracedGraph(graph, tuple(inputs), traced.output_spec, called, traced.facts, state)
+    if options.loss_function is None:
+        return result
+    if lacking := options.loss_function.lacking([*all_inputs, *all_constants]):
+        return replace(result, lacking_for_loss=lacking)
+    loss = options.loss_function.add_to(graph, traced.output_spec, all_inputs, all_constants)
+    names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+    return replace(result, inputs=names, loss=loss)
 
 
 def trace_for(module: nn.Module, inputs: Mapping[str, Any], options: TracingOptions) -> TracedGraph:

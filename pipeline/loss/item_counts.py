@@ -13,6 +13,7 @@ from torch import nn
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.tracing.input_dicts import close_inputs
+from nxdpp.tracing.loss_function import LossFunction
 from nxdpp.tracing.loss_terms import NUM_ITEMS, LossTerm
 from nxdpp.tracing.transformers_models import transformers_models
 
@@ -25,7 +26,9 @@ REMEDY = (
 )
 
 
-def check_normalization(module: nn.Module, rule: Any, count_items: Any) -> None:
+def check_normalization(
+    module: nn.Module, rule: Any, count_items: Any, loss_function: LossFunction | None = None
+) -> None:
     """Raise ``ValueError`` or ``TypeError`` for a rule or a function that ``module`` cannot honour."""
     if rule not in ("microbatch", "tokens"):
         raise ValueError(
@@ -36,6 +39,8 @@ def check_normalization(module: nn.Module, rule: Any, count_items: Any) -> None:
         raise TypeError(f"count_items_fn={count_items!r:.80} must be a function of a microbatch's inputs.")
     if count_items is not None and rule != "tokens":
         raise ValueError("count_items_fn is for loss_normalization='tokens'. Give both, or neither.")
+    if rule == "tokens" and count_items is None and loss_function is not None:
+        raise ValueError(f"loss_normalization='tokens': loss_fn has its own mean. {REMEDY}")
     if rule == "tokens" and count_items is None and not _takes_number(module):
         raise ValueError(
             f"loss_normalization='tokens': {type(module).__name__}.forward is not that of a transformers model that "

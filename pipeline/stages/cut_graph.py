@@ -44,15 +44,22 @@ class CutGraph:
 
     def loss(self, spec: LossSpec = None) -> fx.Node:
         """Return the node of the loss. Raises ``ValueError`` for an output without one."""
+        if (of_function := self._of_function()) is not None:
+            return of_function
         taken = forward_names(self.partition.module).parameters
         return _node(pick_loss(self.output, spec, [name for name in taken if name not in self.traced.inputs]))
 
     def loss_of_sample(self, spec: LossSpec = None) -> fx.Node:
         """Return the node of the loss of one sample, as ``pick_loss_of_sample`` finds it."""
-        return _node(pick_loss_of_sample(self.output, spec))
+        return self._of_function() or _node(pick_loss_of_sample(self.output, spec))
 
     def has_named_loss(self, spec: LossSpec = None) -> bool:
-        """Return whether the output names a loss. Only its shape tells whether a lone value is one."""
+        """Return whether the output names a loss, or a loss function has all its inputs.
+
+        Only its shape tells whether a lone value of the output is a loss.
+        """
+        if self.traced.loss is not None or self.traced.lacking_for_loss:
+            return self.traced.loss is not None
         if spec is None and not (isinstance(self.output, Mapping) or is_dataclass_instance(self.output)):
             return False
         try:
@@ -84,6 +91,14 @@ class CutGraph:
             watch = FirstRun(state, module, shared)
             first_run = build_stage(plan, self.traced, module, self.assigned, watch)
         return StageProgram(plan, self.build(plan), first_run)
+
+    def _of_function(self) -> fx.Node | None:
+        if self.traced.lacking_for_loss:
+            raise ValueError(
+                f"loss_fn takes {list(self.traced.lacking_for_loss)}, and the inputs are {list(self.traced.inputs)}. "
+                f"Give run_train all inputs of loss_fn by name, or its parameters defaults."
+            )
+        return self.traced.loss
 
     def _stages_of_modules(self) -> dict[str, set[int]]:
         stages: dict[str, set[int]] = {}

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from nxdpp.tracing.loss_function import LossFunction
 from nxdpp.tracing.nested import fields_of, is_dataclass_instance
 
 # A function of a loss that gives the gradient with which its backward begins.
@@ -25,6 +27,18 @@ def check_loss_spec(spec: LossSpec) -> None:
         )
 
 
+def check_loss_fn(function: Any, spec: LossSpec) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a loss function that cannot be called, or beside a ``spec``."""
+    if function is None:
+        return
+    LossFunction.of(function)
+    if spec is not None:
+        raise ValueError(
+            "loss_fn and output_loss_value_spec exclude each other: loss_fn gets the whole output, and returns the "
+            "loss. Leave output_loss_value_spec out."
+        )
+
+
 def no_loss(output: Any) -> str:
     """Return a message for an ``output`` that cannot be the loss, such as logits ``(B, T, V)``."""
     if isinstance(output, torch.Tensor):
@@ -34,7 +48,8 @@ def no_loss(output: Any) -> str:
     return (
         f"the loss must be a tensor of one element, and the model returned {given}. run_train differentiates what "
         f"forward returns: compute the loss there, and return it; pass the inputs for the loss (labels=...), if "
-        f"forward computes one from them; or mark the loss of several outputs with output_loss_value_spec. run_eval "
+        f"forward computes one from them; compute it outside of the model, loss_fn=lambda output, labels: "
+        f"F.cross_entropy(output, labels); or mark the loss of several outputs with output_loss_value_spec. run_eval "
         f"returns other outputs than a loss."
     )
 
@@ -57,7 +72,8 @@ def pick_loss(output: Any, spec: LossSpec, not_given: Sequence[str] = ()) -> Any
         inputs = ", ".join(f"{name}=..." for name in likely)
         raise ValueError(
             f"the model's output has no loss, only {sorted(output)}. Pass the inputs from which the model computes "
-            f"one ({inputs}), or name the output with output_loss_value_spec."
+            f"one ({inputs}), name the output with output_loss_value_spec, or compute the loss: "
+            f"loss_fn=lambda output, labels: ..."
         )
     if isinstance(output, tuple | list):
         if len(output) == 1:
@@ -66,7 +82,7 @@ def pick_loss(output: Any, spec: LossSpec, not_given: Sequence[str] = ()) -> Any
         first, last = (tuple(place == marked for place in places) for marked in (0, len(output) - 1))
         raise ValueError(
             f"the model returns {len(output)} values. Mark the loss with output_loss_value_spec: {first} if it is the "
-            f"first, {last} if it is the last."
+            f"first, {last} if it is the last. If none is a loss, compute it: loss_fn=lambda output, labels: ..."
         )
     return output
 
@@ -75,6 +91,13 @@ def pick_loss_of_sample(output: Any, spec: LossSpec) -> Any:
     """Return the loss in the ``output`` for one sample: as ``pick_loss``, and without a spec the first of a tuple."""
     is_tuple = spec is None and isinstance(output, tuple | list) and len(output) > 1
     return output[0] if is_tuple else pick_loss(output, spec)
+
+
+def loss_of_sample(module: nn.Module, inputs: Mapping[str, Any], spec: LossSpec, function: LossFunction | None) -> Any:
+    """Run ``module`` on the inputs of one sample in this process, and return its loss."""
+    if function is None:
+        return pick_loss_of_sample(module(**inputs), spec)
+    return function.loss(module(**function.of_module(module, inputs)), inputs)
 
 
 def _named(output: Any) -> Any:

@@ -1,0 +1,291 @@
+"""``loss_fn``: a loss outside of the model has the numbers of one process, bit for bit."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxdpp import NxDPPModel, Pipeline, PipelineConfig, parallel_state
+from tests.support.models import gradient_differences, make, padded_batch, reference
+from tests.support.run_ranks import run_ranks
+
+CLASSES, WIDTH = 7, 6
+
+
+@dataclass
+class Heads:
+    """Output of a classifier."""
+
+    first: Tensor
+    more: dict[str, Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.linear(x).tanh()
+        return y
+
+
+class Classifier(nn.Module):
+    """A model without a loss; ``nested`` returns a dataclass."""
+
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.nested = nested
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return Heads(self.head(x), {"features": x}) if self.nested else self.head(x)
+
+
+def weighted(output: Heads, labels: dict[str, Tensor], weight: float = 1.0) -> Tensor:
+    """Change its own copy of the labels, ask for data, and read all of a nested output."""
+    targets = labels["targets"].clone()
+    targets[targets == 0] = -100
+    extra = output.more["features"].square().mean() if float(output.first.detach().sum()) != 0 else 0.0
+    return F.cross_entropy(output.first, targets) + weight * extra + labels["soft"].mean()
+
+
+def of_logits(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+def number_of_targets(inputs: Mapping[str, Any]) -> Tensor:
+    found: Tensor = (inputs["targets"] != -100).sum()
+    return found
+
+
+def classes(rows: int, name: str = "labels") -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "x": torch.randn(rows, WIDTH, generator=generator),
+        name: torch.randint(CLASSES, (rows,), generator=generator),
+    }
+
+
+def nested(rows: int) -> dict[str, Any]:
+    batch = classes(rows, "targets")
+    return {"x": batch["x"], "labels": {"targets": batch["targets"], "soft": batch["x"].sum(1)}, "weight": 0.25}
+
+
+def text(rows: int) -> dict[str, Any]:
+    batch = padded_batch(rows)
+    return {"input_ids": batch["input_ids"], "targets": batch["labels"]}
+
+
+def part_of(value: Any, number: int, count: int) -> Any:
+    """The part of one microbatch in an input."""
+    if isinstance(value, dict):
+        return {name: part_of(inner, number, count) for name, inner in value.items()}
+    return value.chunk(count)[number] if isinstance(value, Tensor) else value
+
+
+def parts_of(batch: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    return [part_of(batch, number, count) for number in range(count)]
+
+
+CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "module": (Classifier, nn.CrossEntropyLoss(label_smoothing=0.1), lambda rows: classes(rows, "target"), {}),
+    "function of torch": (Classifier, F.cross_entropy, lambda rows: classes(rows, "target"), {}),
+    "nested": (lambda: Classifier(nested=True), weighted, nested, {}),
+    "interleaved": (
+        Classifier,
+        lambda output, labels: F.cross_entropy(output, labels),
+        classes,
+        {"virtual_pipeline_size": 2},
+    ),
+    "zero-bubble": (Classifier, lambda output, labels: F.cross_entropy(output, labels), classes, {"schedule": "zb-h1"}),
+    "tied": (lambda: make("tied_llama"), of_logits, text, {}),
+    "balanced": (
+        Classifier,
+        lambda output, labels: F.cross_entropy(output, labels),
+        classes,
+        {"partition": "balanced", "partition_batch": classes(2)},
+    ),
+    "given names": (
+        Classifier,
+        lambda output, labels: F.cross_entropy(output, labels),
+        classes,
+        {"input_names": ["x", "labels"]},
+    ),
+}
+
+
+def one_process(whole: nn.Module, loss_fn: Any, batch: dict[str, Any], count: int) -> list[Tensor]:
+    """Accumulate the gradients of the mean loss; return the losses."""
+    losses = []
+    for part in parts_of(batch, count):
+        output = whole(part.pop("x", part.pop("input_ids", None)))
+        # nn.CrossEntropyLoss calls its input otherwise than the model's output.
+        loss = loss_fn(output, part["target"]) if "target" in part else loss_fn(output, **part)
+        (loss / count).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def differing(ours: list[Tensor], theirs: list[Tensor], what: str) -> list[str]:
+    return [f"{what} {i}" for i, pair in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(*pair)]
+
+
+def step_of(make_model: Any, loss_fn: Any, batch: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Texts about what differs from one process."""
+    count = 4
+    model = make_model()
+    whole = reference(model)
+    wrapped = NxDPPModel(
+        model, num_microbatches=count, loss_fn=loss_fn, check_against_module="first", return_mb_loss=True, **settings
+    )
+    assert wrapped.original_module is model
+    losses = one_process(whole, loss_fn, batch, count)
+    trained = wrapped.run_train(**batch)
+    evaluated = wrapped.run_eval(**batch)
+    inputs = {name: batch[name] for name in ("x", "input_ids") if name in batch}
+    output = None if "input_names" in settings else wrapped.run_eval(**inputs)
+    found = [f"gradient of {name}: {far}" for name, far in gradient_differences(wrapped, whole).items()]
+    if not wrapped.holds_last_stage:
+        assert trained is None
+        assert evaluated is None
+        assert output is None
+        return found
+    if output is not None:
+        expected = whole(**inputs)
+        logits = [getattr(each, "logits", getattr(each, "first", each)) for each in (output, expected)]
+        torch.testing.assert_close(*logits)
+    assert isinstance(trained, list)
+    return found + differing(trained, losses, "loss") + differing(evaluated, losses, "evaluated loss")
+
+
+def every_case(rank: int) -> dict[str, list[str]]:
+    found = {}
+    for name, (make_model, loss_fn, batch, settings) in CASES.items():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+        found[name] = step_of(make_model, loss_fn, batch(8), settings)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_numbers_are_those_of_one_process() -> None:
+    for found in run_ranks(2, every_case):
+        tied = found.pop("tied")
+        # The two gradients of a tied weight are summed in another order.
+        assert all("embed_tokens" in each or "lm_head" in each for each in tied)
+        assert all(float(each.partition(": ")[2]) < 1e-6 for each in tied)
+        assert found == {name: [] for name in CASES if name != "tied"}
+
+
+def mean_over_tokens(rank: int) -> tuple[float, float, float]:
+    """The loss of all tokens of both replicas: of a step, of an evaluation, and of one process."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    batch = text(8)
+    whole = reference(make("llama"))
+    expected = of_logits(whole(input_ids=batch["input_ids"]), batch["targets"]).item()
+    model = NxDPPModel(
+        make("llama"),
+        num_microbatches=2,
+        loss_fn=of_logits,
+        loss_normalization="tokens",
+        count_items_fn=number_of_targets,
+        broadcast_and_average_loss=True,
+    )
+    half = {name: value.chunk(2)[parallel_state.get_data_parallel_rank()] for name, value in batch.items()}
+    losses = model.run_train(**half), model.run_eval(**half)
+    return *(float(loss) for loss in losses if isinstance(loss, Tensor)), expected  # type: ignore[return-value]  # two
+
+
+@pytest.mark.one_python
+def test_mean_over_the_tokens_of_all_replicas() -> None:
+    for trained, evaluated, expected in run_ranks(4, mean_over_tokens):
+        assert trained == pytest.approx(expected, rel=1e-6)
+        assert evaluated == pytest.approx(expected, rel=1e-6)
+
+
+def wrapped(loss_fn: Any = F.cross_entropy, **settings: Any) -> NxDPPModel:
+    return NxDPPModel(Classifier(), num_microbatches=2, loss_fn=loss_fn, **settings)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_of_logits_needs_it() -> None:
+    with pytest.raises(ValueError, match=r"(?s)must be a tensor of one element.*loss_fn=lambda output, labels"):
+        NxDPPModel(Classifier(), num_microbatches=2).run_train(x=torch.ones(4, WIDTH))
+    # As the message says.
+    model = wrapped(lambda output, labels: F.cross_entropy(output, labels))
+    assert model.run_train(**classes(4)) is not None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_names_of_inputs_are_verified() -> None:
+    model = wrapped()
+    with pytest.raises(ValueError, match=r"labels.*loss_fn takes \['target', 'weight'"):
+        model.run_train(**classes(4))
+    with pytest.raises(ValueError, match=r"loss_fn takes \['target'\], and the inputs are \['x'\]"):
+        model.run_train(x=torch.ones(4, WIDTH))
+    assert model.run_train(**classes(4, "target")) is not None
+    with pytest.raises(ValueError, match="forward needs"):
+        model.run_train(target=classes(4)["labels"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_microbatch_without_labels_is_an_error() -> None:
+    batch = classes(4, "target")
+    batch["target"][:2] = -100
+    with pytest.raises(ValueError, match=r"microbatch 0 of 2 has no label.*all labels of cross_entropy are -100"):
+        wrapped().run_train(**batch)
+    own = wrapped(lambda output, target: F.cross_entropy(output, target))
+    with pytest.raises(ValueError, match=r"microbatch 0 of 2 has no label: all values of its target are -100"):
+        own.run_train(**batch)
+    # The remedy of the messages.
+    counted = wrapped(loss_normalization="tokens", count_items_fn=lambda inputs: (inputs["target"] != -100).sum())
+    assert counted.run_train(**batch) is not None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_samples_have_their_outputs() -> None:
+    config = PipelineConfig(num_microbatches=2, loss_fn=F.cross_entropy)
+    pipeline = Pipeline(Classifier(), config)
+    samples = parts_of(classes(4, "target"), 2)
+    outputs = pipeline.train_samples(samples)
+    whole = Classifier()
+    for output, sample in zip(outputs, samples, strict=True):
+        assert torch.equal(output, whole(sample["x"]))
+        (F.cross_entropy(whole(sample["x"]), sample["target"]) / 2).backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(pipeline.original_module.get_parameter(name).grad, parameter.grad, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"loss_fn": "mse"}, TypeError, "loss_fn='mse' must be a function of the model's output"),
+        ({"loss_fn": nn.CrossEntropyLoss}, TypeError, "must be a function"),
+        ({"loss_fn": nn.Linear(1, 1)}, ValueError, "loss_fn=Linear has parameters"),
+        ({"loss_fn": lambda *values: values[0]}, TypeError, "must take the output first"),
+        ({"loss_fn": lambda output, **inputs: output}, TypeError, "inputs by their names: loss_fn=lambda output, la"),
+        ({"loss_fn": F.cross_entropy, "output_loss_value_spec": True}, ValueError, "exclude each other"),
+        ({"loss_fn": F.cross_entropy, "loss_normalization": "tokens"}, ValueError, "Give count_items_fn"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        NxDPPModel(Classifier(), num_microbatches=2, **arguments)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_loss_of_several_elements_is_refused() -> None:
+    model = wrapped(lambda output, target: F.cross_entropy(output, target, reduction="none"))
+    with pytest.raises(ValueError, match="the loss must be a tensor of one element"):
+        model.run_train(**classes(4, "target"))
