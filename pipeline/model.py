@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, overload
 from weakref import ref
 
 import torch
@@ -13,18 +13,17 @@ from nxdpp.optimizer.average_checks import OptimizerCheck, check_optimizers
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.grad_scaler import GradScaler
-from nxdpp.parallel_layers.overlapped_average import AverageReport
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.input_names import check_not_positional
-from nxdpp.pipeline.local.tree import follow_training_modes
-from nxdpp.pipeline.local.upkeep import works_on_meta
-from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.loss.item_counts import CountItems
+from nxdpp.pipeline.loss_returns import OnEveryRank, PerMicrobatch
 from nxdpp.pipeline.microbatches.split_batch import SplitInputs
 from nxdpp.pipeline.partition.partition import PartitionPolicy
 from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.pipeline.pipeline_view import PipelineView
+from nxdpp.pipeline.planning.applied import arguments_of
 from nxdpp.pipeline.post_partition_hooks import PostPartitionHook, call_hooks, checked_hooks
 from nxdpp.pipeline.stages.loss import LossSpec
 from nxdpp.schedules.chosen import Written
@@ -34,21 +33,7 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.planning.plan import Plan
 
 
-# Arguments of a layout: a plan chooses them, if only by their defaults.
-_OF_PLANS = frozenset(
-    {
-        "auto_partition",
-        "num_microbatches",
-        "partition",
-        "pipeline_cuts",
-        "schedule",
-        "use_zero1_optimizer",
-        "virtual_pipeline_size",
-    }
-)
-
-
-class NxDPPModel(LocalView):
+class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
     """A model that a pipeline of ranks trains, each of which holds some of its layers.
 
     Names, arguments and their meaning are those of NeuronX Distributed's ``NxDPPModel``. Every rank constructs it with
@@ -107,8 +92,6 @@ class NxDPPModel(LocalView):
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
     """
 
-    original_module: nn.Module
-
     def __init__(
         self,
         module: nn.Module,
@@ -116,8 +99,8 @@ class NxDPPModel(LocalView):
         num_microbatches: int = 1,
         virtual_pipeline_size: int = 1,
         output_loss_value_spec: LossSpec = None,
-        return_mb_loss: bool = False,
-        broadcast_and_average_loss: bool = False,
+        return_mb_loss: PerMicrobatch = False,  # type: ignore[assignment]  # solved by the default
+        broadcast_and_average_loss: OnEveryRank = False,  # type: ignore[assignment]  # as above
         pipeline_cuts: Sequence[str] | None = None,
         input_names: Sequence[str] | None = None,
         leaf_module_cls: Sequence[Any] | None = None,
@@ -170,8 +153,8 @@ class NxDPPModel(LocalView):
         # Names, in the whole model, of each parameter and each buffer that has several.
         self.tied_names = self._pipeline.tied_names
         self.num_microbatches = config.num_microbatches
-        self.return_mb_loss = return_mb_loss
-        self.broadcast_and_average_loss = broadcast_and_average_loss
+        self.return_mb_loss: bool = return_mb_loss
+        self.broadcast_and_average_loss: bool = broadcast_and_average_loss
         self.input_names = None if input_names is None else list(input_names)
         self.use_zero1_optimizer = use_zero1_optimizer
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
@@ -191,8 +174,21 @@ class NxDPPModel(LocalView):
         call_hooks(hooks, self, self.rank)
         self._pipeline.follow()
 
+    @overload
     @classmethod
-    def from_plan(cls, module: nn.Module, plan: "Plan", **arguments: Any) -> Self:
+    def from_plan(
+        cls, module: nn.Module, plan: "Plan", *, broadcast_and_average_loss: Literal[True], **arguments: Any
+    ) -> "NxDPPModel[Literal[True]]": ...
+    @overload
+    @classmethod
+    def from_plan(
+        cls, module: nn.Module, plan: "Plan", *, return_mb_loss: Literal[True], **arguments: Any
+    ) -> "NxDPPModel[Literal[False], Literal[True]]": ...
+    @overload
+    @classmethod
+    def from_plan(cls, module: nn.Module, plan: "Plan", **arguments: Any) -> Self: ...
+    @classmethod
+    def from_plan(cls, module: nn.Module, plan: "Plan", **arguments: Any) -> Any:
         """Wrap ``module`` for the first layout of ``plan`` (``nxdpp.plan``), after ``plan.initialize()``.
 
         It divides ``module`` over the tensor group (``tensor_parallelize``), wraps it with ``plan.arguments()``, and
@@ -203,33 +199,13 @@ class NxDPPModel(LocalView):
             ValueError: for ``arguments`` that a plan chooses, and for other sizes, another class or another dtype of
                 the model than the plan's. Nothing is changed then. Also as ``NxDPPModel`` and ``tensor_parallelize``.
         """
-        chosen = plan.arguments()
-        if twice := sorted((chosen.keys() | _OF_PLANS) & arguments.keys()):
-            raise ValueError(f"the plan chooses {', '.join(twice)}: leave it out, or call NxDPPModel yourself.")
-        plan.check_model(module)
-        layout = plan.layout
-        wanted = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
-        found = {
-            "tensor": parallel_state.get_tensor_model_parallel_size(),
-            "pipeline": parallel_state.get_pipeline_model_parallel_size(),
-            "data": parallel_state.get_data_parallel_size(),
-        }
-        if found != wanted:
-            raise ValueError(
-                f"the plan is for {wanted}, and the job has {found}. Start it on {plan.devices} devices and call "
-                f"plan.initialize()."
-            )
-        if layout.tensor > 1:
+        chosen = arguments_of(plan, module, arguments)
+        if plan.layout.tensor > 1:
             tensor_parallelize(module, **plan.tensor_arguments())
         model = cls(module, **chosen, **arguments)
-        if layout.checkpoint:
+        if plan.layout.checkpoint:
             apply_checkpoint(model)
         return model
-
-    @property
-    def last_average(self) -> AverageReport:
-        """Figures of the average of gradients in the last step: bytes sent, those sent early, and the wait for them."""
-        return self._pipeline.average_report
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which ``run_train`` does not average gradients over data-parallel replicas.
@@ -244,55 +220,6 @@ class NxDPPModel(LocalView):
         """
         return self._pipeline.no_sync()
 
-    @property
-    def original_torch_module(self) -> nn.Module:
-        """The wrapped module, ``original_module``."""
-        return self.original_module
-
-    @property
-    def local_stage_modules(self) -> list[nn.Module]:
-        """The modules of each of this rank's stages, under their original names, in the order of the model."""
-        return self._pipeline.local_stage_modules
-
-    @property
-    def last_busy_share(self) -> float:
-        """Share of the last step, between 0 and 1, in which this rank computed."""
-        return self._pipeline.busy_share
-
-    @property
-    def last_step_seconds(self) -> float:
-        """Seconds of the last step on this rank's device, from its first action to its last message.
-
-        The average over data-parallel replicas that follows is not in it.
-        """
-        return self._pipeline.step_seconds
-
-    @property
-    def last_action_seconds(self) -> dict[str, float]:
-        """Seconds of each compute action of this rank in the last step, in order, by its text.
-
-        ``2F0`` is the forward of microbatch 0 in stage 2; ``B`` is a backward, ``I`` an input-gradient and ``W`` a
-        weight-gradient. Empty on XLA, which runs the operations of an action later.
-        """
-        return self._pipeline.action_seconds
-
-    @property
-    def last_sent_bytes(self) -> int:
-        """Bytes of the tensors that this rank has sent to other ranks of its pipeline in the last step.
-
-        They are activations, gradients and copies of tied weights' gradients. The metadata of a first step is not in
-        it, nor are the averages over replicas (``last_average``).
-        """
-        return self._pipeline.sent_bytes
-
-    @property
-    def last_compile_seconds(self) -> float:
-        """Seconds in which this process compiled graphs, from the end of the step before to the end of the last step.
-
-        They include the graph of an optimizer's step. 0.0 on devices that run operations at once.
-        """
-        return self._pipeline.compile_seconds
-
     def trace(self, *positional: Any, **inputs: Any) -> None:
         """Trace for ``inputs`` of a step, as ``run_train`` takes them, and verify the stages with the graph.
 
@@ -303,6 +230,20 @@ class NxDPPModel(LocalView):
         check_not_positional(self.original_module, positional)
         self._pipeline.trace(inputs)
 
+    @overload
+    def run_train(self: "NxDPPModel[Literal[True], Literal[True]]", *positional: Any, **inputs: Any) -> Any: ...
+    @overload
+    def run_train(self: "NxDPPModel[Literal[False]]", *positional: Any, **inputs: Any) -> torch.Tensor | None: ...
+    @overload
+    def run_train(self: "NxDPPModel[Literal[True], Any]", *positional: Any, **inputs: Any) -> torch.Tensor: ...
+    @overload
+    def run_train(
+        self: "NxDPPModel[Any, Literal[True]]", *positional: Any, **inputs: Any
+    ) -> list[torch.Tensor] | None: ...
+    @overload
+    def run_train(self: "NxDPPModel[bool]", *positional: Any, **inputs: Any) -> torch.Tensor | None: ...
+    @overload
+    def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None: ...
     def run_train(self, *positional: Any, **inputs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Run forward and backward of all microbatches; collective over all ranks.
 
@@ -312,7 +253,8 @@ class NxDPPModel(LocalView):
         all replicas; the loss is then the sum of what the model returns.
 
         Returns the detached mean of the microbatches' losses on the rank of the last stage (``holds_last_stage``), and
-        ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that.
+        ``None`` on others. ``return_mb_loss`` and ``broadcast_and_average_loss`` change that, and type checkers follow
+        them: ``NxDPPModel[Literal[True]]`` annotates a model that returns its loss on every rank.
         """
         with board.call("run_train", "step", "pipeline", has_limit=True):
             check_not_positional(self.original_module, positional)
@@ -353,71 +295,6 @@ class NxDPPModel(LocalView):
             )
         return self._pipeline.clip_grad_norm(max_norm, norm_type)
 
-    def materialise(self) -> None:
-        """Give initial weights to this rank's tensors on the meta device; not collective.
-
-        Tensors with values stay as they are. Random numbers follow from torch's seed at the time of wrapping and from
-        the parameter's name. So any partition gives the same model. Construction calls it for a model of
-        ``deferred_init`` or with a ``param_init_fn``. Raises ``RuntimeError`` for tensors that nothing initialises,
-        before anything is changed.
-        """
-        self._pipeline.materialise()
-
-    def move_model_to_device(self, device: torch.device | str | int | None = None) -> None:
-        """Move this rank's parameters and buffers, by default to its CUDA device under NCCL, to the CPU under gloo.
-
-        Collective over all ranks. Materialises the model first. Copies of a weight that several ranks hold get the
-        values of its first owner. Attributes, gradients and ``requires_grad`` are kept. Make the optimizer after it.
-
-        Raises:
-            ValueError: for a missing device and for the meta device, before anything is changed.
-            RuntimeError: for an optimizer that holds parameters to be replaced and for copies of a weight with other
-                shapes or dtypes. Also for data-parallel replicas with other values, by a sample of each parameter.
-        """
-        self._pipeline.move_model_to_device(device)
-
-    def refresh(self) -> None:
-        """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
-        self._pipeline.refresh()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part of a state dict, which may be that of the whole model.
-
-        With ``assign`` the given tensors replace the parameters. With ``strict`` the state dict must have all tensors
-        of this rank, and no names that the whole model does not have.
-
-        Raises ``RuntimeError`` for an optimizer that holds parameters to be replaced.
-        """
-        return self._pipeline.load_state_dict(state_dict, strict, assign)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode as ``train`` of the wrapped module does, which may leave some modules in evaluation mode.
-
-        It also selects the graph that is traced.
-        """
-        self.original_module.train(mode)
-        self.training = mode
-        follow_training_modes(self.local_module, self.original_module, mode)
-        return self
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        if not works_on_meta(fn):
-            self._pipeline.check_materialised()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._pipeline.follow()
-        return self
-
-    def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """CPU tensors with the weights that ``materialise`` would give to ``tensors`` of this rank; not collective.
-
-        The model stays as it is. Raises ``RuntimeError`` for tensors that nothing initialises.
-        """
-        return self._pipeline.initial_weights_of(tensors)
-
-    def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Replace the first parameter or buffer of each pair by the second; not collective."""
-        self._pipeline.replace_local_tensors(replaced)
-
     def _return_loss(self, losses: list[torch.Tensor], train: bool) -> torch.Tensor | list[torch.Tensor] | None:
         if not self.holds_last_stage and not self.broadcast_and_average_loss:
             return None
@@ -426,3 +303,7 @@ class NxDPPModel(LocalView):
         is_mean = self.broadcast_and_average_loss
         loss = self._pipeline.mean_loss(losses, train) if is_mean else torch.stack(losses).mean()
         return loss.cpu() if self.return_loss_on_cpu else loss
+
+
+# Type parameters to type checkers, and plain booleans to a reader of ``help``.
+NxDPPModel.__init__.__annotations__ |= {"return_mb_loss": bool, "broadcast_and_average_loss": bool}

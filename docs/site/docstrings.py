@@ -6,6 +6,7 @@ import typing
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
 from sphinx.util.inspect import signature as signature_of
 from sphinx.util.inspect import stringify_signature
@@ -20,6 +21,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Connect the listeners, as Sphinx calls it for each extension."""
     app.connect("autodoc-process-signature", _without_signature)
     app.connect("autodoc-process-docstring", _add_signature, priority=_BEFORE)
+    app.connect("autodoc-process-docstring", _number_by_place)
     app.connect("autodoc-process-docstring", _restore_property, priority=_AFTER)
     app.connect("autodoc-skip-member", _skip_foreign)
     return {"parallel_read_safe": True}
@@ -38,9 +40,28 @@ def _skip_foreign(app: Sphinx, what: str, name: str, found: Any, skip: bool, opt
 def _add_signature(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     if what in _WITH_SIGNATURE:
         last = name.rpartition(".")[2]
-        texts = [_signature(one, last) for one in (typing.get_overloads(found) or [found])]
+        texts = [_signature(one, last) for one in (_shown_overloads(found) or [found])]
         if block := [line for text in texts for line in text]:
             lines[:0] = [".. code-block:: python", "", *("   " + line for line in block), ""]
+
+
+def _shown_overloads(found: Any) -> list[Any]:
+    """Return the overloads of a function, without those that differ in the type of ``self``: it is not shown."""
+    overloads = typing.get_overloads(found)
+    return [] if any("self" in one.__annotations__ for one in overloads) else list(overloads)
+
+
+def _number_by_place(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """Forget the overloads of a class's methods, which ``_add_signature`` shows, and number the definitions anew.
+
+    Overloads leave gaps in the numbers, and inherited members would be in them.
+    """
+    if what == "class":
+        analyzer = ModuleAnalyzer.for_module(found.__module__)
+        analyzer.analyze()
+        analyzer.overloads.clear()
+        in_order = sorted(analyzer.tagorder, key=analyzer.tagorder.__getitem__)
+        analyzer.tagorder = {tag: place for place, tag in enumerate(in_order)}
 
 
 def _restore_property(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:

@@ -4,7 +4,7 @@ Comments that start with "nxdpp" mark the lines that a script of one's own needs
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -152,7 +152,9 @@ def make_optimizer(model: NxDPPModel, settings: Settings) -> torch.optim.Optimiz
     return torch.optim.AdamW(weights, **options)
 
 
-def loss_with_gradients(model: NxDPPModel, ids: torch.Tensor, settings: Settings, console: Console) -> torch.Tensor:
+def loss_with_gradients(
+    model: NxDPPModel[Literal[True]], ids: torch.Tensor, settings: Settings, console: Console
+) -> torch.Tensor:
     """Loss of a batch ``(B, T)`` in host memory, whose gradients are added up."""
     with autocast(settings):
         try:
@@ -164,7 +166,6 @@ def loss_with_gradients(model: NxDPPModel, ids: torch.Tensor, settings: Settings
             # nxdpp: a save in the background has failed; the step raises it on all ranks before it begins.
             go_on_or_end(settings, error, console)
             loss = model.run_train(input_ids=ids, labels=ids)
-    assert isinstance(loss, torch.Tensor)
     return loss
 
 

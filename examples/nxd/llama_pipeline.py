@@ -64,7 +64,6 @@ def train(args: argparse.Namespace) -> list[float]:
     losses: list[float] = []
     for ids in data_loader(args):
         loss = model.run_train(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
-        assert isinstance(loss, torch.Tensor)
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -35,7 +35,7 @@ def test_the_page_is_that_of_the_docstrings_and_the_site_is_whole(tmp_path: Path
 
 
 def test_each_public_name_has_a_text_and_a_link() -> None:
-    names = [f"nxdpp.{name}" for name in nxdpp.__all__ if callable(getattr(nxdpp, name))]
+    names = [f"nxdpp.{name}" for name in vars(nxdpp)["__all__"] if callable(getattr(nxdpp, name))]
     names += [f"nxdpp.parallel_state.{name}" for name in parallel_state.__all__]
     names += [f"nxdpp.optimizer.{name}" for name in optimizer.__all__]
     page = PAGE.read_text()

@@ -58,7 +58,7 @@ class Model(Chain):
 class Steps:
     """A wrapped model with its scaler, and the same in one process."""
 
-    def __init__(self, **arguments: object) -> None:
+    def __init__(self, **arguments: Any) -> None:
         model, self.whole = make(Model, 4), make(Model, 4)
         self.amplifiers: list[Any] = [model.amplifier, self.whole.amplifier]
         self.scaler = GradScaler(init_scale=SCALE, growth_interval=2)
@@ -68,7 +68,7 @@ class Steps:
             transformer_layer_cls=Block,
             num_microbatches=MICROBATCHES,
             grad_scaler=self.scaler,
-            **arguments,  # type: ignore[arg-type]
+            **arguments,
         )
         self.model.move_model_to_device()
         self.optimizers = [

@@ -39,7 +39,7 @@ def train(rank: int, how: str) -> tuple[bool, dict[str, Any], bool]:
     same = True
     for batch in (images(4), images(8, 8, 12)):
         losses = train_whole(whole, batch, 2)
-        same &= torch.equal(torch.stack(losses).mean(), wrapped.run_train(**batch))  # type: ignore[arg-type]
+        same &= torch.equal(torch.stack(losses).mean(), wrapped.run_train(**batch))
     differences = gradient_differences(wrapped, whole)
     buffers = dict(whole.named_buffers())
     same &= all(torch.equal(value, buffers[name]) for name, value in wrapped.local_module.named_buffers())

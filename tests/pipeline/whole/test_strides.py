@@ -104,7 +104,7 @@ def difference(layer: type[Layer], seed: int, schedule: str, chunks: int) -> lis
             losses.append(whole(x, y))
             (losses[-1] / 4).backward()
         different += gradient_differences(wrapped, whole)
-        different += [] if torch.equal(loss, torch.stack(losses).mean()) else ["loss"]  # type: ignore[arg-type]
+        different += [] if torch.equal(loss, torch.stack(losses).mean()) else ["loss"]
         kinds = set(_strides)
         different += [f"strides {stride}" for stride in set(ours) if stride not in kinds]
     return different

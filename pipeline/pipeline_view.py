@@ -1,0 +1,139 @@
+"""A rank's part of a model, kept up by its ``Pipeline``: figures of steps, devices, weights and modes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from nxdpp.parallel_layers.overlapped_average import AverageReport
+from nxdpp.pipeline.local.tree import follow_training_modes
+from nxdpp.pipeline.local.upkeep import works_on_meta
+from nxdpp.pipeline.local.view import LocalView
+from nxdpp.pipeline.pipeline import Pipeline
+
+
+class PipelineView(LocalView):
+    """The part of a wrapped model on this rank, with the methods that its pipeline does for it."""
+
+    original_module: nn.Module
+    _pipeline: Pipeline
+
+    @property
+    def last_average(self) -> AverageReport:
+        """Figures of the average of gradients in the last step: bytes sent, those sent early, and the wait for them."""
+        return self._pipeline.average_report
+
+    @property
+    def original_torch_module(self) -> nn.Module:
+        """The wrapped module, ``original_module``."""
+        return self.original_module
+
+    @property
+    def local_stage_modules(self) -> list[nn.Module]:
+        """The modules of each of this rank's stages, under their original names, in the order of the model."""
+        return self._pipeline.local_stage_modules
+
+    @property
+    def last_busy_share(self) -> float:
+        """Share of the last step, between 0 and 1, in which this rank computed."""
+        return self._pipeline.busy_share
+
+    @property
+    def last_step_seconds(self) -> float:
+        """Seconds of the last step on this rank's device, from its first action to its last message.
+
+        The average over data-parallel replicas that follows is not in it.
+        """
+        return self._pipeline.step_seconds
+
+    @property
+    def last_action_seconds(self) -> dict[str, float]:
+        """Seconds of each compute action of this rank in the last step, in order, by its text.
+
+        ``2F0`` is the forward of microbatch 0 in stage 2; ``B`` is a backward, ``I`` an input-gradient and ``W`` a
+        weight-gradient. Empty on XLA, which runs the operations of an action later.
+        """
+        return self._pipeline.action_seconds
+
+    @property
+    def last_sent_bytes(self) -> int:
+        """Bytes of the tensors that this rank has sent to other ranks of its pipeline in the last step.
+
+        They are activations, gradients and copies of tied weights' gradients. The metadata of a first step is not in
+        it, nor are the averages over replicas (``last_average``).
+        """
+        return self._pipeline.sent_bytes
+
+    @property
+    def last_compile_seconds(self) -> float:
+        """Seconds in which this process compiled graphs, from the end of the step before to the end of the last step.
+
+        They include the graph of an optimizer's step. 0.0 on devices that run operations at once.
+        """
+        return self._pipeline.compile_seconds
+
+    def materialise(self) -> None:
+        """Give initial weights to this rank's tensors on the meta device; not collective.
+
+        Tensors with values stay as they are. Random numbers follow from torch's seed at the time of wrapping and from
+        the parameter's name. So any partition gives the same model. Construction calls it for a model of
+        ``deferred_init`` or with a ``param_init_fn``. Raises ``RuntimeError`` for tensors that nothing initialises,
+        before anything is changed.
+        """
+        self._pipeline.materialise()
+
+    def move_model_to_device(self, device: torch.device | str | int | None = None) -> None:
+        """Move this rank's parameters and buffers, by default to its CUDA device under NCCL, to the CPU under gloo.
+
+        Collective over all ranks. Materialises the model first. Copies of a weight that several ranks hold get the
+        values of its first owner. Attributes, gradients and ``requires_grad`` are kept. Make the optimizer after it.
+
+        Raises:
+            ValueError: for a missing device and for the meta device, before anything is changed.
+            RuntimeError: for an optimizer that holds parameters to be replaced and for copies of a weight with other
+                shapes or dtypes. Also for data-parallel replicas with other values, by a sample of each parameter.
+        """
+        self._pipeline.move_model_to_device(device)
+
+    def refresh(self) -> None:
+        """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
+        self._pipeline.refresh()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part of a state dict, which may be that of the whole model.
+
+        With ``assign`` the given tensors replace the parameters. With ``strict`` the state dict must have all tensors
+        of this rank, and no names that the whole model does not have.
+
+        Raises ``RuntimeError`` for an optimizer that holds parameters to be replaced.
+        """
+        return self._pipeline.load_state_dict(state_dict, strict, assign)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode as ``train`` of the wrapped module does, which may leave some modules in evaluation mode.
+
+        It also selects the graph that is traced.
+        """
+        self.original_module.train(mode)
+        self.training = mode
+        follow_training_modes(self.local_module, self.original_module, mode)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        if not works_on_meta(fn):
+            self._pipeline.check_materialised()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._pipeline.follow()
+        return self
+
+    def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """CPU tensors with the weights that ``materialise`` would give to ``tensors`` of this rank; not collective.
+
+        The model stays as it is. Raises ``RuntimeError`` for tensors that nothing initialises.
+        """
+        return self._pipeline.initial_weights_of(tensors)
+
+    def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Replace the first parameter or buffer of each pair by the second; not collective."""
+        self._pipeline.replace_local_tensors(replaced)
