@@ -7,8 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp.parallel_layers.collective_bytes import least_sent
-from nxdpp.pipeline.planning.dimensions import Dimensions, divided
+from nxdpp.pipeline.planning.dimensions import divided
+from nxdpp.pipeline.planning.sizes import Dimensions
 from nxdpp.pipeline.planning.stage_summary import StageSummary, summarise_stages
+from nxdpp.schedules.chosen import ChosenSchedule
 
 FLOAT = 4
 
@@ -81,7 +83,8 @@ def plan(layout: Layout, shape: Shape) -> list[StageSummary]:
     inputs = {"input_ids": ids, "labels": ids}
     sizes = Dimensions(layout.tensor, layout.data, layout.zero1, layout.sequence)
     with divided(model, sizes):
-        return summarise_stages(model, inputs, layout.pipeline, shape.microbatches, sizes=sizes)
+        schedule = ChosenSchedule(None, layout.pipeline, shape.microbatches, 1)
+        return summarise_stages(model, inputs, schedule, sizes=sizes)
 
 
 def least_bytes(layout: Layout, shape: Shape, planned: StageSummary, stage: int) -> dict[str, float]:

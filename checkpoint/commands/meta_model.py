@@ -11,6 +11,7 @@ from nxdpp.checkpoint.distributed.configuration import texts_in
 from nxdpp.checkpoint.distributed.model_state import ModelTensors, model_tensors
 from nxdpp.checkpoint.files.layout import Layout
 from nxdpp.pipeline.planning.configured_model import build_on_meta, read_configuration
+from nxdpp.pipeline.planning.dtypes import dtype_named
 
 _SHOWN = 5
 
@@ -97,7 +98,9 @@ def with_dtypes(model: MetaModel, layouts: Mapping[str, Layout]) -> None:
 
 
 def _built(config: Path, texts: dict[str, str]) -> MetaModel:
-    module = build_on_meta(read_configuration(config))
+    configuration = read_configuration(config)
+    named = configuration.dtype
+    module = build_on_meta(configuration, None if named is None else dtype_named(named))
     return MetaModel(module, texts, model_tensors(module))
 
 

@@ -1,6 +1,5 @@
 """Model and microbatch of a Hugging Face configuration, on the meta device."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+from nxdpp.pipeline.planning.configuration_file import configuration_file
 
 # The first task that has a model of the type is taken.
 _TASKS = {
@@ -30,20 +31,10 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 
     Raises ``ValueError`` for a missing file, for one that is not a JSON object, and for one that transformers refuses.
     """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        missing = "the folder has no config.json" if path.is_dir() else "no such file"
+    file, content = configuration_file(path)
+    if content["model_type"] not in CONFIG_MAPPING:
         raise ValueError(
-            f"{path}: {missing}. Give a Hugging Face configuration file, or a folder with its config.json."
-        )
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}.") from error
-    model_type = content.get("model_type") if isinstance(content, dict) else None
-    if model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{file}: model_type is {model_type!r}, which the installed transformers does not know. "
+            f"{file}: model_type is {content['model_type']!r}, which the installed transformers does not know. "
             f"It must be one of its types (llama, qwen3, bert, ...)."
         )
     try:
@@ -52,20 +43,23 @@ def read_configuration(path: Path) -> PreTrainedConfig:
         raise ValueError(f"{file} is refused by transformers: {type(error).__name__}: {error}") from error
 
 
-def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model that ``architectures`` names, or the first one of the type, in the configuration's dtype.
+def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Build the model that ``architectures`` names, or the first one of the type.
+
+    Without a ``dtype`` the parameters are those of the constructor, ``LlamaForCausalLM(config)``: of torch's default
+    dtype, float32, also where the configuration names another. With one they are cast to it, as by ``model.to(dtype)``.
 
     Raises ``ValueError`` for a model of another task than the six, and for a configuration that the model refuses.
     """
     model_class = _model_class(config)
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = model_class._from_config(config, dtype=config.dtype or torch.float32)
+            model = model_class(config)
     except Exception as error:
         raise ValueError(
             f"{model_class.__name__} cannot be built from this configuration: {type(error).__name__}: {error}"
         ) from error
-    nn.Module.to(model, "meta")  # some models make a few parameters on another device
+    nn.Module.to(model, "meta", dtype)  # some models make a few parameters on another device
     model.train()
     return model
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from nxdpp.pipeline.planning.dimensions import Dimensions
+from nxdpp.pipeline.planning.sizes import Dimensions
 from nxdpp.schedules.families.registry import FAMILIES, find_family
 
 # More stages a rank hardly make a bubble smaller, and each has messages of its own.

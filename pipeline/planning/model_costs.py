@@ -20,11 +20,12 @@ from nxdpp.pipeline.cost.measure import measure_nodes
 from nxdpp.pipeline.cost.node_parts import CountedParts
 from nxdpp.pipeline.cost.transport_bytes import largest_message
 from nxdpp.pipeline.planning.counted_layers import counted_layers
-from nxdpp.pipeline.planning.dimensions import Dimensions, divided
+from nxdpp.pipeline.planning.dimensions import divided
 from nxdpp.pipeline.planning.dtypes import dtype_of
 from nxdpp.pipeline.planning.job import Job
 from nxdpp.pipeline.planning.layer_times import CountedModel, LayerTimes
 from nxdpp.pipeline.planning.machine import Machine
+from nxdpp.pipeline.planning.sizes import Dimensions
 from nxdpp.tracing import listings
 from nxdpp.tracing.input_dicts import InputDict, open_inputs
 from nxdpp.tracing.layers import find_layer_classes

@@ -59,7 +59,8 @@ def plan(
         link: rate of a device to another one on its host, one way: ``"400GB/s"``, ``"400Gb/s"`` (bits), or a ``Link``.
         host_link: rate of a device to one on another host.
         device: ``"a100"``, ``"h100"``, ``"h200"``, ``"cpu"``, or a ``Device`` with figures of your own.
-        dtype: of the model, by default its own.
+        dtype: of the parameters. By default those of the model, or those that the constructor makes of a
+            configuration: float32, also where the configuration names another dtype.
         costs: ``"counted"``, by FLOPs and bytes, or ``"profiled"``: seconds measured on this process's device.
         layouts: compare these alone.
         fixed: fields of ``Layout`` that all layouts have, such as ``{"pipeline": 4}``.
@@ -125,10 +126,7 @@ def _model(given: Any, dtype: torch.dtype | str | None) -> nn.Module:
 
     if not isinstance(given, PreTrainedConfig):
         raise TypeError(f"nxdpp.plan takes a model, or a configuration of transformers, not a {type(given).__name__}.")
-    config = copy.deepcopy(given)
-    if wanted is not None:
-        config.dtype = wanted
-    return build_on_meta(config)
+    return build_on_meta(copy.deepcopy(given), wanted)
 
 
 def _link(given: str | float | Link, name: str, latency: float) -> Link:

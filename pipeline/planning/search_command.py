@@ -1,8 +1,14 @@
 """``python -m nxdpp plan --devices``: the best layouts of a job."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
+
+from nxdpp.pipeline.planning.configuration_file import configuration_file
+from nxdpp.pipeline.planning.layout_options import checked_dtype, flags_of
+from nxdpp.pipeline.planning.units import rate_of, size_of
+from nxdpp.schedules.families.registry import find_family
 
 # Options of the search, and those of a given layout that a search has no use for.
 _OF_SEARCH = ("device_memory", "global_batch", "hosts", "link", "host_link", "write", "best")
@@ -14,6 +20,7 @@ _FIXED = {
     "pipeline_parallel_size": "pipeline",
     "data_parallel_size": "data",
     "virtual_pipeline_size": "chunks",
+    "schedule": "schedule",
     "zero1": "zero1",
     "sequence_parallel": "sequence",
 }
@@ -35,31 +42,28 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 def check_no_search(options: argparse.Namespace) -> None:
     """Raise ``ValueError`` for options of a search without ``--devices``, and for missing ones of a layout."""
     if given := [name for name in _OF_SEARCH if getattr(options, name) is not None]:
-        raise ValueError(f"{_flags(given)}: for a search. Add --devices, the number of devices.")
+        raise ValueError(f"{flags_of(given)}: for a search. Add --devices, the number of devices.")
     if missing := [name for name in ("pipeline_parallel_size", "num_microbatches") if getattr(options, name) is None]:
         raise ValueError(
-            f"{_flags(missing)}: missing. Give the layout whose stages to print, or --devices to search layouts."
+            f"{flags_of(missing)}: missing. Give the layout whose stages to print, or --devices to search layouts."
         )
 
 
 def run_search(options: argparse.Namespace) -> None:
-    """Print the best layouts.
+    """Print the best layouts, or with ``--json`` one document.
 
-    Raises ``ValueError`` for options that are missing or not understood, and where no layout fits.
+    Raises ``ValueError`` for options that are missing or not understood, before torch is imported, and where no layout
+    fits.
     """
+    fixed, chosen = _checked(options)
+    configuration_file(options.config)
     from nxdpp.pipeline.planning.configured_model import read_configuration
+    from nxdpp.pipeline.planning.dtypes import dtype_named, name_of
+    from nxdpp.pipeline.planning.layout_result import dtype_text
+    from nxdpp.pipeline.planning.plan_json import as_json
     from nxdpp.pipeline.planning.plan_table import show
     from nxdpp.pipeline.planning.planner import plan
 
-    if missing := [name for name in _NEEDED if getattr(options, name) is None]:
-        raise ValueError(f"{_flags(missing)}: missing. A search with --devices needs it.")
-    given = [name for name in _OF_LAYOUT if getattr(options, name) is not None]
-    if given or options.partition != "even":
-        names = [*given, *(["partition"] if options.partition != "even" else [])]
-        raise ValueError(f"{_flags(names)}: the search chooses it. Leave it out with --devices.")
-    fixed = {field: getattr(options, name) for name, field in _FIXED.items() if getattr(options, name)}
-    named = {name: getattr(options, name) for name in ("hosts", "link", "host_link", "best")}
-    chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     config = read_configuration(options.config)
     found = plan(
         config,
@@ -72,12 +76,34 @@ def run_search(options: argparse.Namespace) -> None:
         fixed=fixed,
         **chosen,
     )
-    show(found)
-    if options.dtype is None and config.dtype is None:
-        print("\nthe configuration has no dtype, so the model is of float32. --dtype bfloat16 plans for another.")
+    named = None if config.dtype is None else name_of(dtype_named(config.dtype))
+    if options.json:
+        print(json.dumps(as_json(found, named), indent=1))
+    else:
+        show(found, dtype_text(found.model, found.dtype, options.dtype, named), options.details)
     if options.write is not None:
         found.write(options.write)
 
 
-def _flags(names: list[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fixed fields of layouts, and other arguments of ``plan``. Raises ``ValueError`` for wrong options."""
+    if missing := [name for name in _NEEDED if getattr(options, name) is None]:
+        raise ValueError(f"{flags_of(missing)}: missing. A search with --devices needs it.")
+    given = [name for name in _OF_LAYOUT if getattr(options, name) is not None]
+    if given or options.partition != "even":
+        names = [*given, *(["partition"] if options.partition != "even" else [])]
+        raise ValueError(f"{flags_of(names)}: the search chooses it. Leave it out with --devices.")
+    size_of(options.device_memory, "device_memory")
+    for name in ("link", "host_link"):
+        if getattr(options, name) is not None:
+            rate_of(getattr(options, name), name)
+    for name in ("devices", "hosts", "global_batch", "best"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be a whole number of at least 1.")
+    checked_dtype(options.dtype)
+    if options.schedule is not None:
+        find_family(options.schedule)
+    fixed = {field: getattr(options, name) for name, field in _FIXED.items() if getattr(options, name)}
+    named = {name: getattr(options, name) for name in ("hosts", "link", "host_link", "best")}
+    return fixed, {name: value for name, value in named.items() if value is not None}

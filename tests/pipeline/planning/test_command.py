@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,16 @@ from transformers import (
 )
 
 from nxdpp.__main__ import main
+from nxdpp.pipeline.cost import count as count_module
+from nxdpp.pipeline.planning.text_table import bytes_text
+from nxdpp.schedules.actions import ActionKind
+from nxdpp.schedules.families.registry import FAMILIES, find_family
+from nxdpp.schedules.simulate import Span, simulate
+from tests.pipeline.planning.json_keys import keys_in, keys_of
+from tests.support.llama_405b import llama_3_1_405b
+
+ROOT = Path(__file__).parents[3]
+LAYOUT = ["--pipeline-parallel-size", "2", "--num-microbatches", "4"]
 
 LLAMA_70B = {
     "model_type": "llama",
@@ -49,6 +62,18 @@ def _write(folder: Path, content: Any) -> str:
     return str(folder)
 
 
+def _rows(output: str) -> list[list[str]]:
+    """Cells of the table of ranks: rank or stage, layers, parameters, and so on."""
+    table = output.split("\n\n")[1].splitlines()
+    lines = [line for line in table[1:] if not line.startswith("---")]
+    cells = [re.split(r" {2,}|(?<=[%B]) |(?<=\d) (?=\d)", line.replace("  stage ", "stage-", 1)) for line in lines]
+    return [[cell for cell in row if cell] for row in cells]
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
 def _plan(*arguments: str) -> int:
     return main(["plan", *arguments, "--num-microbatches", "4"])
 
@@ -63,12 +88,11 @@ def test_llama_70b_needs_no_memory_for_its_weights(tmp_path: Path) -> None:
     )
 
     assert ended.returncode == 0, ended.stderr
-    rows = [line.split("│") for line in ended.stdout.splitlines() if line.startswith("│")]
-    assert [row[1].strip() for row in rows] == [str(stage) for stage in range(8)]
-    assert sum(int(row[2].split(":")[0]) for row in rows) == 80
-    assert sum(int(row[3].replace(",", "")) for row in rows) == 70_553_706_496
-    assert all("64.00 MiB" in row[-2] for row in rows[:-1])
-    assert "slowest stage / mean: 1.0" in ended.stdout
+    rows = _rows(ended.stdout)
+    assert [row[0] for row in rows] == [*map(str, range(8)), "total"]
+    assert sum(int(row[1].split(":")[0]) for row in rows[:-1]) == int(rows[-1][1]) == 80
+    assert _number(rows[-1][2]) == sum(_number(row[2]) for row in rows[:-1]) == 70_553_706_496
+    assert re.search(r"slowest: rank \d, 1\.0\d\d times the mean work", ended.stdout)
     assert int(ended.stdout.split()[-1]) < 1.5 * 2**20
 
 
@@ -118,8 +142,9 @@ def test_models_of_six_tasks(
     assert _plan(str(tmp_path), "--pipeline-parallel-size", "2") == 0, capsys.readouterr().err
 
     output = capsys.readouterr().out
-    assert f"{model} in float32, 4 microbatches of" in output
-    assert "slowest stage / mean" in output
+    assert output.startswith(f"{model}, ")
+    assert f"dtype: float32, as {model}(config) makes it" in output
+    assert max(map(len, output.splitlines())) <= 80
 
 
 def test_configuration_file_and_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +155,7 @@ def test_configuration_file_and_batch_size(tmp_path: Path, capsys: pytest.Captur
     )  # fmt: skip
 
     assert status == 0
-    assert "4 microbatches of input_ids [2, 128], labels [2, 128]" in capsys.readouterr().out
+    assert "step: 4 microbatches of input_ids [2, 128], labels [2, 128]" in capsys.readouterr().out
 
 
 def test_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,9 +164,216 @@ def test_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert _plan(folder, "--pipeline-parallel-size", "2", "--virtual-pipeline-size", "2", "--seq-length", "64") == 0
 
     output = capsys.readouterr().out
-    rows = [line.split("│")[1].strip() for line in output.splitlines() if line.startswith("│")]
-    assert rows == ["0 (0)", "1 (1)", "2 (0)", "3 (1)"]
-    assert "slowest rank / mean: 1." in output
+    rows = _rows(output)
+    assert [row[0] for row in rows] == ["0", "stage-0", "stage-2", "1", "stage-1", "stage-3", "total"]
+    assert [row[1] for row in rows[1:3]] == ["2: 0..1", "2: 4..5"]
+    assert "schedule: interleaved, bubble" in output
+
+
+def test_no_row_is_wider_than_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole rows at any width of the terminal, and in a pipe; more than 100 stages have the widest cells."""
+    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 104, "hidden_size": 16384})
+    monkeypatch.setenv("COLUMNS", "30")
+    options = ["--pipeline-parallel-size", "52", "--seq-length", "64", "--schedule", "zb-v", "--details"]
+
+    assert _plan(folder, *options) == 0
+
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    rows = _rows(output)
+    assert len(rows) == 52 * 3 + 1
+    assert sum(_number(row[2]) for row in rows if row[0].isdigit()) == _number(rows[-1][2])
+
+
+@pytest.mark.parametrize("options", [[], ["--schedule", "zb-v"], ["--virtual-pipeline-size", "3"]])
+def test_json_has_the_numbers_of_the_table(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 8})
+    given = [folder, "--pipeline-parallel-size", "2", "--seq-length", "64", *options]
+    assert _plan(*given) == 0
+    table = _rows(capsys.readouterr().out)
+    assert _plan(*given, "--json") == 0
+    printed = capsys.readouterr()
+
+    found = json.loads(printed.out)
+    ranks = [row for row in table if row[0].isdigit()]
+    assert [_number(row[2]) for row in ranks] == [rank["parameters"] for rank in found["ranks"]]
+    assert [row[-1] for row in ranks] == [bytes_text(rank["memory_bytes"]) for rank in found["ranks"]]
+    assert [row[-2] for row in ranks] == [bytes_text(rank["peak_activation_bytes"]) for rank in found["ranks"]]
+    assert found["total"]["memory_bytes"] == sum(rank["memory_bytes"] for rank in found["ranks"])
+    assert sum(stage["work_share"] for stage in found["stages"]) == pytest.approx(1)
+    assert (found["kind"], found["dtype"], found["dtype_of_configuration"]) == ("layout", "float32", "bfloat16")
+    assert keys_of(found) == keys_in(ROOT / "docs" / "partition.md")
+
+
+SCHEDULES = [
+    (["--schedule", "zb-v", "--virtual-pipeline-size", "3"], "--schedule zb-v has 2 stages a rank, not 3: leave"),
+    (["--schedule", "1f1b", "--virtual-pipeline-size", "2"], "--schedule 1f1b has 1 stages a rank, not 2: leave"),
+    (["--schedule", "interleaved", "--virtual-pipeline-size", "1"], "has several stages a rank, not 1"),
+    (["--schedule", "1f2b"], "there is no schedule '1f2b'. Choose one of gpipe, 1f1b,"),
+    (["--schedule", "none.csv"], "none.csv: cannot be read as a CSV file"),
+    (["--dtype", "int8"], "dtype='int8' is no floating dtype of a model: choose one of float32, bfloat16"),
+    (["--json", "--details"], "--json has all figures: leave --details out"),
+    (["--batch-size", "6"], "a batch of 6 does not divide into 4 microbatches"),
+    (["--memory-limit", "80"], "add --partition balanced"),
+    (["--sequence-parallel"], "add --tensor-parallel-size"),
+    (["--devices", "8"], "--device-memory, --global-batch: missing"),
+    (["--devices", "8", "--device-memory", "80", "--global-batch", "8"], "device_memory='80' is not understood"),
+]
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from nxdpp.__main__ import main
+for line in sys.stdin.read().splitlines():
+    print(main(line.split()), file=sys.stderr)
+"""
+
+
+def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """All in one process, in which an import of torch raises."""
+    common = ["plan", _write(tmp_path, LLAMA_70B)]
+    lines = [" ".join([*common, *([] if "--devices" in options else LAYOUT), *options]) for options, _ in SCHEDULES]
+    lines += [" ".join(["plan", str(tmp_path / "none"), *LAYOUT]), "plan config.json --hosts 2"]
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(lines), capture_output=True, text=True, cwd=ROOT
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ""
+    messages = ended.stderr.split("\n2\n")[:-1]
+    expected = [message for _, message in SCHEDULES] + ["no such file", "--hosts: for a search"]
+    for found, message in zip(messages, expected, strict=True):
+        assert message in found
+        assert "\n" not in found
+
+
+def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with the actions of GPipe has its figures. For other numbers the message has the flags that fit."""
+    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 4})
+    file = tmp_path / "mine.csv"
+    file.write_text("\n".join(",".join(map(str, actions)) for actions in find_family("gpipe").build(2, 4)))
+    given = [folder, "--seq-length", "64", "--json"]
+
+    assert (
+        main(["plan", *given, "--pipeline-parallel-size", "4", "--num-microbatches", "4", "--schedule", str(file)]) == 2
+    )
+    message = capsys.readouterr().err
+    flags = message[message.index("--pipeline-parallel-size") :].rstrip(".\n").split()
+    assert main(["plan", *given, *flags, "--schedule", str(file)]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert main(["plan", *given, *flags, "--schedule", "gpipe"]) == 0
+    named = json.loads(capsys.readouterr().out)
+
+    assert written["schedule"].pop("name") == str(file)
+    assert named["schedule"].pop("name") == "gpipe"
+    assert written == named
+
+
+def test_activations_and_bubble_are_those_of_the_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 8})
+
+    def plan(schedule: str) -> dict[str, Any]:
+        given = ["--pipeline-parallel-size", "2", "--seq-length", "64", "--schedule", schedule, "--json"]
+        assert main(["plan", folder, *given, "--num-microbatches", "8"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    for name, family in FAMILIES.items():
+        found = plan(name)
+        timeline = simulate(family.build(2, 8))
+        assert found["schedule"]["bubble_share_of_equal_stages"] == timeline.mean_bubble
+        assert found["layout"]["stages"] == 2 * family.default_chunks
+        assert [rank["stages"] for rank in found["ranks"]] == [family.placement(2).stages_of(rank) for rank in (0, 1)]
+        held = [stage["activation_bytes_of_microbatch"] for stage in found["stages"]]
+        for rank, spans in zip(found["ranks"], timeline.spans, strict=True):
+            most = max(sum(in_flight) for in_flight in _held(spans, held, found["stages"]))
+            assert rank["peak_activation_bytes"] == most, name
+    assert plan("gpipe")["ranks"][0]["peak_activation_bytes"] == 4 * plan("1f1b")["ranks"][0]["peak_activation_bytes"]
+    split = plan("zb-h1")["stages"][1]
+    assert 0 < split["kept_bytes_after_input_gradient"] < split["activation_bytes_of_microbatch"]
+
+
+def _held(spans: list[Span], held: list[int], stages: list[dict[str, Any]]) -> Iterator[list[int]]:
+    """Bytes of each microbatch that a rank holds after each of its actions."""
+    now: dict[tuple[int, int], int] = {}
+    for span in spans:
+        stage, kind, microbatch, _ = span.action
+        if kind is ActionKind.FORWARD:
+            now[stage, microbatch] = held[stage]
+        elif kind is ActionKind.INPUT_GRADIENT:
+            now[stage, microbatch] = stages[stage]["kept_bytes_after_input_gradient"]
+        else:
+            del now[stage, microbatch]
+        yield list(now.values())
+
+
+def test_tied_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages on one rank hold one copy: the first and the last one of a V."""
+    folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": 8, "tie_word_embeddings": True})
+
+    def plan(*options: str) -> str:
+        assert _plan(folder, "--pipeline-parallel-size", "2", "--seq-length", "64", *options) == 0
+        return capsys.readouterr().out
+
+    assert f"{128256 * 8192:,} parameters of the total are copies" in plan().replace("\n  ", " ")
+    assert "copies" not in plan("--schedule", "zb-v")
+
+
+@pytest.mark.one_python
+@pytest.mark.parametrize("options", [[], ["--partition", "balanced"]])
+def test_llama_405b_takes_less_than_5_seconds(options: list[str], tmp_path: Path) -> None:
+    """Processor time of the whole command with compiled sources, so that other tests beside it do not count."""
+    config = llama_3_1_405b()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPYCACHEPREFIX"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run(
+        [sys.executable, "-m", "nxdpp", "plan", str(tmp_path), "--pipeline-parallel-size", "16", "--num-microbatches",
+         "64", *options],
+        capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "LlamaForCausalLM, 405,853,388,800 parameters, on 16 ranks" in ended.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def test_equal_layers_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = 0
+    count = count_module._count
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return count(*arguments, **options)
+
+    monkeypatch.setattr(count_module, "_count", watched)
+    numbers = []
+    for layers in (4, 40):
+        counted = 0
+        folder = _write(tmp_path, LLAMA_70B | {"num_hidden_layers": layers})
+        assert _plan(folder, "--pipeline-parallel-size", "4", "--seq-length", "64") == 0
+        numbers.append(counted)
+    assert numbers[0] == numbers[1]
+
+
+def test_an_interrupt_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nxdpp.pipeline.planning.command.layout_options", interrupted)
+
+    assert _plan("config.json", "--pipeline-parallel-size", "2") == 130
+    printed = capsys.readouterr()
+    assert printed.err == "\nnxdpp plan: interrupted\n"
+    assert printed.out == ""
 
 
 def test_a_memory_limit_counts_communicators_and_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +392,7 @@ def test_a_memory_limit_counts_communicators_and_messages(tmp_path: Path, capsys
     assert "0.293 GiB for communicators and messages" in output
     status, output = plan(0.3)
     assert status == 0
-    assert "communicators and messages: 300.01 MiB of each rank, on CUDA" in output
+    assert "300.0 MiB of communicators and messages (on CUDA)" in output.replace("\n  ", " ")
     assert plan(0.3, "--data-parallel-size", "2")[0] == 2
     assert plan(0.4, "--data-parallel-size", "2")[0] == 0
     status, output = plan(0.25, "--device", "cpu")
@@ -172,9 +404,7 @@ REFUSED = [
     ({}, ["--pipeline-parallel-size", "81"], "80 transformer layers cannot be split over 81"),
     ({"model_type": "lama"}, [], "model_type is 'lama', which the installed transformers does not know"),
     ({"architectures": ["LlamaModel"]}, [], "architectures names ['LlamaModel']"),
-    ({}, ["--batch-size", "6"], "a batch of 6 does not divide into 4 microbatches"),
     ({}, ["--seq-length", "200000"], "more than max_position_embeddings=131072"),
-    ({}, ["--memory-limit", "80"], "add --partition balanced"),
     ({"num_attention_heads": 0}, [], "is refused by transformers: ZeroDivisionError"),
     ({"pad_token_id": 200000}, [], "LlamaForCausalLM cannot be built from this configuration"),
     ({"num_hidden_layers": 4}, ["--partition", "balanced", "--memory-limit", "1"], "fits into the limit of 1 GiB"),

@@ -1,6 +1,7 @@
 """Plans with tensor, data and ZeRO-1 parallelism: memory and traffic of a rank, against formulas."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxdpp import parallel_state
 from nxdpp.__main__ import main
-from nxdpp.pipeline.planning.dimensions import Dimensions, divided
+from nxdpp.pipeline.planning.dimensions import divided
+from nxdpp.pipeline.planning.sizes import Dimensions
 from nxdpp.pipeline.planning.stage_summary import StageSummary, summarise_stages
+from nxdpp.pipeline.planning.text_table import bytes_text
+from nxdpp.schedules.chosen import ChosenSchedule
 
 VOCABULARY, HIDDEN, MIDDLE, LAYERS, B, T, MICROBATCHES = 64, 32, 48, 4, 2, 16, 4
 CONFIG: dict[str, Any] = {
@@ -36,7 +40,8 @@ def _stages(
     ids = torch.empty(B, T, dtype=torch.int64, device="meta")
     sizes = Dimensions(tensor, data, zero1, sequence)
     with divided(model, sizes):
-        return summarise_stages(model, {"input_ids": ids, "labels": ids}, 2, MICROBATCHES, sizes=sizes, **changes)
+        schedule = ChosenSchedule(None, 2, MICROBATCHES, 1)
+        return summarise_stages(model, {"input_ids": ids, "labels": ids}, schedule, sizes=sizes, **changes)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -124,27 +129,28 @@ def _plan(folder: Path, *arguments: str) -> int:
 
 def test_the_command_prints_what_each_dimension_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--tensor-parallel-size", "2", "--data-parallel-size", "4", "--zero1")
-    assert _plan(tmp_path, *sizes, "--batch-size", "8") == 0
+    assert _plan(tmp_path, *sizes, "--batch-size", "8", "--details") == 0
 
     output = capsys.readouterr().out
-    assert "2 tensor x 2 pipeline x 4 data, ZeRO-1: bytes sent in a step" in output
-    row = [cell.strip() for cell in output.splitlines() if cell.startswith("│ 0 ")][-1].split("│")[2:-1]
+    assert "on 2 tensor x 2 pipeline x 4 data ranks" in output
     (first, _) = _stages(2, 4, True)
+    row = next(line for line in reversed(output.splitlines()) if line.startswith("0 "))
     traffic = first.traffic
-    expected = (first.memory, traffic.tensor, 0, traffic.reduce_scatter, traffic.all_gather)
-    assert [cell.strip() for cell in row] == [f"{size / 1024:.2f} KiB" if size else "0 B" for size in expected]
+    sent = (traffic.tensor, 0, traffic.reduce_scatter, traffic.all_gather)
+    assert re.split(r"  +", row) == ["0", *map(bytes_text, sent)]
     # Two channels, the pipeline, the tensor group and the replicas.
     assert _plan(tmp_path, "--tensor-parallel-size", "2", "--data-parallel-size", "2") == 0
-    assert "communicators and messages: 500.0" in capsys.readouterr().out
+    assert "activations + 500.0\n  MiB of communicators and messages" in capsys.readouterr().out
 
 
 def test_the_command_divides_the_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _plan(tmp_path, "--sequence-parallel", "--tensor-parallel-size", "2", "--batch-size", "8") == 0
+    options = ("--sequence-parallel", "--tensor-parallel-size", "2", "--batch-size", "8")
+    assert _plan(tmp_path, *options, "--details") == 0
 
     output = capsys.readouterr().out
-    assert "2 tensor x 2 pipeline x 1 data, sequence parallel: bytes sent in a step" in output
+    assert "on 2 tensor x 2 pipeline x 1 data ranks,\n  sequence parallel" in output
     (first, _) = _stages(2, sequence=True)
-    assert f"{first.traffic.tensor / 1024:.2f} KiB" in output
+    assert bytes_text(first.traffic.tensor) in output
     assert _plan(tmp_path, "--sequence-parallel") == 2
     assert "add --tensor-parallel-size" in capsys.readouterr().err
     assert _plan(tmp_path, "--sequence-parallel", "--tensor-parallel-size", "2", "--seq-length", "15") == 2

@@ -15,6 +15,7 @@ import nxdpp
 from nxdpp.__main__ import main
 from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.plan import Plan
+from tests.pipeline.planning.json_keys import keys_in, keys_of
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
@@ -86,12 +87,12 @@ def _plan(folder: Path, *options: str) -> int:
 def test_the_printed_lines_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--pipeline-parallel-size", "2", "--virtual-pipeline-size", "2"]
     assert _plan(folder, *fixed, "--write", str(folder / "plan.json")) == 0
-    table, command, script = capsys.readouterr().out.split("\n\n")
+    _, table, command, script = capsys.readouterr().out.split("\n\n")
 
-    rows = [line.split("│") for line in table.splitlines() if line.startswith("│")]
-    assert [row[1].strip() for row in rows] == [str(number) for number in range(1, 11)]
-    assert {row[2].strip() for row in rows} == {"1 x 2 x 1"}
-    times = [float(row[7]) for row in rows]
+    rows = [line for line in table.splitlines() if re.match(r"\d", line)]
+    assert [row.split()[0] for row in rows] == [str(number) for number in range(1, 11)]
+    assert all(re.match(r"\d+ +1 x 2 x 1 ", row) for row in rows)
+    times = [float(row.split()[-4]) for row in rows]
     assert times == sorted(times)
     assert command == "torchrun --nproc-per-node 2 train.py"
     assert Plan.read(folder / "plan.json").script() == script.strip()
@@ -167,22 +168,44 @@ def _plan_of_two_replicas() -> Plan:
     return nxdpp.plan(config, devices=2, device_memory="1GB", global_batch=4, device="cpu", layouts=[Layout(data=2)])
 
 
-def test_the_dtype_and_the_inputs_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A configuration without a dtype gives float32; the weights of most models are of bfloat16."""
-    config = {name: value for name, value in CONFIG.items() if name != "dtype"}
-    (folder / "config.json").write_text(json.dumps(config))
+def test_the_dtype_is_that_of_the_constructor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``LlamaForCausalLM(config)`` makes float32, also of a configuration that names bfloat16."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
 
     assert _plan(folder, "--best", "1") == 0
     plain = capsys.readouterr().out
     assert _plan(folder, "--best", "1", "--dtype", "bfloat16", "--seq-length", "16") == 0
     half = capsys.readouterr().out
 
-    assert "LlamaForCausalLM in float32, 2 cpu devices on 1 host, 4 samples a step" in plain
+    assert "LlamaForCausalLM, 2 cpu devices on 1 host, 4 samples a step" in plain
     assert "microbatch of one sample: input_ids [1, 32], labels [1, 32]" in plain
-    assert "the configuration has no dtype" in plain
-    assert "LlamaForCausalLM in bfloat16, 2 cpu devices" in half
+    assert "dtype: float32, as LlamaForCausalLM(config) makes it. The configuration names\n  bfloat16" in plain
+    assert "a LlamaForCausalLM in float32." in plain
+    assert "dtype: bfloat16, by --dtype: LlamaForCausalLM(config).to(torch.bfloat16)" in half
     assert "input_ids [1, 16]" in half
-    assert "the configuration has no dtype" not in half
+
+
+def test_tables_of_a_search_fit_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(folder, "--details", "--schedule", "zb-v", "--best", "2") == 0
+
+    table = capsys.readouterr().out.split("\n\ntorchrun")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("zb-v 2") == 2
+    assert table.count("compute of rank") == 2
+
+
+def test_json_of_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The document has what ``nxdpp.plan`` returns; its keys are those of docs/planner.md."""
+    assert _plan(folder, "--json", "--best", "2", "--write", str(folder / "plan.json")) == 0
+
+    printed = json.loads(capsys.readouterr().out)
+    plan = Plan.read(folder / "plan.json")
+    first = printed["layouts"][0]
+    assert first["step_seconds"] == plan.first.step_seconds
+    assert first["memory_bytes"] == plan.first.peak_bytes == max(rank["memory_bytes"] for rank in first["ranks"])
+    assert (printed["script"], printed["torchrun"]) == (plan.script(), plan.torchrun())
+    assert (printed["kind"], printed["dtype"], printed["version"]) == ("search", "float32", 1)
+    assert keys_of(printed) == keys_in(ROOT / "docs" / "planner.md")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +221,7 @@ def test_the_dtype_and_the_inputs_are_printed(folder: Path, capsys: pytest.Captu
         (["--global-batch", "0"], "global_batch=0 must be a whole number of at least 1"),
         (["--devices", "0"], "devices=0 must be a whole number of at least 1"),
         (["--best", "0"], "best=0 must be a whole number of at least 1"),
-        (["--dtype", "half-ish"], "dtype='half-ish' is no floating dtype of torch"),
+        (["--dtype", "half-ish"], "dtype='half-ish' is no floating dtype of a model: choose one of float32"),
         (["--zero1", "--data-parallel-size", "1"], "with data=1, zero1=True fits .* ZeRO-1 needs replicas"),
         (["--num-microbatches", "4"], "--num-microbatches: the search chooses it. Leave it out with --devices"),
         (["--partition", "balanced"], "--partition: the search chooses it"),

@@ -24,6 +24,7 @@ from nxdpp.pipeline.planning.model_costs import ModelCosts
 from nxdpp.pipeline.planning.predict import Prediction, predict
 from nxdpp.pipeline.planning.stage_costs import stage_costs, stage_ends
 from nxdpp.pipeline.planning.stage_summary import summarise_stages
+from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.families.registry import find_family
 from nxdpp.schedules.simulate import simulate
 
@@ -204,7 +205,7 @@ def test_an_encoder_is_sent_to_each_stage_of_the_decoder() -> None:
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config)
     inputs = microbatch_on_meta(model, 1, 16)
-    stages = summarise_stages(model, inputs, 4, 4)
+    stages = summarise_stages(model, inputs, ChosenSchedule(None, 4, 4, 1))
     costs = ModelCosts(model, Machine(4, 10**9), Job(4, lambda size: microbatch_on_meta(model, size, 16)))
     counted = costs.of(1, False, 1)
     ends = [*accumulate(len(stage.layers) for stage in stages)][:-1]

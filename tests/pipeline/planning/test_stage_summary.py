@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nxdpp.pipeline.planning.stage_summary import StageSummary, summarise_stages
+from nxdpp.schedules.chosen import ChosenSchedule
 from tests.support.models import make
 
 
@@ -12,7 +13,8 @@ def _plan(name: str, stages: int = 2, microbatches: int = 4, **changes: object) 
     with torch.device("meta"):
         model = make(name, **changes)
     ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
-    return summarise_stages(model, {"input_ids": ids, "labels": ids}, stages, microbatches, **arguments)  # type: ignore[arg-type]
+    schedule = ChosenSchedule(None, stages, microbatches, arguments.pop("chunks", 1))  # type: ignore[arg-type]
+    return summarise_stages(model, {"input_ids": ids, "labels": ids}, schedule, **arguments)  # type: ignore[arg-type]
 
 
 def test_sum_over_stages_equals_the_model() -> None:

@@ -1,0 +1,131 @@
+"""Options of a given layout on the command line, checked before torch is imported."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxdpp.pipeline.planning.sizes import Dimensions
+from nxdpp.schedules.check import check
+from nxdpp.schedules.chosen import ChosenSchedule
+from nxdpp.schedules.families.registry import FAMILIES, find_family
+from nxdpp.schedules.written import read_schedule
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """A layout whose stages are to be printed.
+
+    Attributes:
+        schedule: the schedule, with its ranks, microbatches and placement.
+        schedule_name: name of its family, or the path of its file.
+        samples: samples of a microbatch.
+        length: tokens of a sample; ``None`` for the default.
+        balanced: balance the work of the stages.
+        memory_limit: bytes of a rank, or ``None``.
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: name of the parameters' dtype; ``None`` for that of the constructor.
+        sizes: of the other dimensions.
+    """
+
+    schedule: ChosenSchedule
+    schedule_name: str
+    samples: int
+    length: int | None
+    balanced: bool
+    memory_limit: int | None
+    device: str
+    dtype: str | None
+    sizes: Dimensions
+
+
+def layout_options(options: argparse.Namespace) -> LayoutOptions:
+    """Return the checked options of a layout. Raises ``ValueError`` for options that do not fit together."""
+    microbatches: int = options.num_microbatches
+    batch = options.batch_size or microbatches
+    if batch % microbatches:
+        raise ValueError(
+            f"a batch of {batch} does not divide into {microbatches} microbatches. Use a multiple of {microbatches}."
+        )
+    sizes = Dimensions(
+        options.tensor_parallel_size or 1, options.data_parallel_size or 1, options.zero1, options.sequence_parallel
+    )
+    balanced = options.partition == "balanced"
+    if options.memory_limit is not None and not balanced:
+        raise ValueError("a memory limit needs balanced cuts: add --partition balanced, or leave the limit out.")
+    name, schedule = _schedule(options)
+    placement = schedule.placement
+    if balanced and placement.stages != placement.ranks * placement.chunks:
+        raise ValueError(
+            f"--partition balanced needs the same number of stages on each rank; {name} has {placement.stages} stages "
+            f"on {placement.ranks} ranks. Leave --partition out."
+        )
+    return LayoutOptions(
+        schedule,
+        name,
+        batch // microbatches,
+        options.seq_length,
+        balanced,
+        None if options.memory_limit is None else int(options.memory_limit * _GIB),
+        "cpu" if options.device == "cpu" else "cuda",
+        checked_dtype(options.dtype),
+        sizes,
+    )
+
+
+def checked_dtype(name: str | None) -> str | None:
+    """Return ``name``. Raises ``ValueError`` for a dtype that no model is made of."""
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is no floating dtype of a model: choose one of {', '.join(DTYPES)}.")
+    return name
+
+
+def flags_of(names: Sequence[str]) -> str:
+    """Return the flags of the options ``names``, for messages."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _schedule(options: argparse.Namespace) -> tuple[str, ChosenSchedule]:
+    ranks, microbatches = options.pipeline_parallel_size, options.num_microbatches
+    name: str | None = options.schedule
+    given: int | None = options.virtual_pipeline_size
+    if name is None:
+        name = "1f1b" if given in (None, 1) else "interleaved"
+    if name.endswith(".csv"):
+        _check_written(Path(name), ranks, microbatches, given)
+    elif name not in FAMILIES:
+        raise ValueError(f"there is no schedule {name!r}. Choose one of {', '.join(FAMILIES)}, or a CSV file.")
+    else:
+        family = find_family(name)
+        if given is not None and given != family.default_chunks and not family.any_chunks:
+            several = [each.name for each in FAMILIES.values() if each.any_chunks]
+            raise ValueError(
+                f"--schedule {name} has {family.default_chunks} stages a rank, not {given}: leave "
+                f"--virtual-pipeline-size out, or choose one of {', '.join(several)}, which take any number."
+            )
+        if family.default_chunks > 1 and given == 1:
+            single = [each.name for each in FAMILIES.values() if each.default_chunks == 1]
+            raise ValueError(
+                f"--schedule {name} has several stages a rank, not 1: give --virtual-pipeline-size 2 or leave it out, "
+                f"or choose one of {', '.join(single)}, which have one."
+            )
+    schedule = ChosenSchedule(name, ranks, microbatches, given or 1)
+    assert schedule.training
+    return name, schedule
+
+
+def _check_written(file: Path, ranks: int, microbatches: int, chunks: int | None) -> None:
+    """Raise ``ValueError`` for a file that is for other numbers, with the flags that fit it."""
+    written = read_schedule(file)
+    found = check(written)
+    if (found.ranks, found.microbatches) != (ranks, microbatches):
+        raise ValueError(
+            f"{file} is a schedule of {found.ranks} ranks and {found.microbatches} microbatches: give "
+            f"--pipeline-parallel-size {found.ranks} --num-microbatches {found.microbatches}."
+        )
+    most = max(len({action.stage for action in actions}) for actions in written)
+    if chunks is not None and chunks != most:
+        raise ValueError(f"{file} has up to {most} stages a rank, not {chunks}: leave --virtual-pipeline-size out.")
