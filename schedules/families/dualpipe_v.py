@@ -1,11 +1,20 @@
 """DualPipeV: DualPipe cut in half, two chunks a rank in a V (DeepSeek-AI, arXiv 2412.19437).
 
-p = 4, 8 microbatches; a full backward takes two slots, small letters are the first chunk::
+p = 4, 8 microbatches; a full backward takes two slots::
 
-    rank 0  f0 f1 f2 f3 f4 f5 f6 F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 f7 B3 B3 F4 b0 b0 B4 B4 F5 .  b1 b1 B5 ...
-    rank 1  .  f0 f1 f2 f3 f4 F0 f5 F1 I0 W0 F2 I1 W1 F3 f6 B2 B2 F4 b0 b0 f7 B3 B3 F5 b1 b1 B4 B4 F6 ...
-    rank 2  .  .  f0 f1 f2 F0 f3 F1 f4 F2 I0 W0 F3 f5 B1 B1 F4 b0 b0 f6 B2 B2 F5 b1 b1 f7 B3 B3 F6 b2 ...
-    rank 3  .  .  .  f0 F0 f1 F1 f2 F2 f3 F3 f4 B0 B0 F4 b0 b0 f5 B1 B1 F5 b1 b1 f6 B2 B2 F6 b2 b2 f7 ...
+    slot    |0             |5             |10            |15            |20            |25
+    rank 0  f0 f1 f2 f3 f4 f5 f6 F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 f7 B3 B3 F4 b0 b0 B4 B4 F5 .  b1 b1 B5
+    rank 1  .  f0 f1 f2 f3 f4 F0 f5 F1 I0 W0 F2 I1 W1 F3 f6 B2 B2 F4 b0 b0 f7 B3 B3 F5 b1 b1 B4 B4 F6
+    rank 2  .  .  f0 f1 f2 F0 f3 F1 f4 F2 I0 W0 F3 f5 B1 B1 F4 b0 b0 f6 B2 B2 F5 b1 b1 f7 B3 B3 F6 b2
+    rank 3  .  .  .  f0 F0 f1 F1 f2 F2 f3 F3 f4 B0 B0 F4 b0 b0 f5 B1 B1 F5 b1 b1 f6 B2 B2 F6 b2 b2 f7
+
+    slot    |30            |35            |40            |45            |50
+    rank 0  B5 F6 .  b2 b2 B6 B6 F7 .  b3 b3 B7 B7 i4 w4 i5 w5 i6 w6 i7 w7
+    rank 1  .  b2 b2 B5 B5 F7 .  b3 b3 B6 B6 b4 b4 I7 i5 W7 i6 w5 i7 w6 w7
+    rank 2  b2 B4 B4 F7 .  b3 b3 B5 B5 b4 b4 B6 B6 i5 I7 i6 w5 i7 W7 w6 w7
+    rank 3  B3 B3 F7 b3 b3 B4 B4 b4 b4 B5 B5 b5 b5 I6 i6 I7 i7 W6 w6 W7 w7
+
+    F forward, B backward, I input-gradient, W weight-gradient, . bubble, small letters: first chunk of a rank
 
 The first rank has the first stage and the loss. Rank r
 

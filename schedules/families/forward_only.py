@@ -1,15 +1,21 @@
 """Forwards alone, for evaluation, on either placement.
 
-In a loop, in the order of interleaved 1F1B; p = 2, v = 2, 4 microbatches, small letters are the first chunk::
+In a loop, in the order of interleaved 1F1B; p = 2, v = 2, 4 microbatches::
 
+    slot    |0             |5
     rank 0  f0 f1 F0 F1 f2 f3 F2 F3 .
     rank 1  .  f0 f1 F0 F1 f2 f3 F2 F3
 
+    F forward, . bubble, small letters: first chunk of a rank
+
 In a V, a microbatch enters every v slots; p = 3, v = 2, 5 microbatches::
 
-    rank 0  f0 f1 f2 .  .  F0 f3 F1 f4 F2 .  F3 ...
-    rank 1  .  f0 f1 .  F0 f2 F1 f3 F2 f4 F3 . ...
-    rank 2  .  .  f0 F0 f1 F1 f2 F2 f3 F3 f4 F4
+    slot    |0             |5             |10
+    rank 0  f0 f1 f2 .  .  F0 f3 F1 f4 F2 .  F3 .  F4
+    rank 1  .  f0 f1 .  F0 f2 F1 f3 F2 f4 F3 .  F4 .
+    rank 2  .  .  f0 F0 f1 F1 f2 F2 f3 F3 f4 F4 .  .
+
+    F forward, . bubble, small letters: first chunk of a rank
 """
 
 from nxdpp.schedules.actions import Action, ActionKind, Schedule

@@ -2,10 +2,13 @@
 
 p = 4, 4 microbatches, a backward takes two slots::
 
+    slot    |0             |5             |10            |15            |20
     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
     rank 1  .  F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .
     rank 2  .  .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .
     rank 3  .  .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .  .  .
+
+    F forward, B backward, . bubble
 
 All microbatches are in flight at once. Backwards run in the order of the microbatches, as in the other families. So
 gradients are summed in the same order.

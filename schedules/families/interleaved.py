@@ -1,10 +1,13 @@
 """Interleaved 1F1B: several chunks a rank, placed in a loop (Narayanan et al., arXiv 2104.04473).
 
 A chunk takes 1/v of the time of a rank's layers, so the bubble is 1/v of 1F1B's. p = 2, v = 2, 4 microbatches, a
-backward takes two slots, small letters are the first chunk::
+backward takes two slots::
 
-    rank 0  f0 f1 F0 F1 f2 .  B0 B0 f3 B1 B1 F2 b0 b0 F3 b1 b1 .  B2 B2 .  B3 B3 b2 b2 b3 ...
-    rank 1  .  f0 f1 F0 B0 B0 F1 B1 B1 f2 b0 b0 f3 b1 b1 F2 B2 B2 F3 B3 B3 b2 b2 b3 b3 .
+    slot    |0             |5             |10            |15            |20            |25
+    rank 0  f0 f1 F0 F1 f2 .  B0 B0 f3 B1 B1 F2 b0 b0 F3 b1 b1 .  B2 B2 .  B3 B3 b2 b2 b3 b3
+    rank 1  .  f0 f1 F0 B0 B0 F1 B1 B1 f2 b0 b0 f3 b1 b1 F2 B2 B2 F3 B3 B3 b2 b2 b3 b3 .  .
+
+    F forward, B backward, . bubble, small letters: first chunk of a rank
 
 ``chunk_groups`` has the order of the microbatches; g is the size of its largest group. Rank r runs
 2 (p - r - 1) + (v - 1) g warm-up forwards and holds one chunk more. With one chunk a rank this is 1F1B.

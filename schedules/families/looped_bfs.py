@@ -1,9 +1,12 @@
 """Looped breadth-first: all microbatches pass through a chunk before the next one (Lamy-Poirier, arXiv 2211.05953).
 
-p = 2, v = 2, 4 microbatches, a backward takes two slots, small letters are the first chunk::
+p = 2, v = 2, 4 microbatches, a backward takes two slots::
 
+    slot    |0             |5             |10            |15            |20            |25
     rank 0  f0 f1 f2 f3 F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 b0 b0 b1 b1 b2 b2 b3 b3
     rank 1  .  f0 f1 f2 f3 F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 b0 b0 b1 b1 b2 b2 b3 b3 .  .
+
+    F forward, B backward, . bubble, small letters: first chunk of a rank
 
 The order is that of GPipe in each chunk: with one chunk a rank this is GPipe. Each chunk has its last backward early:
 chunk c after (v - c) / v of the backwards. The exchange of its gradients between replicas hides behind the chunks

@@ -1,9 +1,12 @@
 """ZB1P: interleaved 1F1B with a split backward (Qi et al., arXiv 2401.10241, on arXiv 2104.04473).
 
-p = 2, v = 2, 4 microbatches; small letters are the first chunk::
+p = 2, v = 2, 4 microbatches::
 
+    slot    |0             |5             |10            |15            |20
     rank 0  f0 f1 F0 F1 .  I0 W0 f2 I1 W1 f3 i0 w0 F2 i1 w1 F3 I2 W2 I3 W3 i2 w2 i3 w3
     rank 1  .  f0 f1 F0 I0 F1 I1 W0 f2 i0 W1 f3 i1 w0 F2 I2 w1 F3 I3 W2 i2 W3 i3 w2 w3
+
+    F forward, I input-gradient, W weight-gradient, . bubble, small letters: first chunk of a rank
 
 Forwards and input-gradients have the order of interleaved 1F1B, with one warm-up forward a hop in place of two: an
 input-gradient is as short as a forward. Rank r delays its weight-gradients by r microbatches, as in ZB-H1. Every rank

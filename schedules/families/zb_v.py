@@ -1,11 +1,20 @@
 """ZB-V: two chunks a rank in a V, nearly no bubble, in the memory of 1F1B (Qi et al., arXiv 2401.10241, section 6).
 
-p = 4, 8 microbatches; small letters are the first chunk::
+p = 4, 8 microbatches::
 
-    rank 0  f0 f1 f2 f3 f4 f5 f6 F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 f7 i0 w0 F4 I4 W4 i1 w1 F5 I5 W5 ...
-    rank 1  .  f0 f1 f2 f3 f4 F0 f5 F1 I0 W0 F2 I1 W1 F3 I2 W2 f6 i0 w0 F4 I3 W3 f7 i1 w1 F5 I4 W4 i2 ...
-    rank 2  .  .  f0 f1 f2 F0 f3 F1 f4 F2 I0 W0 F3 I1 W1 f5 i0 w0 F4 I2 W2 f6 i1 w1 F5 I3 W3 f7 i2 w2 ...
-    rank 3  .  .  .  f0 F0 f1 F1 f2 F2 f3 F3 I0 W0 f4 i0 w0 F4 I1 W1 f5 i1 w1 F5 I2 W2 f6 i2 w2 F6 I3 ...
+    slot    |0             |5             |10            |15            |20            |25
+    rank 0  f0 f1 f2 f3 f4 f5 f6 F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 f7 i0 w0 F4 I4 W4 i1 w1 F5 I5 W5
+    rank 1  .  f0 f1 f2 f3 f4 F0 f5 F1 I0 W0 F2 I1 W1 F3 I2 W2 f6 i0 w0 F4 I3 W3 f7 i1 w1 F5 I4 W4 i2
+    rank 2  .  .  f0 f1 f2 F0 f3 F1 f4 F2 I0 W0 F3 I1 W1 f5 i0 w0 F4 I2 W2 f6 i1 w1 F5 I3 W3 f7 i2 w2
+    rank 3  .  .  .  f0 F0 f1 F1 f2 F2 f3 F3 I0 W0 f4 i0 w0 F4 I1 W1 f5 i1 w1 F5 I2 W2 f6 i2 w2 F6 I3
+
+    slot    |30            |35            |40            |45            |50
+    rank 0  i2 w2 F6 I6 W6 i3 w3 F7 I7 W7 i4 w4 i5 w5 i6 w6 i7 w7 .  .  .
+    rank 1  w2 F6 I5 W5 i3 w3 F7 I6 W6 i4 I7 i5 w4 i6 w5 i7 w6 W7 w7 .  .
+    rank 2  F6 I4 W4 i3 w3 F7 I5 W5 i4 I6 i5 I7 i6 w4 i7 w5 W6 W7 w6 w7 .
+    rank 3  W3 f7 i3 w3 F7 I4 W4 i4 I5 i5 I6 i6 I7 i7 w4 W5 W6 W7 w5 w6 w7
+
+    F forward, I input-gradient, W weight-gradient, . bubble, small letters: first chunk of a rank
 
 The first rank has the first stage and the loss. Rank r
 

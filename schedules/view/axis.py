@@ -13,10 +13,12 @@ class Axis:
     Attributes:
         unit: name of the unit, in a few letters.
         legend: the unit in words.
+        suffix: of a time outside of the axis.
     """
 
     unit: str
     legend: str
+    suffix: str = ""
 
 
 def round_steps(at_least: float) -> Iterator[float]:

@@ -71,7 +71,7 @@ class _Picture:
     def _figures(self) -> list[str]:
         """Return a line of figures for each timeline."""
         return [
-            f"{name + ': ' if name else ''}makespan {number(round(timeline.makespan, 6))}, "
+            f"{name + ': ' if name else ''}makespan {number(round(timeline.makespan, 6))}{self._axis.suffix}, "
             f"bubble {100 * timeline.mean_bubble:.1f} % on average"
             for name, timeline in self._timelines.items()
         ]

@@ -14,6 +14,9 @@ _PADDING = 4
 _BETWEEN_TICKS = 12
 # One block is at most this much wider than its labels need.
 _WIDEST = 3
+# The same, and the share of actions without a label, in a picture that has one block in place of two.
+_TIGHT_PADDING = 2
+_UNLABELLED = 0.05
 # Numbers of blocks that are tried.
 _MORE_BLOCKS = 4
 
@@ -41,7 +44,7 @@ class Layout:
         self.longest = max(timeline.makespan for timeline in timelines.values())
         spans = [span for timeline in timelines.values() for rank in timeline.spans for span in rank]
         least = _pixels_per_time(spans, labels)
-        if self.longest * least <= width:
+        if self.longest * min(least, _tight_pixels_per_time(spans, labels)) <= width:
             self.scale = min(width / self.longest, _WIDEST * least) if self.longest else 1.0
             self.step = tick_step(self.longest, self.scale, width_of("0"), _BETWEEN_TICKS)
             self.time, self.blocks = self.longest, 1
@@ -92,3 +95,13 @@ def _pixels_per_time(spans: list[Span], labels: Labels) -> float:
     if not lengths:
         return 1.0
     return (width_of("0" * labels.widest) + 2 * _PADDING) / max(min(lengths), sum(lengths) / len(lengths) / 2)
+
+
+def _tight_pixels_per_time(spans: list[Span], labels: Labels) -> float:
+    """Return the scale at which nearly all actions have room for their labels."""
+    needed = sorted(
+        (width_of(labels.label(span.action)) + 2 * _TIGHT_PADDING) / (span.end - span.start)
+        for span in spans
+        if span.end > span.start
+    )
+    return needed[min(len(needed) - 1, int(len(needed) * (1 - _UNLABELLED)))] if needed else 1.0

@@ -20,7 +20,7 @@ from nxdpp.schedules.view.report import figures_table, stages_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-_AXIS = Axis("ms", "time: milliseconds from the first action")
+_AXIS = Axis("ms", "time: milliseconds from the first action", " ms")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -9,14 +9,15 @@ from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.placement import Placement
 from tests.schedules.families.drawings import drawing
 
+# Name, module, ranks, microbatches, slots of a block, transfer.
 DRAWN = [
-    ("gpipe", "gpipe", 4, 4, 21, 0),
-    ("looped-bfs", "looped_bfs", 2, 4, 27, 0),
-    ("1f1b", "one_forward_one_backward", 4, 8, 27, 0),
-    ("1f1b-eager", "eager_1f1b", 4, 8, 27, 1),
-    ("interleaved", "interleaved", 2, 4, 26, 0),
-    ("zb-h1", "zb_h1", 4, 8, 27, 0),
-    ("zb1p", "zb1p", 2, 4, 25, 0),
+    ("gpipe", "gpipe", 4, 4, 25, 0),
+    ("looped-bfs", "looped_bfs", 2, 4, 30, 0),
+    ("1f1b", "one_forward_one_backward", 4, 8, 35, 0),
+    ("1f1b-eager", "eager_1f1b", 4, 8, 30, 1),
+    ("interleaved", "interleaved", 2, 4, 30, 0),
+    ("zb-h1", "zb_h1", 4, 8, 30, 0),
+    ("zb1p", "zb1p", 2, 4, 30, 0),
     ("zb-v", "zb_v", 4, 8, 30, 0),
     ("dualpipe-v", "dualpipe_v", 4, 8, 30, 0),
     ("v-half", "v_half", 4, 8, 30, 0),
@@ -31,8 +32,6 @@ def test_drawing_of_a_family(name: str, module: str, ranks: int, microbatches: i
     assert drawing(FAMILIES[name].build(ranks, microbatches), slots, transfer) in str(text)
 
 
-@pytest.mark.parametrize(
-    ("placement", "microbatches", "slots"), [(Placement(2, 2), 4, 9), (Placement(3, 2, v_shaped=True), 5, 12)]
-)
-def test_drawings_of_forward_only(placement: Placement, microbatches: int, slots: int) -> None:
-    assert drawing(forward_only.forward_only(placement, microbatches), slots) in str(forward_only.__doc__)
+@pytest.mark.parametrize(("placement", "microbatches"), [(Placement(2, 2), 4), (Placement(3, 2, v_shaped=True), 5)])
+def test_drawings_of_forward_only(placement: Placement, microbatches: int) -> None:
+    assert drawing(forward_only.forward_only(placement, microbatches), 30) in str(forward_only.__doc__)

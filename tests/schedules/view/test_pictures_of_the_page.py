@@ -1,0 +1,43 @@
+"""The pictures and the drawing of docs/schedules.md are those of the commands on the page."""
+
+import re
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from nxdpp.__main__ import main
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "schedules.md").read_text()
+PICTURES = ROOT / "docs" / "pictures"
+COMMANDS = re.findall(r"^python -m nxdpp (.*) --svg docs/pictures/(\S+)$", PAGE, re.MULTILINE)
+
+
+def test_each_picture_has_a_command() -> None:
+    assert {name for _, name in COMMANDS} == {path.name for path in PICTURES.glob("*.svg")}
+
+
+@pytest.mark.parametrize(("command", "name"), COMMANDS, ids=lambda each: each if each.endswith(".svg") else "")
+def test_a_picture_is_that_of_its_command(
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    assert main([*shlex.split(command), "--svg", str(tmp_path / name)]) == 0
+
+    made = (tmp_path / name).read_text()
+    assert made == (PICTURES / name).read_text(), f"make it again: python -m nxdpp {command} --svg docs/pictures/{name}"
+    ElementTree.fromstring(made)
+    assert "prefers-color-scheme: dark" in made
+
+
+def test_the_drawing_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"`python -m nxdpp (schedule [^`]*)` prints\n```\n(.*?)\n```", PAGE, re.DOTALL)
+    assert found is not None
+
+    assert main([*found[1].split(), "--width", "80"]) == 0
+
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert printed.startswith(found[2])
