@@ -1,4 +1,4 @@
-"""The README's training loops: before and after the change that it shows, and in three dimensions."""
+"""The README's training loop before and after the change that it shows, and the guide's in three dimensions."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.examples.tiny import TINY_LLAMA
 from tests.support.run_ranks import run_ranks
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DIVIDED = ROOT / "docs/guide/tensor_and_data.md"
 
 
 def _loop(side: str) -> str:
@@ -19,9 +21,9 @@ def _loop(side: str) -> str:
 
 
 def _divided_loop() -> str:
-    """The README's loop with tensor-parallel ranks and replicas, without stages: 4 processes instead of 8."""
+    """The guide's loop with tensor-parallel ranks and replicas, without stages: 4 processes instead of 8."""
     (loop,) = re.findall(
-        r"^```python\n(from [^`]*tensor_parallelize.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL
+        r"^```python\n(from [^`]*tensor_parallelize.*?)^```", DIVIDED.read_text(), re.MULTILINE | re.DOTALL
     )
     assert isinstance(loop, str)
     return loop.replace("pipeline_model_parallel_size=2", "pipeline_model_parallel_size=1")
