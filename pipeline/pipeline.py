@@ -324,6 +324,45 @@ class Pipeline:
         """
         return self._steps.evaluate_samples(samples)
 
+    def takes_number_of_items(self, microbatch: Mapping[str, Any]) -> bool:
+        """Return whether the loss of ``microbatch`` depends on the ``num_items_in_batch`` in it; not collective."""
+        return self._steps.takes_number_of_items(microbatch)
+
+    def train_microbatches(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        transform: LossTransform | None = None,
+        average: bool = True,
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of ``microbatches`` as they are; collective over the pipeline.
+
+        Gradients and losses are those of ``train_step``. The microbatches may differ in sizes, and their number from
+        step to step: a number other than ``num_microbatches`` has a schedule of its own.
+
+        Args:
+            microbatches: the model's inputs by name of each, at least one, equal on all ranks of the pipeline. All have
+                the same structure and dtypes, as samples have.
+            transform: as that of ``train_samples``. The losses that are returned are not transformed.
+            average: as that of ``train_step``.
+
+        Returns:
+            The detached loss of each microbatch on every rank of the pipeline. Their mean is the loss. Other ranks than
+            the last wait for it.
+
+        Raises:
+            ValueError, TypeError, TracingError, RuntimeError: as ``train_step`` does. ``ValueError`` also for a number
+                of microbatches that the schedule cannot run.
+        """
+        return self._steps.train_microbatches(microbatches, transform, average)
+
+    def eval_microbatches(self, microbatches: Sequence[Mapping[str, Any]], outputs: bool = False) -> list[Any]:
+        """Run the forward of ``microbatches`` without gradients; collective over the pipeline.
+
+        Takes and raises as ``train_microbatches`` does. Returns the loss of each microbatch on every rank of the
+        pipeline, as the model returns it. With ``outputs`` it returns the whole output in place of that.
+        """
+        return self._steps.evaluate_microbatches(microbatches, outputs)
+
     def mean_loss(self, losses: Sequence[torch.Tensor], train: bool = True) -> torch.Tensor:
         """Return the mean loss of all microbatches and replicas, float32, on every rank; collective over all ranks.
 

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,6 +146,25 @@ class StepPreparation:
     def training_step(self, batch: Batch) -> PreparedStep:
         """Prepare a step that ends with the loss of ``batch``, in the present mode; collective over the replicas."""
         return self._with_loss(self._graph(batch), batch, train=True)
+
+    def takes_number_of_items(self, batch: Batch) -> bool:
+        """Return whether the loss of ``batch`` depends on the ``num_items_in_batch`` among its inputs."""
+        return self._normalization.takes_number(self._graph(batch))
+
+    def training_microbatches(self, batch: Batch) -> PreparedStep:
+        """Prepare the step of ``training_step`` for microbatches that may differ in sizes."""
+        return replace(self.training_step(batch), may_differ=True)
+
+    def evaluated_losses(self, batch: Batch) -> PreparedStep:
+        """Prepare an evaluation that ends with the loss of each microbatch, as the model returns it.
+
+        Raises ``ValueError`` if the output names no loss.
+        """
+        cut = self._graph(batch)
+        if self._programs.evaluation_ends_with(cut) != "loss":
+            raise ValueError("the model returns no loss for these inputs: give labels, or evaluate its outputs.")
+        program = self._programs.program(cut, "loss")
+        return PreparedStep(cut, program, StepLoss(batch.microbatches), batch.given, may_differ=True)
 
     def evaluation(self, batch: Batch) -> PreparedStep:
         """Prepare an evaluation, which ends with the loss where the output names one."""

@@ -118,6 +118,32 @@ class Steps:
                 step.loss.scaled([result[0] for result in results if result])
                 return self._shared_outputs(step, results)
 
+    def takes_number_of_items(self, microbatch: Mapping[str, Any]) -> bool:
+        """Run ``Pipeline.takes_number_of_items``."""
+        return self._preparation.takes_number_of_items(self._microbatches([microbatch]))
+
+    def train_microbatches(
+        self, microbatches: Sequence[Mapping[str, Any]], transform: LossTransform | None, average: bool
+    ) -> list[torch.Tensor]:
+        """Run ``Pipeline.train_microbatches``."""
+        with self._training("train_microbatches", average):
+            step, results = self._train(
+                lambda: self._microbatches(microbatches), self._preparation.training_microbatches, transform
+            )
+            return self._shared_losses(step, results)
+
+    def evaluate_microbatches(self, microbatches: Sequence[Mapping[str, Any]], outputs: bool) -> list[Any]:
+        """Run ``Pipeline.eval_microbatches``."""
+        with self._evaluating("eval_microbatches"):
+            batch = self._microbatches(microbatches)
+            prepare = self._preparation
+            step = prepare.evaluated_samples(batch) if outputs else prepare.evaluated_losses(batch)
+            results = self._run(step, train=False)
+            if not outputs:
+                return self._shared_losses(step, results)
+            with failure_watch.reported():
+                return self._shared_outputs(step, results)
+
     def evaluate(self, inputs: Mapping[str, Any]) -> Evaluation:
         """Run ``Pipeline.eval_step``."""
         with self._evaluating("eval_step"):
@@ -219,6 +245,14 @@ class Steps:
         group = parallel_state.get_pipeline_control_group()
         return _outputs(step, shared_outputs(results, self._last_rank, group, self.device))
 
+    def _shared_losses(self, step: PreparedStep, results: list[list[Any]]) -> list[torch.Tensor]:
+        """Return the losses of the microbatches on all ranks; collective over the pipeline."""
+        group = parallel_state.get_pipeline_control_group()
+        with failure_watch.reported():
+            own = step.loss.scaled([result[0] for result in results if result])
+            losses: list[torch.Tensor] = shared_outputs(own, self._last_rank, group, self.device)
+            return losses
+
     def _first_check(self) -> ReferenceStep | None:
         if not self._check_first:
             return None
@@ -239,6 +273,14 @@ class Steps:
         self._preparation.check_samples(samples)
         self._make_ready()
         return self._preparation.samples(samples, self.device)
+
+    def _microbatches(self, microbatches: Sequence[Mapping[str, Any]]) -> Batch:
+        if not microbatches:
+            raise ValueError("a step has at least one microbatch, and was given none.")
+        for microbatch in microbatches:
+            self._preparation.check_names(microbatch)
+        self._make_ready()
+        return self._preparation.samples(microbatches, self.device)
 
 
 def _outputs(step: PreparedStep, results: Sequence[Sequence[Any]]) -> list[Any]:

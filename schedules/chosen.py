@@ -66,6 +66,22 @@ class ChosenSchedule:
         """Compute actions of each rank in ``run_eval``: forwards alone."""
         return evaluation(self.placement, self.microbatches)
 
+    def of(self, microbatches: int, train: bool) -> Schedule:
+        """Return the compute actions of each rank in a step of another number of microbatches.
+
+        Raises ``ValueError`` for a number that the family cannot run, and for training by a written schedule.
+        """
+        if microbatches == self.microbatches:
+            return self.training if train else self.evaluation
+        if not train:
+            return evaluation(self.placement, microbatches)
+        if self._family is None:
+            raise ValueError(
+                f"the written schedule is for {self.microbatches} microbatches, and a step has {microbatches}. Use a "
+                f"family's name, or the same number of microbatches in each step."
+            )
+        return self._family.build(self.ranks, microbatches, self.placement.chunks)
+
     def _placement_of_written(self, chunks: int) -> ListedPlacement:
         sizes = check(self._written)
         given = {"ranks": sizes.ranks, "microbatches": sizes.microbatches}

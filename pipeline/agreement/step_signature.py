@@ -24,7 +24,7 @@ class Forms(NamedTuple):
 class StepSignature(NamedTuple):
     """InputShapes and dtypes of a microbatch's inputs, the autocast of the device, and ``True`` for a training step.
 
-    ``forms`` and ``others`` are the ``numbers`` and ``others`` of ``Forms``.
+    ``forms`` and ``others`` are the ``numbers`` and ``others`` of ``Forms``. ``microbatches`` is their number.
     """
 
     inputs: InputShapes
@@ -32,6 +32,7 @@ class StepSignature(NamedTuple):
     train: bool
     forms: tuple[int, ...] = ()
     others: tuple[InputShapes, ...] = ()
+    microbatches: int = 1
 
 
 def input_shapes(inputs: Mapping[str, Any]) -> InputShapes:
@@ -55,6 +56,7 @@ def signature_differences(theirs: StepSignature, ours: StepSignature) -> list[tu
     pairs = [(_call(theirs), _call(ours)), (_autocast(theirs), _autocast(ours))]
     there, here = ({name: f"{name} {shape} {dtype}" for name, shape, dtype in each.inputs} for each in (theirs, ours))
     pairs += [(there.get(name, f"no {name}"), here.get(name, f"no {name}")) for name in {**there, **here}]
+    pairs.append((f"{theirs.microbatches} microbatches", f"{ours.microbatches} microbatches"))
     pairs.append((_forms(theirs), _forms(ours)))
     return [pair for pair in pairs if pair[0] != pair[1]]
 

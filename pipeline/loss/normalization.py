@@ -129,6 +129,10 @@ class LossNormalization:
         ]
         return with_number, any(given)
 
+    def takes_number(self, cut: CutGraph) -> bool:
+        """Return whether the loss of ``cut`` depends on a number of items that is given."""
+        return self._known(cut).takes_number
+
     def check_example(
         self,
         partition: Partition,

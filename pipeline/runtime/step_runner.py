@@ -70,8 +70,8 @@ class StepRunner:
         self._compiled: Compilations | None = None
         self._compile_seconds = 0.0
         self._sent_before = 0
-        # By the pairs of stages that exchange tensors, and whether backwards follow.
-        self._lowered: dict[tuple[frozenset[StagePair], bool], tuple[LoweredProgram, int | None]] = {}
+        # By the pairs of stages that exchange tensors, whether backwards follow, and the number of microbatches.
+        self._lowered: dict[tuple[frozenset[StagePair], bool, int], tuple[LoweredProgram, int | None]] = {}
         self._schedule = schedule
         self._rank = rank
         self._keep_outputs = keep_outputs
@@ -165,7 +165,8 @@ class StepRunner:
 
         Args:
             program: the stages of this rank.
-            microbatches: the model's inputs of each microbatch, for example ``input_ids`` of (B, T).
+            microbatches: the model's inputs of each microbatch, for example ``input_ids`` of (B, T). Their number may
+                be another one than that of the schedule.
             given: the inputs that are compared with those of other ranks: of the whole batch or of each microbatch.
             device: device of the stages.
             train: ``True`` if backwards follow.
@@ -188,7 +189,8 @@ class StepRunner:
             self._compiled = device_of(device).compiled()
         # Verify that all ranks run the same step.
         forms = forms_of(microbatches) if may_differ else Forms(input_shapes(microbatches[0]))
-        signature = StepSignature(forms.first, _autocast(device.type), train, forms.numbers, forms.others)
+        count = len(microbatches)
+        signature = StepSignature(forms.first, _autocast(device.type), train, forms.numbers, forms.others, count)
         engines = self._engines.setdefault(program, LastUsed())
         known = engines.get(signature)
         step = StepIdentity(program.graph, signature, origin)
@@ -218,7 +220,7 @@ class StepRunner:
             once_verified()
         # Run it.
         self._sent_before = self.transport(device).sent_bytes
-        engine = self._engine(program, device, train, forms.numbers) if known is None else known[0]
+        engine = self._engine(program, device, train, forms.numbers, count) if known is None else known[0]
         with failure_watch.reported(), nullcontext() if self._timeline is None else self._timeline.step(device, train):
             watch = None if average is None else average.begin(engine.last_backwards)
             results = engine.run(microbatches, scales, watch, transform)
@@ -230,13 +232,15 @@ class StepRunner:
             engines[signature] = engine, digest
         return results
 
-    def _engine(self, program: RankProgram, device: torch.device, train: bool, forms: Sequence[int]) -> Engine:
+    def _engine(
+        self, program: RankProgram, device: torch.device, train: bool, forms: Sequence[int], microbatches: int
+    ) -> Engine:
         rules = parallel_state.get_pipeline_transfer_groups().rules
-        (actions, finished_sends), in_flight = self._lowered_for(program.edges, train, rules)
+        (actions, finished_sends), in_flight = self._lowered_for(program.edges, train, microbatches, rules)
         config = EngineConfig(
             self._schedule.placement,
             self._rank,
-            self._schedule.microbatches,
+            microbatches,
             device,
             train,
             self._keep_outputs,
@@ -249,16 +253,17 @@ class StepRunner:
         return Engine(config, program.stages, self.transport(device), actions, finished_sends, recorder)
 
     def _lowered_for(
-        self, edges: frozenset[StagePair], train: bool, rules: TransportRules
+        self, edges: frozenset[StagePair], train: bool, microbatches: int, rules: TransportRules
     ) -> tuple[LoweredProgram, int | None]:
         """Return the actions of this rank and the limit of sends in flight: seconds of work with many ranks, once."""
-        if (edges, train) not in self._lowered:
-            compute = self._schedule.training if train else self._schedule.evaluation
+        key = edges, train, microbatches
+        if key not in self._lowered:
+            compute = self._schedule.of(microbatches, train)
             lowered = rank_program(compute, self._rank, edges, rules, train)
             # Sent activations that are held for the backward anyway need no limit.
             is_limited = not (train and self._keep_outputs)
-            self._lowered[edges, train] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
-        return self._lowered[edges, train]
+            self._lowered[key] = lowered, in_flight_limit(compute, edges, rules) if is_limited else None
+        return self._lowered[key]
 
 
 def _autocast(device_type: str) -> tuple[bool, torch.dtype]:

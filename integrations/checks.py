@@ -1,0 +1,87 @@
+"""Checks of the arguments of ``PipelineTrainer`` itself, before anything is changed; none is collective."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_optimizer import is_optimizer_factory
+from transformers.utils import logging
+
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.pipeline.model import NxDPPModel
+
+# Arguments of NxDPPModel that the trainer sets itself.
+_OWN = ("num_microbatches", "loss_normalization", "count_items_fn", "grad_scaler", "use_zero1_optimizer")
+_NO_SPLIT = "Use num_microbatches=gradient_accumulation_steps, which splits no batch."
+
+logger = logging.get_logger(__name__)
+
+
+def check_model(model: Any, trainer: type[Trainer], loss_function: Any) -> None:
+    """Raise ``ValueError`` for a wrapped model, and for a loss that is computed outside of the model."""
+    if isinstance(model, NxDPPModel):
+        raise ValueError("the model is wrapped already: give PipelineTrainer the model itself.")
+    remedy = "the last stage computes the model's own loss. Compute it in the model's forward."
+    if loss_function is not None:
+        raise ValueError(f"PipelineTrainer cannot honour compute_loss_func: {remedy}")
+    if trainer.compute_loss is not Trainer.compute_loss:
+        raise ValueError(f"{trainer.__name__} has a compute_loss of its own, which a pipeline does not call: {remedy}")
+
+
+def check_optimizer(class_and_options: tuple[type, Mapping[str, Any]] | None) -> None:
+    """Raise ``ValueError`` for a factory, which would need the whole model."""
+    if class_and_options is not None and is_optimizer_factory(class_and_options[0]):
+        raise ValueError(
+            "PipelineTrainer cannot honour optimizer_cls_and_kwargs with a factory, which takes the whole model: give "
+            "a class of torch.optim."
+        )
+
+
+def check_pipeline_arguments(given: Mapping[str, Any] | None) -> None:
+    """Raise ``ValueError`` for arguments of ``NxDPPModel`` that the trainer sets itself."""
+    if own := sorted(set(_OWN) & set(given or {})):
+        raise ValueError(f"pipeline_arguments: the trainer sets {', '.join(own)} itself. Leave them out.")
+
+
+def parts_of_batch(num_microbatches: int | None, accumulated: int) -> int:
+    """Return the number of microbatches of each of the ``accumulated`` batches. Raises ``ValueError``."""
+    if num_microbatches is None:
+        return 1
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches!r} must be a whole number of at least 1.")
+    if num_microbatches % accumulated:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} must be a multiple of gradient_accumulation_steps={accumulated}: "
+            f"each batch is split into equally many."
+        )
+    return num_microbatches // accumulated
+
+
+def check_split(parts: int, model: Any, is_divided: bool) -> None:
+    """Raise ``ValueError`` if a loss of ``parts`` of a batch is not that of the batch.
+
+    ``is_divided`` tells that the model divides its loss by ``num_items_in_batch``.
+    """
+    if parts == 1:
+        return
+    name = type(model).__name__
+    if not is_divided:
+        raise ValueError(
+            f"num_microbatches splits batches, and the loss of {name} is not divided by num_items_in_batch: parts of a "
+            f"batch would have other means. {_NO_SPLIT}"
+        )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"num_microbatches splits batches, and {name} with output_router_logits=True adds a loss that is a mean "
+            f"over a batch. {_NO_SPLIT}"
+        )
+
+
+def warn_of_idle_ranks(microbatches: int) -> None:
+    """Log a warning for fewer ``microbatches`` than pipeline ranks."""
+    ranks = parallel_state.get_pipeline_model_parallel_size()
+    if microbatches < ranks:
+        logger.warning(
+            f"{microbatches} microbatches in a step leave most of {ranks} pipeline ranks idle. Set "
+            f"gradient_accumulation_steps, or num_microbatches, which splits each batch, to {2 * ranks} or more."
+        )

@@ -1,0 +1,252 @@
+"""PipelineTrainer: ``transformers.Trainer`` over pipelines and their data-parallel replicas.
+
+::
+
+    Trainer                                      PipelineTrainer
+    the batches of an optimizer step  ─────▶     the microbatches of one step of the pipeline
+    training_step of the first batch  ─────▶     runs them all, and returns its loss
+    training_step of the others       ─────▶     returns the loss of each
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import nested_gather
+from transformers.trainer_utils import TrainOutput
+
+from nxdpp.integrations import checks
+from nxdpp.integrations.arguments import check_arguments, check_replicas
+from nxdpp.integrations.batches import joined, split_rows
+from nxdpp.integrations.data import replica_loader
+from nxdpp.integrations.evaluation import EvaluatingTrainer
+from nxdpp.integrations.layout import initialize
+from nxdpp.integrations.pipelined_model import PipelinedModel
+from nxdpp.integrations.saving import SavingTrainer
+from nxdpp.parallel_layers import followed_by_optimizers, parallel_state
+
+
+class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
+    """``transformers.Trainer`` over the stages of pipelines, and over data-parallel replicas of them.
+
+    Every rank makes it with the same arguments, and calls the same methods: all are collective over all ranks. Losses,
+    evaluations and the norm of gradients are those of ``Trainer`` in one process, with ``per_device_train_batch_size``
+    times the number of replicas. Rank 0 logs, and reports to callbacks such as TensorBoard's.
+
+    The batches of an optimizer step, ``gradient_accumulation_steps`` of them, are the microbatches of the pipeline.
+    ``num_microbatches`` splits them further.
+
+    Args:
+        model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_metrics,
+            callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as those of ``Trainer``.
+        compute_loss_func: refused: the last stage computes the model's own loss.
+        pipeline_parallel_size: stages' ranks of a pipeline. By default all ranks, or as many as
+            ``parallel_state.initialize_model_parallel`` was called with.
+        num_microbatches: microbatches of an optimizer step, a multiple of ``gradient_accumulation_steps``. Each batch
+            is split by rows into equal numbers of them. By default a batch is one.
+        schedule, virtual_pipeline_size, partition: as those of ``NxDPPModel``.
+        pipeline_arguments: other arguments of ``NxDPPModel`` by name.
+
+    Attributes:
+        model: the whole model. Parameters of other ranks are on the meta device.
+        pipelined: the ``NxDPPModel`` that wraps it.
+
+    Raises:
+        ValueError: for an argument, or a field of ``args``, that cannot be honoured, with its name. Nothing is changed
+            then. Also as ``NxDPPModel`` does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+        *,
+        pipeline_parallel_size: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: Any = None,
+        virtual_pipeline_size: int = 1,
+        partition: Any = "even",
+        pipeline_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        check_arguments(args)
+        checks.check_model(model, type(self), compute_loss_func)
+        checks.check_optimizer(optimizer_cls_and_kwargs)
+        checks.check_pipeline_arguments(pipeline_arguments)
+        self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps)
+        initialize(args, pipeline_parallel_size)
+        self._replicas = parallel_state.get_data_parallel_size()
+        check_replicas(args, self._replicas)
+        self._pipeline_arguments = {
+            "num_microbatches": self._parts * args.gradient_accumulation_steps,
+            "schedule": schedule,
+            "virtual_pipeline_size": virtual_pipeline_size,
+            "partition": partition,
+            **(pipeline_arguments or {}),
+        }
+        self._window: list[Any] = []
+        self._losses: deque[torch.Tensor] = deque()
+        if model is not None:
+            self._wrap(model)
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            None,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+        )
+        checks.check_split(self._parts, self.model, self.model_accepts_loss_kwargs)
+        if self.is_world_process_zero():
+            checks.warn_of_idle_ranks(self._parts * args.gradient_accumulation_steps)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as ``Trainer.train``. Raises ``ValueError`` for a ``trial``: a search would cut a model again."""
+        if trial is not None:
+            raise ValueError("PipelineTrainer cannot honour trial: start a training for each choice of arguments.")
+        self._losses.clear()
+        return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ``ValueError``: ranks would search apart."""
+        raise ValueError("PipelineTrainer has no hyperparameter_search: start a training for each choice of arguments.")
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Return a new model of ``model_init``, after it is cut."""
+        model = super().call_model_init(trial)
+        self._wrap(model)
+        return model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator. Its data loaders give each rank the batches of its replica."""
+        super().create_accelerator_and_postprocess()
+        # One step of the pipeline accumulates, so none is without its average over replicas.
+        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+        def prepare(loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
+            return replica_loader(self.accelerator, loader, seed)
+
+        vars(self.accelerator)["prepare_data_loader"] = prepare
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Make the optimizer of this rank's parameters, in the groups of ``Trainer``."""
+        made: Optimizer = super().create_optimizer(self.pipelined.local_module)
+        return made
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the batches of an optimizer step with the number of their items, as ``Trainer``."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._window = batches
+        return batches, items
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run all batches of the optimizer step with its first one, and return the loss of ``inputs``."""
+        if not self._losses:
+            window = self._window if self._window and self._window[0] is inputs else [inputs]
+            self._losses.extend(self._train_window(window, num_items_in_batch))
+        return self._losses.popleft()
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader[Any]) -> Any:
+        """Return the lengths of the training. Raises ``ValueError`` if the schedule cannot run its last, short step."""
+        values: Any = super().set_initial_training_values(args, dataloader)
+        steps_in_epoch, accumulated = values[5], args.gradient_accumulation_steps
+        if short := steps_in_epoch % accumulated:
+            try:
+                self.pipelined.check_count(short * self._parts)
+            except ValueError as error:
+                raise ValueError(
+                    f"an epoch has {steps_in_epoch} batches, and its last optimizer step {short} in place of "
+                    f"gradient_accumulation_steps={accumulated}: {error} Or choose gradient_accumulation_steps such "
+                    f"that it divides {steps_in_epoch}."
+                ) from error
+        return values
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that take the same batch: those of a replica."""
+        return int(self.args.world_size) // self._replicas
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """Return this rank's share of the operations of ``inputs``: ``Trainer`` sums over all ranks."""
+        return super().floating_point_ops(inputs) * self._tied_share / self.get_tp_size()
+
+    def _train_window(self, window: list[Any], items: Any) -> list[torch.Tensor]:
+        self.pipelined.train()
+        if callable(to_training := getattr(self.optimizer, "train", None)):
+            to_training()
+        parts = [split_rows(self._prepare_inputs(batch), self._parts) for batch in window]
+        microbatches = [part for of_batch in parts for part in of_batch]
+        microbatches = self.with_items(microbatches, items)
+        is_divided = "num_items_in_batch" in microbatches[0]
+        checks.check_split(self._parts, self.model, is_divided)
+        # Trainer does not divide the loss of a model that takes num_items_in_batch and ignores it.
+        are_summed = items is not None and self.model_accepts_loss_kwargs and not is_divided
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            losses = self.pipelined.run_microbatches(microbatches, are_summed)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return joined(losses, [len(of_batch) for of_batch in parts])
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        # Steps that are not logged yet have the loss of this replica.
+        self._tr_loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean()
+        return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[no-untyped-call]
+
+    def _wrap(self, model: nn.Module) -> None:
+        whole = _number_of_parameters(model)
+        with followed_by_optimizers(model):
+            self.pipelined = PipelinedModel(model, **self._pipeline_arguments)
+        # A tied weight on several ranks is counted once.
+        self._tied_share = whole / _number_of_parameters(model)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self.pipelined
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        self.pipelined.move_model_to_device(device)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.pipelined.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        return self.pipelined.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+
+def _number_of_parameters(model: Any) -> int:
+    """The parameters beside the embeddings, of which transformers counts the operations."""
+    return model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 1

@@ -1,0 +1,85 @@
+"""Losses, norms, learning rates and evaluations of ``PipelineTrainer`` are those of ``Trainer`` in one process."""
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from transformers import Trainer
+
+from nxdpp.integrations import PipelineTrainer
+from tests.integrations.trainings import REPLICATED, TRAININGS
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+TOLERANCE = 1e-6
+# Times, and figures made of them.
+_TIMES = ("runtime", "per_second")
+
+Logs = list[dict[str, float]]
+
+
+class Run(NamedTuple):
+    """The logs of a training on one rank, and the text that it printed."""
+
+    logs: Logs
+    printed: str
+
+
+def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str, Run]:
+    runs = {}
+    for name in names:
+        text = StringIO()
+        with redirect_stdout(text):
+            trainer = TRAININGS[name].trainer(PipelineTrainer, folder / name, replicas, pipeline_parallel_size=2)
+            trainer.train()
+        runs[name] = Run(trainer.state.log_history, text.getvalue())
+    return runs
+
+
+@pytest.fixture(scope="module")
+def one_pipeline(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), list(TRAININGS), 1, timeout=150.0)
+
+
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
+    return run_ranks(4, train, tmp_path_factory.mktemp("replicas"), list(REPLICATED), 2, timeout=150.0)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_two_stages_train_as_one_process(name: str, one_pipeline: list[Mapping[str, Run]], tmp_path: Path) -> None:
+    expected = _in_one_process(name, tmp_path)
+    for runs in one_pipeline:
+        assert_alike(runs[name].logs, expected)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str, Run]], tmp_path: Path) -> None:
+    expected = _in_one_process(name, tmp_path, 2)
+    for runs in two_replicas:
+        assert_alike(runs[name].logs, expected)
+
+
+def test_rank_0_alone_prints(two_replicas: list[Mapping[str, Run]]) -> None:
+    first, *others = two_replicas
+    for name, run in first.items():
+        assert run.printed.count("'loss'") == sum("loss" in each for each in run.logs)
+        assert not any(other[name].printed for other in others)
+
+
+def _in_one_process(name: str, folder: Path, replicas: int = 1) -> Logs:
+    trainer = TRAININGS[name].trainer(Trainer, folder, replicas)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def assert_alike(ours: Logs, theirs: Logs) -> None:
+    assert len(ours) == len(theirs)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.keys() == other.keys()
+        for key, value in other.items():
+            if not any(time in key for time in _TIMES):
+                assert own[key] == pytest.approx(value, abs=TOLERANCE, rel=0), key

@@ -1,0 +1,203 @@
+"""Trainings of tiny models that ``Trainer`` in one process and ``PipelineTrainer`` over ranks both run."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
+
+from tests.support.models import VOCABULARY, gpt2, llama, tied_llama
+
+LAYERS = 4
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of tokens with labels; ``lengths`` of the rows may differ, and so do the numbers of labels."""
+
+    def __init__(self, rows: int = 20, shortest: int = 12, longest: int = 12, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = torch.randint(shortest, longest + 1, (rows,), generator=generator).tolist()
+        self.rows = [torch.randint(3, VOCABULARY, (size,), generator=generator) for size in sizes]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.rows[index].clone()
+        labels[: index % 5] = -100
+        return {"input_ids": self.rows[index], "labels": labels}
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """The rows of ``Rows`` in order, without a length."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = Rows(rows)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self.rows[index] for index in range(len(self.rows)))
+
+
+class Classes(Rows):
+    """Rows of tokens with a class each."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": torch.tensor(index % 3)}
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows as long as the longest one of the batch (B, T), with a mask."""
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    ids = pad([row["input_ids"] for row in rows], padding_value=0)
+    labels = pad([row["labels"] for row in rows], padding_value=-100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (ids != 0).long()}
+
+
+def classifier() -> nn.Module:
+    config = llama(LAYERS).config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+def mean_of_batches() -> nn.Module:
+    """A model whose loss is the mean of each batch, whatever the number of labels."""
+    model = llama(LAYERS)
+    vars(model)["accepts_loss_kwargs"] = False
+    return model
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model: nn.Module = get_peft_model(
+        llama(LAYERS), LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
+    )
+    return model
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Attributes:
+        args: fields of ``TrainingArguments`` that differ from those of all trainings.
+        model: constructor of the model.
+        given: other arguments of ``Trainer``, which may be functions without arguments.
+        pipeline: arguments of ``PipelineTrainer`` alone.
+        replicated: the field that one process multiplies by the number of replicas.
+    """
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    model: Callable[[], nn.Module] = llama
+    given: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    replicated: str = "gradient_accumulation_steps"
+
+    def trainer(self, cls: type[Trainer], folder: Path, replicas: int = 1, **pipeline: Any) -> Trainer:
+        """Return the trainer; one process takes the batches of ``replicas``."""
+        torch.manual_seed(0)
+        model = self.model()
+        args = {**_SHARED, **self.args, "output_dir": str(folder)}
+        if cls is Trainer:
+            args["per_device_eval_batch_size"] *= replicas
+            args[self.replicated] *= replicas
+        own = {**self.pipeline, **pipeline} if cls is not Trainer else {}
+        given = {"train_dataset": Rows(20), **self.given}
+        if "eval_dataset" in given:
+            # Replicas fill up the last batch with rows from the beginning.
+            given["eval_dataset"] = Rows(8 if replicas > 1 else 7, seed=1)
+        if "optimizers" in given:
+            given["optimizers"] = given["optimizers"](model)
+        return cls(model, TrainingArguments(**args), **given, **own)
+
+
+_SHARED: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+}
+
+
+def compute_metrics(predictions: Any) -> dict[str, float]:
+    logits, labels = predictions.predictions, predictions.label_ids
+    return {"rows": float(len(logits)), "mean": float(logits.mean()), "labels": float(labels.sum())}
+
+
+def followed_optimizers(model: nn.Module) -> tuple[Any, Any]:
+    named = dict(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [each for name, each in named.items() if "layers" in name], "lr": 2e-3},
+        {"params": [each for name, each in named.items() if "layers" not in name]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def first_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits[..., :3]
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+TRAININGS = {
+    "accumulated": Training(),
+    "clipped, cosine": Training(
+        {"max_grad_norm": 0.3, "lr_scheduler_type": "cosine", "logging_steps": 4},
+        replicated="per_device_train_batch_size",
+    ),
+    "bfloat16": Training({"bf16": True, "max_grad_norm": 0.0}),
+    "padded": Training(
+        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
+        given={"data_collator": padded, "train_dataset": Rows(20, 5, 14)},
+    ),
+    "evaluated": Training(
+        {**EVALUATED, "logging_strategy": "epoch", "include_num_input_tokens_seen": "all"},
+        model=partial(tied_llama, LAYERS),
+        given={"eval_dataset": Rows(7, seed=1)},
+    ),
+    "metrics": Training(
+        {**EVALUATED, "include_for_metrics": ["inputs", "loss"], "eval_on_start": True},
+        model=partial(gpt2, LAYERS),
+        given={
+            "eval_dataset": Rows(11, seed=1),
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": first_logits,
+        },
+    ),
+    "stream": Training({"max_steps": 4}, given={"train_dataset": Stream(20)}),
+    "mean of batches": Training(model=mean_of_batches),
+    "classes": Training(
+        {"gradient_accumulation_steps": 2},
+        model=classifier,
+        given={"train_dataset": Classes(20)},
+        replicated="per_device_train_batch_size",
+    ),
+    "recomputed": Training({"activation_checkpointing": True, "max_steps": 3}),
+    "adapted": Training({"max_steps": 4, **EVALUATED}, model=adapted, given={"eval_dataset": Rows(7, seed=1)}),
+    "split": Training(
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "dataloader_drop_last": True},
+        pipeline={"num_microbatches": 8, "schedule": "zb-v"},
+    ),
+    "given optimizer": Training({"max_steps": 5}, given={"optimizers": followed_optimizers}),
+    "interleaved": Training(
+        {"gradient_accumulation_steps": 2, "max_steps": 4, "optim": "adafactor"},
+        pipeline={"virtual_pipeline_size": 2},
+    ),
+    "shuffled by torch": Training({"accelerator_config": {"use_seedable_sampler": False}}),
+}
+REPLICATED = ["accumulated", "clipped, cosine", "bfloat16", "metrics", "mean of batches", "classes", "stream"]
+"""Trainings that two replicas run too."""

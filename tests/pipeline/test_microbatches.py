@@ -1,0 +1,100 @@
+"""Steps of given microbatches: of any number and sizes, with the losses and gradients of one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from nxdpp import Pipeline, PipelineConfig, parallel_state
+from tests.support.models import VOCABULARY, llama
+from tests.support.run_ranks import run_ranks
+
+# Lengths of the rows of each microbatch, step by step.
+STEPS = [[5, 7, 5], [6], [4, 4, 4, 8, 4]]
+
+
+def microbatches(lengths: list[int], items: float | None = None) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    given: list[dict[str, Any]] = []
+    for length in lengths:
+        ids = torch.randint(3, VOCABULARY, (2, length), generator=generator)
+        number = {} if items is None else {"num_items_in_batch": items}
+        given.append({"input_ids": ids, "labels": ids, **number})
+    return given
+
+
+def train(rank: int, schedule: str) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    model = llama(4)
+    whole = copy.deepcopy(model)
+    pipeline = Pipeline(model, PipelineConfig(num_microbatches=3, schedule=schedule))
+    for items in (None, 40.0):
+        for given in (microbatches(lengths, items) for lengths in STEPS):
+            model.zero_grad()
+            whole.zero_grad()
+            losses = pipeline.train_microbatches(given)
+            expected = [whole(**each, use_cache=False).loss for each in given]
+            for loss in expected:
+                (loss / len(expected) if items is None else loss).backward()
+            _assert_equal(losses, expected, 1 if items is None else len(given))
+            _assert_gradients(pipeline, whole)
+            for loss in expected:
+                loss.detach_()
+            _assert_equal(pipeline.eval_microbatches(given), expected)
+            outputs = pipeline.eval_microbatches(given, outputs=True)
+            for output, each in zip(outputs, given, strict=True):
+                assert torch.equal(output.logits, whole(**each, use_cache=False).logits)
+
+
+def _assert_equal(losses: list[torch.Tensor], expected: list[torch.Tensor], factor: int = 1) -> None:
+    assert [float(loss) for loss in losses] == [float(loss.detach() * factor) for loss in expected]
+
+
+def _assert_gradients(pipeline: Pipeline, whole: torch.nn.Module) -> None:
+    expected = dict(whole.named_parameters())
+    for name, parameter in pipeline.local_module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_numbers_and_sizes_may_differ_from_step_to_step(schedule: str) -> None:
+    run_ranks(2, train, schedule)
+
+
+def with_a_written_schedule(rank: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    pipeline = Pipeline(llama(4), PipelineConfig(schedule=[["0F0", "0B0"], ["1F0", "1B0"]]))
+    pipeline.train_microbatches(microbatches([5]))
+    assert len(pipeline.eval_microbatches(microbatches([5, 6]))) == 2
+    with pytest.raises(ValueError, match="microbatch") as refused:
+        pipeline.train_microbatches(microbatches([5, 5]))
+    return str(refused.value)
+
+
+def test_a_written_schedule_trains_its_own_number() -> None:
+    for message in run_ranks(2, with_a_written_schedule):
+        assert message.startswith("the written schedule is for 1 microbatches, and a step has 2. Use a family's name")
+
+
+def of_other_numbers(rank: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    Pipeline(llama(4), PipelineConfig()).train_microbatches(microbatches([5] * (rank + 1)))
+
+
+def test_ranks_with_other_numbers_are_named() -> None:
+    with pytest.raises(AssertionError, match=r"\(rank 0\): 1 microbatches\n.*\(rank 1\): 2 microbatches"):
+        run_ranks(2, of_other_numbers)
+
+
+def test_no_microbatches_are_refused() -> None:
+    parallel_state.initialize_model_parallel()
+    try:
+        pipeline = Pipeline(llama(2), PipelineConfig())
+        with pytest.raises(ValueError, match="at least one microbatch, and was given none"):
+            pipeline.train_microbatches([])
+        with pytest.raises(ValueError, match="the model returns no loss for these inputs: give labels"):
+            pipeline.eval_microbatches([{"input_ids": torch.ones(1, 4, dtype=torch.long)}])
+    finally:
+        parallel_state.destroy_model_parallel()
