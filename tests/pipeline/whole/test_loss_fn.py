@@ -250,6 +250,24 @@ def test_a_microbatch_without_labels_is_an_error() -> None:
     assert counted.run_train(**batch) is not None
 
 
+def of_trainers(outputs: Any, labels: Tensor, num_items_in_batch: float | None = None) -> Tensor:
+    """A sum over labels, as functions for transformers' Trainer return."""
+    total = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_function_may_divide_by_the_number_of_items() -> None:
+    ids = padded_batch(4)["input_ids"]
+    model = NxDPPModel(make("llama"), num_microbatches=2, loss_fn=of_trainers)
+    mean = model.run_train(input_ids=ids, labels=ids)
+    given = model.run_train(input_ids=ids, labels=ids, num_items_in_batch=ids.numel())
+    torch.testing.assert_close(given, mean)
+    # Half of the number is twice the loss: it is not divided again.
+    twice = model.run_train(input_ids=ids, labels=ids, num_items_in_batch=ids.numel() / 2)
+    torch.testing.assert_close(twice, 2 * mean)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_samples_have_their_outputs() -> None:
     config = PipelineConfig(num_microbatches=2, loss_fn=F.cross_entropy)
