@@ -265,6 +265,7 @@ def test_a_function_may_divide_by_the_number_of_items() -> None:
     torch.testing.assert_close(given, mean)
     # Half of the number is twice the loss: it is not divided again.
     twice = model.run_train(input_ids=ids, labels=ids, num_items_in_batch=ids.numel() / 2)
+    assert mean is not None
     torch.testing.assert_close(twice, 2 * mean)
 
 
