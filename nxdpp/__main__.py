@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print(f"\nnxdpp {options.command}: interrupted", file=sys.stderr)
+        # A terminal shows ^C at the start of the line.
+        print(f"{chr(10) if sys.stderr.isatty() else ''}nxdpp {options.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
         print(f"nxdpp {options.command}: {error}", file=sys.stderr)

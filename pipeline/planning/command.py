@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from nxdpp.pipeline.planning.layout_result import LayoutResult
     from nxdpp.pipeline.planning.rank_summary import LayoutSummary
 
-_EPILOG = f"""\
-schedules: {", ".join(FAMILIES)}, or a CSV file of actions, one row a rank.
-dtypes: {", ".join(DTYPES)}.
-"""
-
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to ``python -m nxdpp``."""
@@ -28,14 +23,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="print the best layouts of a job, or work and memory of each rank of one",
         description="With --devices: search the layouts with the shortest steps. Without: print work and memory of "
         "each rank of a pipeline and of its stages. No weights are allocated.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
     parser.add_argument("--pipeline-parallel-size", type=_count, metavar="N", help="ranks of a pipeline")
     parser.add_argument("--num-microbatches", type=_count, metavar="N", help="microbatches of a step")
     parser.add_argument(
-        "--schedule", metavar="NAME", help="schedule of the microbatches (1f1b; interleaved with several stages a rank)"
+        "--schedule",
+        metavar="NAME",
+        help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row a rank (1f1b; interleaved with several stages "
+        f"a rank)",
     )
     parser.add_argument(
         "--virtual-pipeline-size", type=_count, metavar="N", help="stages of a rank (1, or the schedule's)"
@@ -55,7 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="device of the ranks: on cuda memory has communicators and messages (cuda, h100 in a search)",
     )
     parser.add_argument(
-        "--dtype", metavar="NAME", help="dtype of the parameters, such as bfloat16 (the constructor's: float32)"
+        "--dtype", metavar="NAME", help=f"dtype of the parameters, {', '.join(DTYPES)} (the constructor's: float32)"
     )
     parser.add_argument("--tensor-parallel-size", type=_count, metavar="N", help="ranks that divide each layer (1)")
     parser.add_argument("--data-parallel-size", type=_count, metavar="N", help="data-parallel replicas (1)")

@@ -114,8 +114,8 @@ def _details(result: LayoutResult) -> list[str]:
     rows = [
         [
             f"{number}{'*' if stage.estimated else ''}",
-            four_digits_of(stage.forward / _TERA),
-            four_digits_of(stage.backward / _TERA),
+            _digits(stage.forward / _TERA),
+            _digits(stage.backward / _TERA),
             bytes_text(stage.state.weights),
             bytes_text(stage.state.gradients),
             bytes_text(stage.state.optimizer),
@@ -145,7 +145,7 @@ def _traffic(result: LayoutResult) -> list[str]:
     ]
 
 
-def four_digits_of(value: float) -> str:
+def _digits(value: float) -> str:
     """Return ``value`` with four digits, in scientific notation where it is small."""
     return four_digits(value) if 0.001 <= value < 10_000 or not value else f"{value:.3e}"
 
@@ -154,7 +154,7 @@ def _layers(stage: StageSummary) -> str:
     if not stage.layers:
         return "0"
     first, last = (name.rpartition(".")[2] for name in (stage.layers[0], stage.layers[-1]))
-    return f"{len(stage.layers)}: {first}..{last}"
+    return f"{len(stage.layers)}: {first}..{last}" if len(stage.layers) > 1 else f"1: {first}"
 
 
 def _share(share: float) -> str:

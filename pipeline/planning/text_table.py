@@ -50,7 +50,7 @@ def paragraph(text: str) -> str:
 def bytes_text(size: float) -> str:
     """Return ``size`` with four digits and a binary unit: ``45.48 GiB``."""
     prefix = 0
-    while size >= _KIBI - 0.05 and prefix < len(_PREFIXES) - 1:
+    while size >= _KIBI - 0.5 and prefix < len(_PREFIXES) - 1:
         size /= _KIBI
         prefix += 1
     return f"{size:.0f} B" if not prefix else f"{four_digits(size)} {_PREFIXES[prefix]}B"
