@@ -49,6 +49,9 @@ class Position(NamedTuple):
         return f"outside of nxdpp, after {self.last}" if self.last else "outside of nxdpp, before its first call"
 
 
+_NOTHING_FAILED = 0, Position("", "", 0, "", "", 0)
+
+
 class Board:
     """The call and action of this rank.
 
@@ -80,6 +83,8 @@ class Board:
         self.is_compiling: Callable[[], bool] = lambda: False
         self._outermost: Call | None = None
         self._last = ""
+        # The error that ended the last call, and the place. The object itself would keep tensors.
+        self._failed = _NOTHING_FAILED
         self._named: dict[str, int] = {}
 
     def call(self, name: str, unit: str = "", scope: Scope = "world", has_limit: bool = False) -> "Call":
@@ -103,6 +108,18 @@ class Board:
         """Note that the actions of a step have ended."""
         self.action = NO_ACTION
         self.describe_action = str
+
+    def position_of(self, error: BaseException) -> Position:
+        """Return the place at which ``error`` was raised: in the last call, if that one ended by it."""
+        number, position = self._failed
+        seen: set[int] = set()
+        cause: BaseException | None = error
+        while cause is not None and id(cause) not in seen:
+            if id(cause) == number:
+                return position
+            seen.add(id(cause))
+            cause = cause.__cause__ or cause.__context__
+        return self.position()
 
     def position(self) -> Position:
         """Return the present place; any thread may ask."""
@@ -134,6 +151,7 @@ class Board:
         self.moves += 1
         if self._outermost is not call:
             return
+        self._failed = (id(error), self.position()) if isinstance(error, Exception) else _NOTHING_FAILED
         self._outermost = None
         self._last = call.text
         self.interrupted = "" if error is None or isinstance(error, Exception) else call.text

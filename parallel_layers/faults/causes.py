@@ -3,6 +3,7 @@
 import time
 
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.faults.connection_errors import is_collective_error
 from nxdpp.parallel_layers.faults.ending_process import wait_until
 from nxdpp.parallel_layers.faults.hang_watch import HangWatch
 from nxdpp.parallel_layers.faults.local_peers import LAUNCHER, LocalPeers
@@ -58,28 +59,29 @@ class Causes:
         self._rank = rank
         self._world_size = world_size
 
-    def departed(self, lost_connection: bool = False) -> Ending | None:
+    def departed(self, error: BaseException | None = None) -> Ending | None:
         """The fault of ranks that have left, and that the present call of this rank needs.
 
-        After a ``lost_connection`` any rank counts: it may have begun this call, refused it, and ended.
+        After the ``error`` of a lost connection any rank counts: it may have begun this call, refused it, and ended.
+        Outside of calls the error must be one of a collective of torch.
         """
-        position = board.position()
-        if not position.call:
+        position = board.position() if error is None else board.position_of(error)
+        if not position.call and (error is None or not is_collective_error(error)):
             return None
         departures = [self.host_departure] if self.host_departure else list(self._store.departures().values())
         members = range(self._world_size) if position.scope == "world" else board.members.get(position.scope, ())
         missed = [
             departure
             for departure in departures
-            if lost_connection or (departure.rank in members and departure.begun[position.scope] < position.number)
+            if error is not None or (departure.rank in members and departure.begun[position.scope] < position.number)
         ]
         if not missed:
             return None
         ranks = sorted(departure.rank for departure in missed)
         last = missed[0].last
+        place = f"in {position.call}" if position.call else f"in a collective {position}"
         sentence = (
-            f"{names(ranks)} ended {'after ' + last if last else 'before any step'}, "
-            f"and rank {self._rank} is in {position.call}"
+            f"{names(ranks)} ended {'after ' + last if last else 'before any step'}, and rank {self._rank} is {place}"
         )
         return Ending("fault", ranks[0], sentence)
 
@@ -94,8 +96,8 @@ class Causes:
             return Ending("fault", self._rank, f"the launcher (torchrun) of rank {self._rank} was killed")
         return Ending("fault", rank, f"rank {rank} {_DIED}", [rank])
 
-    def of_lost_connection(self) -> Ending | None:
-        """The fault that broke a connection of this rank; ``None`` if this rank alone sees one."""
+    def of_lost_connection(self, error: BaseException) -> Ending | None:
+        """The fault that broke a connection of this rank, with ``error``; ``None`` if this rank alone sees one."""
         deadline = time.monotonic() + _SUSPECT_SECONDS
         while time.monotonic() < deadline:
             if self._end.has_begun():
@@ -110,7 +112,7 @@ class Causes:
             time.sleep(pause_seconds(self._world_size))
         verdict = self._hangs.gone(poll_seconds(self._world_size) + _ROLL_CALL_SECONDS)
         if verdict is None:
-            return self.departed(lost_connection=True)
+            return self.departed(error)
         return Ending("fault", verdict, f"rank {verdict} is gone: it does not answer", [verdict])
 
     def of_lost_store(self, polls: bool) -> Ending:

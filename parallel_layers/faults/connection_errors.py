@@ -1,5 +1,7 @@
 """Errors that only tell that another rank has gone."""
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 _WORDS = (
@@ -15,13 +17,28 @@ _WORDS = (
 
 def is_connection_error(error: BaseException) -> bool:
     """Return whether ``error``, or one of its causes, only tells that another rank has gone."""
+    kinds = (ConnectionError, dist.DistNetworkError, dist.DistStoreError)
+    return any(isinstance(cause, kinds) or _has_words(cause) for cause in _causes(error))
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return whether ``error``, or one of its causes, is that of a collective of torch whose peer has gone.
+
+    A user's program may have connections of its own, which raise other connection errors.
+    """
+    return any(isinstance(cause, dist.DistNetworkError) or _has_words(cause) for cause in _causes(error))
+
+
+def _has_words(error: BaseException) -> bool:
+    is_error = isinstance(error, RuntimeError) and not isinstance(error, ConnectionError)
+    return is_error and any(words in str(error) for words in _WORDS)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and its causes, the last one first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if isinstance(cause, ConnectionError | dist.DistNetworkError | dist.DistStoreError):
-            return True
-        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in _WORDS):
-            return True
+        yield cause
         cause = cause.__cause__ or cause.__context__
-    return False

@@ -79,7 +79,9 @@ class RankEnd:
                     wait_until(lambda: self._is_printed_or_died(ending.rank), _PRINT_SECONDS, pause)
                     silent += not self._store.is_printed()
                 self.finish()
-        if ending.rank != self._rank and ending.rank not in self._peers.stopped():
+        # A store's host ends last: torch would print traces on the ranks that wait for an entry of the store.
+        ends_last = ending.rank == 0 and not launcher_has_store()
+        if ending.rank != self._rank and not ends_last and ending.rank not in self._peers.stopped():
             self._peers.wait_for_end(ending.rank, _END_SECONDS)
             time.sleep(_AFTERWARDS_SECONDS)
         self.outlast_others(silent)

@@ -95,18 +95,23 @@ class RankWatch:
         addition = f" ({type(error).__name__} here)"
         if self._causes.host_departure is None:
             try:
-                ending = self._store.end((self._causes.of_lost_connection() if is_consequence else None) or own)
+                ending = self._store.end((self._causes.of_lost_connection(error) if is_consequence else None) or own)
             except RuntimeError:
                 # Without the store no other rank can be told.
                 self._end.store_is_gone = True
                 ending = self._cause_of_lost_store() if is_consequence else own
             if ending.kind != "host left":
                 self.owns_failure = ending == own
+                if self.owns_failure and is_consequence:
+                    error.add_note(
+                        f"nxdpp: rank {self._rank} lost a connection, and no other rank has failed, ended or stopped "
+                        f"answering: look at the network between the hosts."
+                    )
                 if not self.owns_failure:
                     self._end.stop_for(ending, addition)
                 return self.owns_failure
             self._note_host_left(ending)
-        cause = self._causes.departed(lost_connection=True) if is_consequence else None
+        cause = self._causes.departed(error) if is_consequence else None
         if cause is not None:
             self._end.stop_for(cause, addition)
         return False
@@ -141,12 +146,15 @@ class RankWatch:
         if self._causes.host_departure is not None:
             return
         own = Departure(self._rank, dict(board.begun), board.position().last)
-        with contextlib.suppress(RuntimeError):
+        try:
             if self._hosts:
                 self._store.end(Ending("host left", self._rank, begun=own.begun, last=own.last))
                 self._end.wait_for_answers(_LEAVING_SECONDS)
             else:
                 self._store.leave(own)
+        except RuntimeError:
+            # Torch has printed its traces of the lost store, which name no rank.
+            print_line(f"rank {self._rank} ends well, but {self._causes.of_lost_store(polls=True).sentence}")
 
     def _watch(self) -> None:
         """Look for faults until this rank leaves; runs in the thread."""

@@ -74,6 +74,12 @@ BETWEEN_STEPS: dict[str, Callable[[], None]] = {
 COMPILES = {"compiles long": True, "SIGKILL in a compilation": True, "SIGKILL while others compile": False}
 KILLED_LATER = ("SIGKILL in a compilation", "SIGKILL while others compile")
 KILL_SECONDS = 1.0
+# The other ranks make a collective call of torch or of nxdpp, which the faulty rank does not reach.
+BEFORE_A_COLLECTIVE: dict[str, tuple[Callable[[], None], str]] = {
+    "sys.exit(0) before a barrier": (lambda: sys.exit(0), "barrier"),
+    "sys.exit(0) before an exchange": (lambda: sys.exit(0), "exchange"),
+    "exception before an exchange": (_raise, "exchange"),
+}
 STEPS_OFF = {"one step more": 1, "one step fewer": -1}
 
 
@@ -126,6 +132,7 @@ def main() -> None:
     if device == "xla":
         os.environ["PJRT_DEVICE"] = "CPU"
     from nxdpp import NxDPPModel, parallel_state
+    from nxdpp.parallel_layers.all_ranks import from_all_ranks
 
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=ranks, device=device, hang_timeout=hang_timeout
@@ -154,6 +161,15 @@ def main() -> None:
             elif fault in BETWEEN_STEPS:
                 fails_now()
                 BETWEEN_STEPS[fault]()
+        if step == FAULTY_STEP and fault in BEFORE_A_COLLECTIVE:
+            fail, collective = BEFORE_A_COLLECTIVE[fault]
+            if has_fault:
+                fails_now()
+                fail()
+            if collective == "barrier":
+                torch.distributed.barrier()
+            else:
+                from_all_ranks(rank)
     if fault in STEPS_OFF:
         fails_now()
     print(f"rank {rank} ends well", flush=True)

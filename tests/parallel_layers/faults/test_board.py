@@ -8,6 +8,19 @@ import pytest
 from nxdpp.parallel_layers.faults.board import NO_ACTION, Board
 
 
+def test_the_place_of_an_error_is_the_call_that_it_ended() -> None:
+    board = Board()
+    with board.call("run_train", "step", "pipeline"):
+        pass
+    with pytest.raises(RuntimeError) as caught, board.call("save_pretrained"):
+        raise RuntimeError("connection closed")
+    assert str(board.position_of(caught.value)) == "save_pretrained"
+    outer = ValueError("of the program")
+    outer.__cause__ = caught.value
+    assert str(board.position_of(outer)) == "save_pretrained"
+    assert str(board.position_of(RuntimeError("another"))) == "outside of nxdpp, after save_pretrained"
+
+
 def test_a_call_is_numbered_by_name_and_by_scope() -> None:
     board = Board()
     assert str(board.position()) == "outside of nxdpp, before its first call"

@@ -52,6 +52,9 @@ def _last_lines(ended: Ended) -> dict[int, str]:
         ("sys.exit(0)", 0, True, "rank 0 ended after run_train step 3"),
         ("sys.exit in a layer", 2, True, "rank 2 ended its program within run_train step 3"),
         ("one step fewer", 1, True, "rank 1 ended after run_train step 5"),
+        ("sys.exit(0) before a barrier", 2, False, "rank 2 ended after run_train step 3, and rank"),
+        ("sys.exit(0) before an exchange", 0, True, "rank 0 ended after run_train step 3, and rank"),
+        ("exception before an exchange", 0, True, "rank 0 failed; its error follows"),
     ],
 )
 def test_ranks_that_survive_name_the_one_that_is_gone(fault: str, rank: int, first_has_store: bool, text: str) -> None:
