@@ -137,11 +137,16 @@ def build_groups(rank_mesh: RankMesh, started_world: bool, device: torch.device,
 
 def _check_same_mesh(rank_mesh: RankMesh, store: Store, number: int) -> None:
     """Raise before a group is made: ranks would wait for each other in different groups."""
-    first = store.compare_set(f"nxdpp_groups_{number}_mesh", "", str(rank_mesh)).decode()
-    if first != str(rank_mesh):
+    own = f"{dist.get_rank()}|{rank_mesh.tensor}|{rank_mesh.pipeline}|{rank_mesh.order}"
+    first = store.compare_set(f"nxdpp_groups_{number}_mesh", "", own).decode()
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "order")
+    pairs = list(zip(names, first.split("|")[1:], own.split("|")[1:], strict=True))
+    different = [(name, theirs, ours) for name, theirs, ours in pairs if theirs != ours]
+    if different:
+        there, here = (", ".join(f"{name}={each[i]}" for name, *each in different) for i in (0, 1))
         raise ValueError(
-            f"another rank has {first}, and rank {dist.get_rank()} {rank_mesh}. Give all ranks the same sizes and the "
-            f"same order."
+            f"rank {first.partition('|')[0]} has called initialize_model_parallel with {there}, and rank "
+            f"{dist.get_rank()} with {here}. Give all ranks the same."
         )
 
 

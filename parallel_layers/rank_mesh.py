@@ -59,12 +59,6 @@ class RankMesh:
         models: list[list[int]] = self.ranks.movedim(1, 0).flatten(1).sort().values.tolist()
         return models
 
-    def __str__(self) -> str:
-        return (
-            f"tensor size {self.tensor}, pipeline size {self.pipeline} and data size {self.data}, "
-            f"order {' > '.join(self.order)}"
-        )
-
 
 def checked_order(order: Sequence[str]) -> tuple[str, ...]:
     """Return ``order`` as a tuple. Raises ``ValueError`` unless it names each dimension once."""

@@ -122,6 +122,7 @@ class Pipeline:
         settings = {
             "schedule": self.schedule.name,
             "stages": self.partition.stages,
+            "pipeline_cuts": list(self.partition.cuts),
             "num_microbatches": config.num_microbatches,
             **common,
             "writes a timeline": timeline_path is not None,

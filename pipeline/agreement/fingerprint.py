@@ -7,10 +7,8 @@ appears as its module and name, a constant as its value. Its type appears when t
 import hashlib
 import types
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +25,6 @@ _DIGEST_BYTES = 8
 _ORIGINS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 # Limit of nested closures; those of masks are about three deep.
 _DEPTH = 8
-_LINES_SHOWN = 4
-_LINES_COMPARED = 100
-# Longest line that a message shows whole.
-_LINE = 200
 
 
 class Fingerprint(NamedTuple):
@@ -138,61 +132,6 @@ def _call(node: fx.Node, root: nn.Module) -> str:
 def _modes(node: fx.Node) -> str:
     modes = modes_of(node)
     return f" under {canonical(modes.changes)} in block {modes.block}" if modes.changes or modes.block else ""
-
-
-def differing_lines(theirs: Sequence[str], ours: Sequence[str], most: int) -> list[tuple[str | None, str | None]]:
-    """Pairs of lines that only one of two texts has, at most ``most``; ``None`` in a pair means no line.
-
-    Texts of the same lines in another order are compared line by line.
-    """
-    pairs = list(zip_longest(_only_in(theirs, ours), _only_in(ours, theirs)))
-    return (pairs or [pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1]])[:most]
-
-
-def _only_in(lines: Sequence[str], others: Sequence[str]) -> list[str]:
-    known = set(others)
-    return [line for line in lines if line not in known]
-
-
-def show_difference(there: str, theirs: Fingerprint, here: str, ours: Fingerprint) -> str:
-    """The first differences of two ranks' texts, for a message; ``there`` and ``here`` name the ranks."""
-    pairs = [differing_parts(*pair) for pair in differing_lines(theirs.lines, ours.lines, _LINES_COMPARED)]
-    # Several functions may hold one configuration.
-    distinct = {(theirs.items, ours.items): (theirs, ours) for theirs, ours in reversed(pairs)}
-    shown = list(reversed(distinct.values()))[:_LINES_SHOWN]
-    return "".join(f"  {there}: {theirs.text}\n  {here}: {ours.text}\n" for theirs, ours in shown)
-
-
-class Part(NamedTuple):
-    """The start of a line, and the items after it in which it differs from another; all of it where it is short."""
-
-    start: str
-    items: str
-
-    @property
-    def text(self) -> str:
-        """The line for a message."""
-        return f"{self.start}{self.items}"
-
-
-def differing_parts(theirs: str | None, ours: str | None) -> tuple[Part, Part]:
-    """The parts that differ between two lines, such as fields of a configuration."""
-    if theirs is None or ours is None or max(len(theirs), len(ours)) <= _LINE:
-        short = [line if line is None or len(line) <= _LINE else f"{line[:_LINE]}..." for line in (theirs, ours)]
-        return Part("", short[0] or "(no such line)"), Part("", short[1] or "(no such line)")
-    one, two = theirs.split(", "), ours.split(", ")
-    steps = SequenceMatcher(None, one, two, autojunk=False).get_opcodes()
-    changed = [step for step in steps if step[0] != "equal"]
-    starts = [f"{line.partition('(')[0][:_LINE]}(... " for line in (theirs, ours)]
-    items = [
-        ", ".join(item for _, a, b, _, _ in changed for item in one[a:b]),
-        ", ".join(item for _, _, _, a, b in changed for item in two[a:b]),
-    ]
-    return _part(starts[0], items[0]), _part(starts[1], items[1])
-
-
-def _part(start: str, items: str) -> Part:
-    return Part(start, items[:_LINE] + ("..." if len(items) > _LINE else "") or "(without)")
 
 
 def rank_name(group: dist.ProcessGroup, rank: int, kind: str) -> str:

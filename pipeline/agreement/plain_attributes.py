@@ -16,7 +16,7 @@ from nxdpp.tracing.code_names import is_framework
 from nxdpp.tracing.layer_objects import loaded_names
 
 # Attributes that ranks may have different values of: they name a rank or a device, or seed a generator of its own.
-_OF_A_RANK = ("rank", "device", "seed")
+OF_A_RANK = ("rank", "device", "seed")
 _MOST = 4096
 _LONGEST = 100
 _SHOWN = 4
@@ -39,7 +39,7 @@ def plain_attributes(root: nn.Module) -> dict[str, str]:
     for name, module in modules.items():
         for key in sorted(vars(module).keys() & read - {"training"}):
             value = vars(module)[key]
-            if type(value) in _KINDS and not any(word in key.lower() for word in _OF_A_RANK):
+            if type(value) in _KINDS and not any(word in key.lower() for word in OF_A_RANK):
                 found[f"{name}.{key}" if name else key] = repr(value)[:_LONGEST]
                 if len(found) == _MOST:
                     return found

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from nxdpp.pipeline.agreement.fingerprint import Fingerprint, fingerprint, rank_name, show_difference
+from nxdpp.pipeline.agreement.difference import show_difference
+from nxdpp.pipeline.agreement.fingerprint import Fingerprint, fingerprint, rank_name
 from nxdpp.pipeline.agreement.same_values import sample
 
 
@@ -30,9 +31,9 @@ def check_replicas(lines: Sequence[str], group: dist.ProcessGroup, seed: int | N
     first, second = (rank_name(group, rank, "data-parallel rank") for rank in (0, other))
     (first_text, first_seed), (second_text, second_seed) = texts[0], texts[other]
     seeds = f"torch.initial_seed() was {first_seed} and {second_seed} when they wrapped the model.\n"
+    difference = show_difference(first, Fingerprint(*first_text), second, Fingerprint(*second_text))
     raise RuntimeError(
-        f"{second} has other parameters than {first}:\n"
-        f"{show_difference(first, Fingerprint(*first_text), second, Fingerprint(*second_text))}"
+        f"{second} has {difference.has} than {first}:\n{difference.lines}"
         f"{seeds if first_seed != second_seed else ''}"
         f"Wrap the same model with the same arguments in every data-parallel replica, after the same "
         f"torch.manual_seed(...)."

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from nxdpp.pipeline.agreement.fingerprint import Fingerprint, digest, rank_name, show_difference
+from nxdpp.pipeline.agreement.difference import show_difference
+from nxdpp.pipeline.agreement.fingerprint import Fingerprint, digest, rank_name
 from nxdpp.pipeline.agreement.input_hash import SLOTS, InputHashes
 from nxdpp.pipeline.agreement.same_values import RankValues, Values
 from nxdpp.pipeline.agreement.step_signature import StepSignature, signature_differences
@@ -181,12 +182,13 @@ class StepVerifier:
         here, there = self._name(self._rank), self._name(self._rank - 1)
         if theirs is None:
             return f"{here} runs another step than {there}. {_REMEDY}"
-        if theirs.graph.digest == ours.graph.digest:
-            pairs = signature_differences(theirs.signature, ours.signature)
+        difference = show_difference(there, theirs.graph, here, ours.graph)
+        pairs = signature_differences(theirs.signature, ours.signature)
+        # Other inputs make another graph.
+        if pairs and difference.is_of_graph:
             lines = "".join(f"  {there}: {first}\n  {here}: {second}\n" for first, second in pairs)
             return f"{here} was given other inputs than {there}, or makes another call:\n{lines}{_REMEDY}"
-        lines = show_difference(there, theirs.graph, here, ours.graph)
-        return f"{here} has another graph than {there}:\n{lines}{_REMEDY}"
+        return f"{here} has {difference.has} than {there}:\n{difference.lines}{_REMEDY}"
 
     def _other_inputs(self, now: list[str], before: list[str]) -> str:
         here, there = self._name(self._rank), self._name(self._rank - 1)

@@ -13,6 +13,7 @@ from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
+from nxdpp.pipeline.agreement.configurations import configuration_lines
 from nxdpp.pipeline.agreement.plain_attributes import attribute_lines, plain_attributes
 from nxdpp.pipeline.agreement.same_values import InitialWeights, RankValues
 from nxdpp.pipeline.local.own_save import refuse_own_save
@@ -71,6 +72,7 @@ class LocalPart:
         self.loads = 0
         self.has_loaded_state = False
         self.attributes = plain_attributes(root)
+        self._configuration = configuration_lines(root)
         self._seed = seed
         self._param_init_fn = param_init_fn
         self._record = record_of(root)
@@ -137,8 +139,8 @@ class LocalPart:
         self._initial.forget()
 
     def attribute_lines(self) -> list[str]:
-        """A line for each plain attribute that the ranks have to compare."""
-        return attribute_lines(self.attributes)
+        """A line for each field of a configuration, and each plain attribute, that the replicas have to compare."""
+        return [*self._configuration, *attribute_lines(self.attributes)]
 
     @property
     def seed(self) -> int:

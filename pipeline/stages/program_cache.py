@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxdpp.pipeline.agreement.configurations import configuration_lines
 from nxdpp.pipeline.agreement.fingerprint import fingerprint, graph_lines, parameter_lines
 from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.partition.partition import Partition
@@ -82,6 +83,7 @@ class ProgramCache:
         self._local_stages = stages
         self._shared_buffers = SharedBuffers(module, partition.layer_stages)
         self._common = [f"{name}: {value}" for name, value in settings.items()]
+        self._common += configuration_lines(module)
         self._common += parameter_lines([*listings.named_parameters(module), *listings.named_buffers(module)])
         # The key has the shapes of the inputs for variants with a graph that depends on sizes, and ``None`` for others.
         self._graphs: LastUsed[tuple[_Variant, Any], CutGraph] = LastUsed()

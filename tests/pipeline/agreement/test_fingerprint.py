@@ -10,11 +10,9 @@ from transformers import LlamaConfig
 
 from nxdpp.pipeline.agreement.fingerprint import (
     canonical,
-    differing_lines,
     fingerprint,
     graph_lines,
     parameter_lines,
-    show_difference,
 )
 from tests.support.traced_models import PlainLayer, PlainModel, make_inputs, make_model, options_for, trace_with
 
@@ -71,35 +69,3 @@ def test_the_modes_of_a_node_are_part_of_its_line() -> None:
     lines = graph_lines(trace_with(model, {"x": torch.ones(2, 4)}, options_for(model, PlainLayer)), {}, model)
     (line,) = (line for line in lines if "sin" in line.partition(" = ")[0])
     assert line.endswith("(model_embedding) under [['gradients', False]] in block 0")
-
-
-def test_the_first_differences_are_shown() -> None:
-    assert differing_lines(["a", "b", "c"], ["a", "c", "d", "e"], 9) == [("b", "d"), (None, "e")]
-    assert differing_lines(["a", "b"], ["b", "a"], 1) == [("a", "b")]
-    assert differing_lines(["a"], ["a"], 9) == []
-
-
-def test_a_difference_of_configurations_is_short() -> None:
-    texts = []
-    for length in (64, 128):
-        config = LlamaConfig(hidden_size=32, max_position_embeddings=length)
-        lines = [f"stage 0: {name} = call_function {name}({canonical(config)})" for name in ("mask", "loss", "more")]
-        texts.append(fingerprint(lines))
-    assert len(texts[0].lines[0]) > 600
-
-    shown = show_difference("rank 0", texts[0], "rank 1", texts[1])
-    first, second = shown.splitlines()
-    assert first.startswith("  rank 0: stage 0: mask = call_function mask(... ")
-    assert "'max_position_embeddings': 64" in first
-    assert "'max_position_embeddings': 128" in second
-    assert len(first) < 300
-    assert "hidden_size" not in shown
-
-
-def test_long_lines_of_one_text_alone_are_cut() -> None:
-    shown = show_difference("rank 0", fingerprint(["a" * 5000]), "rank 1", fingerprint([]))
-    assert shown == f"  rank 0: {'a' * 200}...\n  rank 1: (no such line)\n"
-    added = show_difference(
-        "rank 0", fingerprint([f"f({'x, ' * 100}y)"]), "rank 1", fingerprint([f"f({'x, ' * 100}z, y)"])
-    )
-    assert added == "  rank 0: f(... (without)\n  rank 1: f(... z\n"

@@ -275,7 +275,7 @@ def test_replicas_of_other_seeds_are_found_before_the_first_step() -> None:
     with pytest.raises(AssertionError) as raised:
         run_ranks(2, train_replicas)
     message = str(raised.value)
-    assert "data-parallel rank 1 (rank 1) has other parameters than data-parallel rank 0 (rank 0)" in message
+    assert "data-parallel rank 1 (rank 1) has other attributes than data-parallel rank 0 (rank 0)" in message
     assert "torch.initial_seed() was 3 and 4 when they wrapped the model." in message
     assert "data-parallel rank 1 (rank 1): attribute block.scale = 2.0" in message
     assert "gradients: 0" in message
