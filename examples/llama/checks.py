@@ -140,12 +140,14 @@ def check_length(corpus: Corpus, seq_length: int) -> None:
 
 
 def check_figures(flags: argparse.Namespace) -> None:
-    """``--trace`` must name a file that can be written."""
+    """``--trace`` must name a file that can be written, and ``--compare`` a device that it measures."""
     if flags.trace is not None:
         try:
             check_path(flags.trace)
         except ValueError as error:
             raise ValueError(str(error).replace("trace_file_path=", "--trace ").removesuffix(".")) from None
+    if flags.compare and flags.device == "xla":
+        raise ValueError("--compare measures one process on the CPU or on CUDA, not on XLA: leave it out")
 
 
 def check_saves(flags: argparse.Namespace) -> None:

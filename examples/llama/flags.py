@@ -205,6 +205,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE.json",
         help="write a Chrome trace of each step, for `python -m nxdpp timeline FILE.json` and Perfetto [no]",
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="at the end measure steps of the unwrapped model on one process, which must have memory for it [no]",
+    )
     return parser
 
 

@@ -10,10 +10,11 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from numbers_of_ranks import numbers_of_all_ranks
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from nxdpp import NxDPPModel, parallel_state
 from nxdpp.devices.kinds import device_of
@@ -90,13 +91,16 @@ class TrainingReport:
         self._console = console
         self._steps = steps
         self._shown = dist.get_rank() == 0
+        # In a narrow terminal the bar gives way, and no number.
+        whole = Column(no_wrap=True)
         self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("step", table_column=whole.copy()),
+            MofNCompleteColumn(table_column=whole.copy()),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TimeRemainingColumn(table_column=whole.copy()),
+            TextColumn("{task.description}", table_column=whole.copy()),
             console=console,
+            expand=True,
             disable=not (self._shown and console.is_terminal),
         )
         self._done = len(earlier)
@@ -147,8 +151,10 @@ class TrainingReport:
         """Loss, tokens per second and seconds of compilation up to ``step``, float64 of shape ``(step, 3)``."""
         return self._history[:step]
 
-    def step_done(self, step: int, loss: float, tokens: int, busy_share: float) -> None:
+    def step_done(self, step: int, loss: float, tokens: int, busy_share: float, interrupted: bool = False) -> bool:
         """Report step ``step``, which had ``tokens`` tokens on all ranks; collective over all ranks.
+
+        Returns whether any rank is ``interrupted``, the same on all.
 
         ``busy_share`` is the share of the step, 0 to 1, in which this rank computed. Time in which a device compiled
         graphs is shown apart, and does not count in the tokens per second: of all ranks the one with the least other
@@ -156,15 +162,22 @@ class TrainingReport:
         """
         end, compiled = time.perf_counter(), self._device.compiled()
         seconds, graphs = compiled.seconds - self._compiled.seconds, compiled.graphs - self._compiled.graphs
-        every = _from_all_ranks([busy_share, end - self._last_end - seconds, seconds, graphs])
+        every = numbers_of_all_ranks([busy_share, end - self._last_end - seconds, seconds, graphs, float(interrupted)])
         shares = _stage_means(every[:, 0])
         tokens_per_second = tokens / every[:, 1].min().item()
-        seconds, graphs = every[every[:, 2].argmax(), 2:].tolist()
+        seconds, graphs = every[every[:, 2].argmax(), 2:4].tolist()
         self._last_end, self._compiled = end, compiled
         self._history[step - 1] = torch.tensor([loss, tokens_per_second, seconds], dtype=torch.float64)
         self._done = step
-        if self._metrics is None:
-            return
+        if self._metrics is not None:
+            self._show(step, loss, tokens_per_second, shares, seconds, graphs)
+        return bool(every[:, 4].any())
+
+    def _show(
+        self, step: int, loss: float, tokens_per_second: float, shares: list[float], seconds: float, graphs: float
+    ) -> None:
+        """Write the line of a step, and show it; rank 0 calls it."""
+        assert self._metrics is not None
         self._metrics.write(_line(step, loss, tokens_per_second, seconds))
         line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {_range(shares)}"
         self._bar.update(self._task, completed=step, description=line)
@@ -207,15 +220,6 @@ def _spans(layers: list[str]) -> str:
     lasts = [number for number in numbers if number + 1 not in numbers]
     runs = [f"{first}-{last}" if last > first else f"{first}" for first, last in zip(firsts, lasts, strict=True)]
     return f"{stem}.{', '.join(runs)}"
-
-
-def _from_all_ranks(numbers: list[float]) -> torch.Tensor:
-    """The numbers of each rank, float64 of shape ``(ranks, numbers)``; collective over all ranks."""
-    # In host memory for gloo, which takes no tensor of a device.
-    own = torch.tensor(numbers, dtype=torch.float64, device=parallel_state.get_device_mesh().device_type)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own)
-    return torch.stack(every).cpu()
 
 
 def _stage_means(busy_shares: torch.Tensor) -> list[float]:

@@ -150,6 +150,19 @@ def go_on_or_end(settings: Settings, error: OSError, console: Console) -> None:
     console.print(f"no checkpoint: {error}", highlight=False, soft_wrap=True)
 
 
+def lines_of_interrupt(settings: Settings, step: int) -> tuple[str, str]:
+    """Two lines on a training that was interrupted after ``step``, 0 for none; not collective."""
+    when = f"after step {step}" if step else "before step 1"
+    tags = directory.tags(settings.checkpoint_dir)
+    if tags:
+        remedy = f"checkpoint: {settings.checkpoint_dir / tags[0]}; the same flags with --resume auto go on"
+    elif settings.checkpoint_every:
+        remedy = "no checkpoint: no step was done"
+    else:
+        remedy = "no checkpoint: --checkpoint-every N writes some, and --resume auto goes on from them"
+    return f"interrupted {when} of {settings.steps}", remedy
+
+
 def _content(folder: Path) -> dict[str, Any]:
     """Return the statements of the training about the checkpoint in ``folder``, without its metrics.
 

@@ -64,6 +64,7 @@ class Settings:
     sequence_parallel: bool
     zero1: bool
     trace: Path | None
+    compare: bool
 
     @cached_property
     def config(self) -> "LlamaConfig":

@@ -12,20 +12,26 @@ lines that make a pipeline of a Hugging Face model. This file checks the flags b
 import sys
 from collections.abc import Sequence
 
+from ctrl_c import CtrlC
 from settings import read_settings, refuse
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run with command-line ``arguments``; wrong ones end the process with status 2."""
-    try:
-        settings = read_settings(arguments)
-        # The import of torch takes seconds.
-        from training import prepare, train
+    """Run with command-line ``arguments``; wrong ones end the process with status 2, Ctrl-C ends it with 130."""
+    ctrl_c = CtrlC()
+    with ctrl_c.heard():
+        try:
+            settings = read_settings(arguments)
+            # The import of torch takes seconds.
+            from training import prepare, run
 
-        prepare(settings)
-    except ValueError as error:
-        refuse(error)
-    train(settings)
+            prepare(settings)
+        except ValueError as error:
+            refuse(error)
+        ctrl_c.defer()
+        status = run(settings, ctrl_c)
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,21 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import transformers
+from ctrl_c import STATUS, CtrlC, Interrupted
+from figures import RankFigures, StepFigures, print_figures
+from numbers_of_ranks import numbers_of_all_ranks
+from one_process import measure_one_process
 from report import NO_METRICS, TrainingReport, holds_a_run, print_stage_table, settle_metrics
-from resuming import check_resume, checkpoint_to_resume, finish, go_on_or_end, is_due, resume, save
+from resuming import (
+    check_resume,
+    checkpoint_to_resume,
+    finish,
+    go_on_or_end,
+    is_due,
+    lines_of_interrupt,
+    resume,
+    save,
+)
 from rich.console import Console
 from sample import print_sample
 from settings import Settings, refuse
@@ -41,9 +54,40 @@ def prepare(settings: Settings) -> None:
     check_resume(settings)
 
 
-def train(settings: Settings) -> None:
-    """Train, save and sample; collective over all ranks."""
+def run(settings: Settings, ctrl_c: CtrlC) -> int:
+    """Train, save, sample and compare; collective over all ranks. Returns the exit status."""
     start(settings)
+    console = Console(quiet=dist.get_rank() != 0)
+    device, replicas = parallel_state.local_device(), parallel_state.get_data_parallel_size()
+    figures: list[RankFigures] = []
+    lines: tuple[str, ...] = ()
+    try:
+        figures = train(settings, console, ctrl_c)
+    except Interrupted as interrupted:
+        lines = interrupted.lines
+    # nxdpp: the end of the ranks' work together; what follows is rank 0's alone.
+    parallel_state.destroy_model_parallel()
+    if lines:
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
+        return STATUS
+    if not console.quiet:
+        ctrl_c.lines = (f"interrupted after step {settings.steps} of {settings.steps}", saved(settings))
+        ctrl_c.end_deferral()
+        print_sample(console, settings)
+        one_process = None
+        if settings.compare:
+            one_process = measure_one_process(settings, device, replicas * settings.num_microbatches)
+        if figures:
+            print_figures(console, settings, figures, one_process)
+    return 0
+
+
+def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigures]:
+    """Train and save, and return the figures of each rank; collective over all ranks.
+
+    Raises ``Interrupted`` on all ranks after a Ctrl-C.
+    """
     torch.manual_seed(settings.seed)
     # nxdpp: wrap the model; each rank keeps its own layers.
     model = NxDPPModel(
@@ -72,7 +116,6 @@ def train(settings: Settings) -> None:
     optimizer = make_optimizer(model, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
 
-    console = Console(quiet=dist.get_rank() != 0)
     if dist.get_rank() == 0:
         settle_metrics(settings.output)
     # nxdpp: go on from a checkpoint of any layout of ranks.
@@ -82,8 +125,12 @@ def train(settings: Settings) -> None:
         said = f"{settings.output} holds an earlier run, which stays until this one saves, and is then replaced"
         console.print(said, highlight=False, soft_wrap=True)
     print_stage_table(console, model)
+    loss_before = held_out_loss(model, settings, ctrl_c)
+    if loss_before is None:
+        raise Interrupted(lines_of_interrupt(settings, done))
     when = f"after step {done}" if done else "before training"
-    console.print(f"held-out loss {when}: {held_out_loss(model, settings):.3f}", highlight=False)
+    console.print(f"held-out loss {when}: {loss_before:.3f}", highlight=False)
+    figures = StepFigures(model)
     with TrainingReport(console, settings.output, settings.steps, earlier) as report:
         for step, ids in enumerate(training_batches(settings, done), done + 1):
             loss = loss_with_gradients(model, ids, settings, console).item()
@@ -95,20 +142,33 @@ def train(settings: Settings) -> None:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            report.step_done(step, loss, settings.batch_size * settings.seq_length, model.last_busy_share)
-            if is_due(settings, step):
+            tokens = settings.batch_size * settings.seq_length
+            # The ranks hear of a Ctrl-C at different times, and end after the same step.
+            ends = report.step_done(step, loss, tokens, model.last_busy_share, ctrl_c.requested)
+            figures.step_done()
+            if is_due(settings, step) or (ends and settings.checkpoint_every):
                 # nxdpp: each rank writes its own part of weights and optimizer.
                 save(settings, step, model, optimizer, schedule, report.metrics(step), console)
+            if ends and step < settings.steps:
+                finish(settings, console)
+                raise Interrupted(lines_of_interrupt(settings, step))
         finish(settings, console)
-    console.print(f"held-out loss after training: {held_out_loss(model, settings):.3f}", highlight=False)
+    loss_after = held_out_loss(model, settings, ctrl_c)
+    if loss_after is not None:
+        console.print(f"held-out loss after training: {loss_after:.3f}", highlight=False)
 
     # nxdpp: save a Hugging Face checkpoint; each rank writes its own layers.
     with report.saving():
         save_pretrained(model, settings.output)
-    console.print(f"checkpoint and metrics.jsonl are in {settings.output}", highlight=False)
-    if dist.get_rank() == 0:
-        print_sample(console, settings)
-    parallel_state.destroy_model_parallel()
+    if loss_after is None:
+        raise Interrupted((f"interrupted after step {settings.steps} of {settings.steps}", saved(settings)))
+    console.print(saved(settings), highlight=False, soft_wrap=True)
+    return figures.of_all_ranks()
+
+
+def saved(settings: Settings) -> str:
+    """A line that names the files of a whole run."""
+    return f"checkpoint and metrics.jsonl are in {settings.output}"
 
 
 def start(settings: Settings) -> None:
@@ -186,12 +246,14 @@ def training_batches(settings: Settings, done: int) -> DataLoader[torch.Tensor]:
     return DataLoader(windows, batch_size=settings.batch_size // replicas, sampler=sampler, generator=generator)
 
 
-def held_out_loss(model: NxDPPModel, settings: Settings) -> float:
-    """Mean loss on the held-out text; collective over all ranks."""
+def held_out_loss(model: NxDPPModel, settings: Settings, ctrl_c: CtrlC) -> float | None:
+    """Mean loss on the held-out text; ``None`` after a Ctrl-C. Collective over all ranks."""
     count = max(1, HELD_OUT_SEQUENCES // settings.batch_size)
     losses: list[float] = []
     model.eval()
     for batch in held_out_batches(settings.corpus.held_out, settings.batch_size, settings.seq_length, count):
+        if numbers_of_all_ranks([float(ctrl_c.requested)]).any():
+            return None
         ids = local_part(batch)
         with autocast(settings):
             losses.append(model.run_eval(input_ids=ids, labels=ids).item())

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +142,32 @@ def test_metrics_of_a_checkpoint_without_compile_seconds(tmp_path: Path) -> None
 
     with TrainingReport(Console(quiet=True), tmp_path, 2, torch.ones(1, 2, dtype=torch.float64)) as report:
         assert report.metrics(1).tolist() == [[1.0, 1.0, 0.0]]
+
+
+def test_no_digit_is_lost_with_eight_ranks_at_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress bar of a long run, and the table of the stages of a large model."""
+    import report
+
+    written = io.StringIO()
+    console = Console(file=written, width=80, force_terminal=True, color_system=None)
+    shares = [0.611 + 0.027 * rank for rank in range(8)]
+    monkeypatch.setattr(report, "numbers_of_all_ranks", lambda _: torch.tensor([[0, 1, 0, 0, 0]] * 8))
+    monkeypatch.setattr(report, "_stage_means", lambda _: shares)
+    with report.TrainingReport(console, tmp_path, 100_000) as running:
+        running.step_done(99_999, 12.3456, 1_234_567, 0.5)
+    bar = next(line for line in reversed(written.getvalue().splitlines()) if "99999/100000" in line)
+    assert bar.rstrip().endswith("loss 12.346  1,234,567 tokens/s  busy 61-80%")
+    rows = [("15, 16", 0, "model.layers.120-122, 123-126", 405_853_388_800, 1_623_413_555_200)] * 8
+    monkeypatch.setattr(report, "from_all_ranks", lambda _: rows)
+    model: Any = SimpleNamespace(local_named_parameters=list, local_stages=[15, 16], stage_layers=[])
+    report.print_stage_table(console, model)
+    lines = written.getvalue().splitlines()
+    assert sum("405,853,388,800" in line and "1.6 TB" in line for line in lines) == 8
+    assert not any("…" in line for line in lines)
+
+
+def test_layers_of_several_stages() -> None:
+    from report import _spans
+
+    assert _spans([f"model.layers.{number}" for number in (2, 3, 6)]) == "model.layers.2-3, 6"
+    assert (_spans([]), _spans(["layers.0"])) == ("none", "layers.0")

@@ -1,7 +1,10 @@
 """The flags of the main job: each mistake is one sentence, found before any work."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,16 +172,33 @@ def test_config_that_is_not_an_object(tmp_path: Path, content: str, sentence: st
     assert sentence in _refusal("--config", str(file))
 
 
+def test_wrong_flags_are_answered_without_torch() -> None:
+    """Its import takes seconds; so does that of transformers."""
+    folder = Path(__file__).parents[2] / "examples" / "llama"
+    without = "import sys; sys.modules.update(torch=None, transformers=None, rich=None); import train; train.main"
+    arguments = ["--schedule", "zb-v", "--virtual-pipeline-size", "3"]
+    finished = subprocess.run(
+        [sys.executable, "-c", f"{without}({arguments})"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])},
+    )
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert re.fullmatch(r"train.py: --schedule zb-v with .* not 3\n", finished.stderr)
+
+
 def test_schedules_partitions_and_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each is checked with the numbers of ranks, microbatches and layers, before torch is imported."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     settings = read_settings([])
     assert (settings.schedule, settings.virtual_pipeline_size, settings.partition) == (None, 1, "even")
-    assert settings.trace is None
-    given = "--schedule interleaved --virtual-pipeline-size 2 --partition balanced --trace t.json"
+    assert (settings.trace, settings.compare) == (None, False)
+    given = "--schedule interleaved --virtual-pipeline-size 2 --partition balanced --trace t.json --compare"
     settings = read_settings(given.split())
     assert (settings.schedule, settings.virtual_pipeline_size, settings.partition) == ("interleaved", 2, "balanced")
-    assert settings.trace == Path("t.json")
+    assert (settings.trace, settings.compare) == (Path("t.json"), True)
 
     assert "there is no schedule '2f2b'. Choose one of gpipe, 1f1b" in _refusal("--schedule", "2f2b")
     sentence = (
@@ -201,6 +221,7 @@ def test_schedules_partitions_and_figures(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "argument --partition: invalid choice: 'odd'" in _refusal("--partition", "odd")
     assert f"--trace '{tmp_path}' is a folder" in _refusal("--trace", str(tmp_path))
     assert "t.json': there is no folder " in _refusal("--trace", str(tmp_path / "nothing" / "t.json"))
+    assert "--compare measures one process on the CPU or on CUDA" in _refusal("--compare", "--device", "xla")
 
 
 def test_only_rank_0_creates_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

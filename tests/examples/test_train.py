@@ -71,7 +71,7 @@ def unwrapped() -> tuple[list[float], dict[str, torch.Tensor]]:
 def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Folder and output of the job on one process."""
     folder = tmp_path_factory.mktemp("job") / "run"
-    return folder, _job(folder, 1)
+    return folder, _job(folder, 1, "--compare")
 
 
 def _unwrapped_training(model: LlamaForCausalLM) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -138,6 +138,8 @@ def test_pipeline_trains_exactly_like_the_unwrapped_model(
     assert after == pytest.approx(_held_out_loss(folder), abs=1e-3)
     assert after < before == pytest.approx(5.55, abs=0.1)
     sample = printed[0].partition("a sample from the checkpoint")[2]
+    assert re.search(r"\nstep +[0-9.,]+ ms  median.*\nrun_train +[0-9.,]+ ms  ", sample)
+    assert ("\nideal  " in sample, "\none process  " in sample) == (stages == 2, stages == 1)
     assert re.search(r"\nprompt, from held-out text:\n.+\ncontinuation:\n.", sample, re.DOTALL)
 
 
