@@ -43,8 +43,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
     ``num_microbatches`` splits them further.
 
     Args:
-        model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_metrics,
-            callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as those of ``Trainer``.
+        model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init: as those of ``Trainer``.
+        compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: likewise.
         compute_loss_func: refused: the last stage computes the model's own loss.
         pipeline_parallel_size: stages' ranks of a pipeline. By default all ranks, or as many as
             ``parallel_state.initialize_model_parallel`` was called with.

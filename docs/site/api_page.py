@@ -37,6 +37,8 @@ def api_page() -> tuple[str, bool]:
         text = (folder / "made/api.md").read_text()
     title, text = text.split("\n", 1)
     text = _fences_with_language(_short_headings(text)).strip()
+    # Sphinx makes the commas between two exceptions bold too.
+    text = text.replace("****,** ", "**, ")
     return f"{title}\n{_INTRODUCTION}\n{_contents(text)}\n{text}\n", is_good
 
 

@@ -33,8 +33,9 @@ def _without_signature(app: Sphinx, what: str, *_: Any) -> tuple[str, None] | No
 
 def _skip_foreign(app: Sphinx, what: str, name: str, found: Any, skip: bool, options: Any) -> bool | None:
     """Leave out members that a class inherits from another library: their pages are there."""
-    owner = getattr(getattr(found, "fget", found), "__module__", None) or ""
-    return True if owner.partition(".")[0] == "torch" else None
+    function = getattr(found, "fget", None) or getattr(found, "func", None) or found
+    owner = getattr(function, "__module__", None) or "nxdpp"
+    return True if owner.partition(".")[0] != "nxdpp" else None
 
 
 def _add_signature(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:

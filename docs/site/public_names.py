@@ -35,6 +35,7 @@ _GROUPS = {
 _MODULES = {
     "Process groups": "nxdpp.parallel_state",
     "Optimizers": "nxdpp.optimizer",
+    "transformers' Trainer": "nxdpp.integrations",
 }
 
 

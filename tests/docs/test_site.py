@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nxdpp
-from nxdpp import optimizer, parallel_state
+from nxdpp import integrations, optimizer, parallel_state
 from tests.docs.pages import ROOT, anchors
 
 pytestmark = pytest.mark.one_python
@@ -38,6 +38,7 @@ def test_each_public_name_has_a_text_and_a_link() -> None:
     names = [f"nxdpp.{name}" for name in vars(nxdpp)["__all__"] if callable(getattr(nxdpp, name))]
     names += [f"nxdpp.parallel_state.{name}" for name in parallel_state.__all__]
     names += [f"nxdpp.optimizer.{name}" for name in optimizer.__all__]
+    names += [f"nxdpp.integrations.{name}" for name in integrations.__all__]
     page = PAGE.read_text()
     for name in names:
         section = re.search(rf"^### (?:\*class\* )?{re.escape(name)}(?:\(\))?\n(.*?)(?=^##|\Z)", page, re.M | re.S)
