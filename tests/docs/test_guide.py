@@ -37,7 +37,7 @@ class _Copied(io.StringIO):
 def run_page(rank: int, page: Path, folder: Path) -> str:
     """Run the script of ``page`` in ``folder`` as a program; return what this rank prints."""
     os.chdir(folder)
-    file = str(folder / f"{page.stem}.py")
+    file = str(folder / "train.py")
     sys.argv = [file]
     printed = _Copied()
     try:
@@ -56,7 +56,7 @@ def _lines(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_code_of_a_page_runs_and_prints_its_text(page: Path, tmp_path: Path) -> None:
-    (tmp_path / f"{page.stem}.py").write_text(script(page), encoding="utf-8")
+    (tmp_path / "train.py").write_text(script(page), encoding="utf-8")
     printed = run_ranks(number_of_ranks(page), run_page, page, tmp_path)
     for rank, text in printed_text(page).items():
         assert _lines(printed[rank]) == _lines(text), f"{page.relative_to(ROOT)}: rank {rank} prints\n{printed[rank]}"
