@@ -22,7 +22,7 @@ from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import Axis, number
 from nxdpp.schedules.view.output import add_flags, check_flags, console, write_svg
-from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_table, rank_table
+from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_table, rank_tables
 from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
 
@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> None:
     out = console(options.width)
     out.print(title)
     out.print(draw(timeline, out.width, axis=axis))
-    out.print(rank_table(timeline))
+    for table in rank_tables(timeline, out.width):
+        out.print(table)
     out.print(f"makespan {number(timeline.makespan)}, bubble {100 * timeline.mean_bubble:.1f} % on average")
     if rules is not None:
         out.print(transport_text(rules))

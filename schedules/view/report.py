@@ -9,6 +9,7 @@ from nxdpp.schedules.families.family import Family
 from nxdpp.schedules.families.registry import FAMILIES
 from nxdpp.schedules.simulate import Span, Timeline, simulate
 from nxdpp.schedules.view.axis import number
+from nxdpp.schedules.view.tables import figures_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,14 +37,14 @@ class Shares:
     def axis_legend(self, schedule: Schedule) -> str:
         """Return the unit of the time axis in words."""
         part = _part(schedule)
-        text = f"time: a rank's forward takes {number(self.forward)}"
+        text = f"time: a rank's forward takes {self.forward:.12g}"
         return text if part == 1 else f"{text}, a chunk's {number(self.forward * part)}"
 
     def text(self) -> str:
         """Return the times as text."""
         return (
-            f"a rank's forward {self.forward:g}, input-gradient {self.input_gradient:g}, weight-gradient "
-            f"{self.weight_gradient:g}, transfer {self.transfer:g}"
+            f"a rank's forward {self.forward:.12g}, input-gradient {self.input_gradient:.12g}, weight-gradient "
+            f"{self.weight_gradient:.12g}, transfer {self.transfer:.12g}"
         )
 
 
@@ -72,25 +73,13 @@ def compare(ranks: int, microbatches: int, chunks: int | None, shares: Shares) -
     return rows
 
 
-def rank_table(timeline: Timeline) -> "Table":
-    """The stages, bubble and peak of each rank."""
+def rank_tables(timeline: Timeline, width: int) -> "list[Table]":
+    """The stages, bubble and peak of each rank, ``width`` columns wide at most."""
     rows = [
         [str(rank), stages_of(spans), f"{100 * timeline.bubbles[rank]:.1f} %", f"{timeline.peaks[rank]:g}"]
         for rank, spans in enumerate(timeline.spans)
     ]
-    return figures_table(("rank", "stages", "bubble", "peak of microbatches in flight"), rows)
-
-
-def figures_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> "Table":
-    """A table whose columns are aligned to the right."""
-    from rich.table import Table
-
-    table = Table(caption=caption)
-    for name in columns:
-        table.add_column(name, justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return figures_tables(("rank", "stages", "bubble", "peak of microbatches in flight"), rows, width)
 
 
 def stages_of(spans: Sequence[Span]) -> str:

@@ -15,7 +15,8 @@ from nxdpp.schedules.simulate import Timeline, simulate
 from nxdpp.schedules.view.axis import Axis
 from nxdpp.schedules.view.output import add_flags, check_flags, console, write_svg
 from nxdpp.schedules.view.recorded import RecordedStep, RecordedTimeline
-from nxdpp.schedules.view.report import figures_table, stages_of
+from nxdpp.schedules.view.report import stages_of
+from nxdpp.schedules.view.tables import figures_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,15 +56,15 @@ def run(options: argparse.Namespace) -> None:
     out.print(draw(real, out.width, axis=_AXIS))
     out.print(f"simulated: {_figures(ideal)}")
     out.print(draw(ideal, out.width, axis=_AXIS, like=real))
-    out.print(_ranks(step, real, ideal))
-    out.print(_stages(times, step))
+    for table in (*_ranks(step, real, ideal, out.width), *_stages(times, step, out.width)):
+        out.print(table)
     lost = real.makespan - ideal.makespan
     share = f", {_percent(lost / real.makespan)} of the step" if real.makespan else ""
     figures = " - ".join(_milliseconds(timeline.makespan) for timeline in (real, ideal))
     out.print(f"lost: {figures} = {_milliseconds(lost)} ms{share}")
 
 
-def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline) -> "Table":
+def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline, width: int) -> "list[Table]":
     """The time of each rank by activity."""
     rows = []
     for rank, spans in enumerate(real.spans):
@@ -72,11 +73,13 @@ def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline) -> "Table":
         times = (computed, simulated, waited, started, real.makespan - computed - waited - started)
         bubbles = (_percent(real.bubbles[rank]), _percent(ideal.bubbles[rank]))
         rows.append([str(rank), stages_of(spans), *bubbles, *map(_milliseconds, times)])
-    columns = ("rank", "stages", "bubble", "sim.", "computed", "sim.", "waited", "sends", "other")
-    return figures_table(columns, rows, "sim.: simulated; sends: calls that start transfers; other: the rest")
+    columns = (
+        "rank", "stages", "bubble", "sim. bubble", "computed", "sim. computed", "waited", "sends", "other",
+    )  # fmt: skip
+    return figures_tables(columns, rows, width, "sim.: simulated; sends: calls that start transfers; other: the rest")
 
 
-def _stages(times: Times, step: RecordedStep) -> "Table":
+def _stages(times: Times, step: RecordedStep, width: int) -> "list[Table]":
     """The times of each stage in the simulation."""
     kinds = {action.kind.value for actions in step.schedule for action in actions}
     backwards = "/".join(name for kind, name in (("B", "backward"), ("I", "input-gradient")) if kind in kinds)
@@ -88,7 +91,7 @@ def _stages(times: Times, step: RecordedStep) -> "Table":
     }
     columns.pop("", None)
     rows = [[str(stage), *map(_milliseconds, each)] for stage, each in enumerate(zip(*columns.values(), strict=True))]
-    return figures_table(("stage", *columns), rows, "medians of the step, used in the simulation")
+    return figures_tables(("stage", *columns), rows, width, "medians of the step, used in the simulation")
 
 
 def _figures(timeline: Timeline) -> str:
@@ -102,4 +105,5 @@ def _milliseconds(time: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    # No -0.0 for a time that is off in its last digits.
+    return f"{round(100 * share, 1) + 0.0:.1f} %"
