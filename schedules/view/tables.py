@@ -73,6 +73,5 @@ def _table(
     for name, width in zip(columns, widths, strict=True):
         table.add_column(name, justify="right", overflow="fold", width=width)
     for row in rows:
-        # No break within "12.5 %".
-        table.add_row(*(cell.replace(" %", "\N{NO-BREAK SPACE}%") for cell in row))
+        table.add_row(*row)
     return table

@@ -74,9 +74,14 @@ def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline, width: int) -> "
         bubbles = (_percent(real.bubbles[rank]), _percent(ideal.bubbles[rank]))
         rows.append([str(rank), stages_of(spans), *bubbles, *map(_milliseconds, times)])
     columns = (
-        "rank", "stages", "bubble", "sim. bubble", "computed", "sim. computed", "waited", "sends", "other",
+        "rank", "stages", "bubble", "sim. bubble", "computed", "sim. time", "waited", "sends", "other",
     )  # fmt: skip
-    return figures_tables(columns, rows, width, "sim.: simulated; sends: calls that start transfers; other: the rest")
+    return figures_tables(
+        columns,
+        rows,
+        width,
+        "sim.: simulated, sim. time: computed there; sends: calls that start transfers; other: the rest",
+    )
 
 
 def _stages(times: Times, step: RecordedStep, width: int) -> "list[Table]":
