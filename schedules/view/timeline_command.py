@@ -76,12 +76,8 @@ def _ranks(step: RecordedStep, real: Timeline, ideal: Timeline, width: int) -> "
     columns = (
         "rank", "stages", "bubble", "sim. bubble", "computed", "sim. time", "waited", "sends", "other",
     )  # fmt: skip
-    return figures_tables(
-        columns,
-        rows,
-        width,
-        "sim.: simulated, sim. time: computed there; sends: calls that start transfers; other: the rest",
-    )
+    caption = "sim.: simulated; sends: calls that start transfers; other: the rest"
+    return figures_tables(columns, rows, width, caption)
 
 
 def _stages(times: Times, step: RecordedStep, width: int) -> "list[Table]":

@@ -48,7 +48,7 @@ def test_a_wide_table_has_a_frame_and_a_narrow_one_is_divided() -> None:
     assert shown == [
         ["rank", "stages", "bubble", "bubble", "computed"],
         ["0", "0,", "8", "12.5", "%", "11.0", "%", "1000000"],
-        ["rank", "time", "waited", "sends"],
+        ["rank", "sim.", "time", "waited", "sends"],
         ["0", "1000000", "2000000", "3000000"],
         ["rank", "other"],
         ["0", "4000000"],
