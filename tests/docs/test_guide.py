@@ -45,7 +45,7 @@ def run_page(rank: int, page: Path, folder: Path) -> str:
             runpy.run_path(file, run_name="__main__")
     except BaseException as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f"{page.relative_to(ROOT)}:{lines[-1] if lines else getattr(error, 'lineno', 1)}"
+        place = f"{os.path.relpath(page, ROOT)}:{lines[-1] if lines else getattr(error, 'lineno', 1)}"
         raise AssertionError(f"{place}: {type(error).__name__}: {error}") from error
     return printed.getvalue()
 
