@@ -156,6 +156,7 @@ def test_colours_only_on_a_terminal() -> None:
     assert "\x1b" not in _run("zb-h1", *SIZE).stdout
 
 
+@pytest.mark.one_python
 def test_a_pipe_has_80_columns_and_width_sets_others() -> None:
     for arguments, columns in (([], 80), (["--width", "60"], 60), (["--width", "107"], 107)):
         longest = max(map(len, _run("1f1b", *SIZE, *arguments).stdout.splitlines()))
@@ -247,6 +248,7 @@ def test_sizes_that_would_take_minutes_are_refused(more: list[str], capsys: pyte
     assert "forwards to simulate, and the limit is 262,144" in capsys.readouterr().err
 
 
+@pytest.mark.one_python
 def test_long_checks_of_a_transport_are_refused_or_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "40000", "--transport", "gloo"]) == 2
     assert "--transport checks 65,536 forwards at most, and the schedule has 80,000" in capsys.readouterr().err

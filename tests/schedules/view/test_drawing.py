@@ -53,6 +53,7 @@ def test_more_than_two_chunks_have_letters_of_their_own() -> None:
     assert lines[4].startswith("rank 0  F0a F1a F0b F1b F0c F1c .   .   B0c---- .   B1c----")
 
 
+@pytest.mark.one_python
 @given(
     name=st.sampled_from(list(FAMILIES)),
     ranks=st.integers(1, 16),
@@ -81,6 +82,33 @@ def test_every_width_shows_every_action_once_and_no_line_is_broken(
         assert shown == [labels.label(span.action) for span in spans]
     assert "too short" not in "".join(lines)
     assert "letter alone" not in "".join(lines)
+
+
+@pytest.mark.one_python
+@given(
+    name=st.sampled_from(["1f1b", "zb-v", "interleaved"]),
+    ranks=st.integers(1, 6),
+    microbatches=st.integers(1, 12),
+    times=st.lists(st.floats(0, 1000, allow_subnormal=False), min_size=36, max_size=36),
+    width=st.integers(40, 120),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_times_show_or_count_every_action(
+    name: str, ranks: int, microbatches: int, times: list[float], width: int
+) -> None:
+    schedule = FAMILIES[name].build(ranks, microbatches)
+    stages = 1 + max(action.stage for actions in schedule for action in actions)
+    timeline = simulate(schedule, times[:stages], times[12 : 12 + stages], times[24 : 24 + stages], times[0] / 10)
+
+    lines = _lines(timeline, width)
+
+    assert max(map(len, lines)) <= width
+    rows = "".join(_rows(lines, ranks))
+    whole = set(re.findall(r"[FBIWfbiw]\d+", rows))
+    assert whole <= {Labels(timeline.spans).label(span.action) for spans in timeline.spans for span in spans}
+    counted = re.search(r"too short to draw: ([^a-z]+)", "\n".join(lines))
+    missing = sum(map(int, re.findall(r"\d+", counted[1]))) if counted else 0
+    assert len(re.findall("[FBIWfbiw]", rows)) + missing == sum(map(len, timeline.spans))
 
 
 def test_actions_are_below_the_ticks_of_their_times() -> None:

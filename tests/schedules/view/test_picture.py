@@ -36,6 +36,7 @@ def _actions(picture: Element) -> list[Element]:
     return [e for e in picture.iter(f"{SVG}g") if e.get("class") == "action" and e.find(f"{SVG}title") is not None]
 
 
+@pytest.mark.one_python
 @given(
     name=st.sampled_from(list(FAMILIES)),
     ranks=st.integers(1, 16),

@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -22,6 +23,7 @@ def _lines(columns: tuple[str, ...], rows: list[tuple[str, ...]], width: int) ->
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]  # a StringIO
 
 
+@pytest.mark.one_python
 @settings(deadline=None, max_examples=40)
 @given(rows=ROWS, width=st.integers(40, 120))
 def test_no_number_and_no_heading_is_cut_or_broken(rows: list[tuple[str, ...]], width: int) -> None:
