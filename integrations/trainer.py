@@ -103,8 +103,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         }
         self._window: list[Any] = []
         self._losses: deque[torch.Tensor] = deque()
-        if model is not None:
-            self._wrap(model)
+        self._is_checked = False
         super().__init__(
             model,
             args,
@@ -120,7 +119,6 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
         )
-        checks.check_split(self._parts, self.model, self.model_accepts_loss_kwargs)
         if self.is_world_process_zero():
             checks.warn_of_idle_ranks(self._parts * args.gradient_accumulation_steps)
 
@@ -143,7 +141,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
     def call_model_init(self, trial: Any = None) -> Any:
         """Return a new model of ``model_init``, after it is cut."""
         model = super().call_model_init(trial)
-        self._wrap(model)
+        if self._is_checked:
+            self._wrap(model)
         return model
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -232,8 +231,17 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.pipelined
 
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        checks.check_split(self._parts, self.model, self.model_accepts_loss_kwargs)
+        # From here on nothing is refused any more: the parameters of other stages can be freed.
+        self._is_checked = True
+        self._wrap(self.model)
+        self._move_model_to_device(self.model, self.args.device)
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        self.pipelined.move_model_to_device(device)
+        if self._is_checked:
+            self.pipelined.move_model_to_device(device)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

@@ -16,7 +16,7 @@ from tests.support.run_ranks import run_ranks
 pytestmark = pytest.mark.one_python
 TOLERANCE = 1e-6
 # Times, and figures made of them.
-_TIMES = ("runtime", "per_second")
+TIMES = ("runtime", "per_second")
 
 Logs = list[dict[str, float]]
 
@@ -81,5 +81,5 @@ def assert_alike(ours: Logs, theirs: Logs) -> None:
     for own, other in zip(ours, theirs, strict=True):
         assert own.keys() == other.keys()
         for key, value in other.items():
-            if not any(time in key for time in _TIMES):
+            if not any(time in key for time in TIMES):
                 assert own[key] == pytest.approx(value, abs=TOLERANCE, rel=0), key
