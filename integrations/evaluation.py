@@ -6,6 +6,7 @@
     prediction_step     ▲         ▲         ▲     runs the window; for its other batches it returns the results
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer
 from transformers.trainer_pt_utils import nested_detach
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from nxdpp.integrations.pipelined_model import PipelinedModel
 from nxdpp.integrations.windows import Windows
@@ -34,6 +35,7 @@ class EvaluatingTrainer(Trainer):
     _windows: Windows | None = None
     _predictions: deque[Prediction]
     _takes_items: bool | None = None
+    _evaluated: int = 0
 
     def evaluation_loop(
         self,
@@ -49,11 +51,34 @@ class EvaluatingTrainer(Trainer):
         self.gather_function = lambda data: gathered(data, windows)
         try:
             of_windows = cast("DataLoader[Any]", windows)
-            return super().evaluation_loop(
+            output: EvalLoopOutput = super().evaluation_loop(
                 of_windows, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+            self._evaluated = output.num_samples or 0
+            return output
         finally:
             self._windows = None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as ``Trainer``, with the steps of an evaluation counted for each replica, not for each rank."""
+        self._correct_speed(logs)
+        super().log(logs, start_time)
+
+    def predict(
+        self, test_dataset: Dataset[Any], ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict as ``Trainer``; all ranks get all predictions."""
+        output: PredictionOutput = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._correct_speed(output.metrics or {})
+        return output
+
+    def _correct_speed(self, metrics: dict[str, float]) -> None:
+        rows = self.args.eval_batch_size * parallel_state.get_data_parallel_size()
+        for key in metrics:
+            prefix, found, _ = key.partition("_steps_per_second")
+            runtime = metrics.get(f"{prefix}_runtime", 0.0)
+            if found and prefix != "train" and runtime:
+                metrics[key] = round(math.ceil(self._evaluated / rows) / runtime, 3)
 
     def prediction_step(
         self,

@@ -10,7 +10,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -236,8 +236,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         checks.check_split(self._parts, self.model, self.model_accepts_loss_kwargs)
         # From here on nothing is refused any more: the parameters of other stages can be freed.
         self._is_checked = True
-        self._wrap(self.model)
-        self._move_model_to_device(self.model, self.args.device)
+        model = cast(nn.Module, self.model)
+        self._wrap(model)
+        self._move_model_to_device(model, self.args.device)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self._is_checked:

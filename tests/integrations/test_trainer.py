@@ -63,6 +63,14 @@ def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str
         assert_alike(runs[name].logs, expected)
 
 
+def test_the_speed_of_an_evaluation_counts_batches(two_replicas: list[Mapping[str, Run]]) -> None:
+    logs = two_replicas[0]["metrics"].logs
+    for evaluation in (each for each in logs if "eval_loss" in each):
+        batches = evaluation["eval_steps_per_second"] * evaluation["eval_runtime"]
+        # 8 rows are 2 batches of 2 on each replica.
+        assert batches == pytest.approx(2, rel=0.05)
+
+
 def test_rank_0_alone_prints(two_replicas: list[Mapping[str, Run]]) -> None:
     first, *others = two_replicas
     for name, run in first.items():
