@@ -13,6 +13,8 @@ from nxdpp.schedules.view.axis import Axis
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nxdpp.schedules.view.picture import Intervals
+
 # Columns of an output that is no terminal; the fewest of a drawing; pixels of a picture, and the fewest.
 _COLUMNS = 80
 _FEWEST_COLUMNS = 40
@@ -48,8 +50,14 @@ def check_flags(options: argparse.Namespace) -> None:
         raise ValueError(f"--svg-width {options.svg_width} must be {_FEWEST_PIXELS} or more.")
 
 
-def write_svg(options: argparse.Namespace, title: str, timelines: Mapping[str, Timeline], axis: Axis) -> None:
-    """Draw the timelines, by name, into the file of ``--svg``, if given.
+def write_svg(
+    options: argparse.Namespace,
+    title: str,
+    timelines: Mapping[str, Timeline],
+    axis: Axis,
+    marks: "Mapping[str, Mapping[str, Intervals]] | None" = None,
+) -> None:
+    """Draw the timelines, by name, into the file of ``--svg``, if given, with their waits and sends.
 
     Raises ``ValueError`` for a path that cannot be written.
     """
@@ -58,7 +66,7 @@ def write_svg(options: argparse.Namespace, title: str, timelines: Mapping[str, T
     if options.svg is None:
         return
     try:
-        options.svg.write_text(svg(title, timelines, axis, options.svg_width or _PIXELS), encoding="utf-8")
+        options.svg.write_text(svg(title, timelines, axis, options.svg_width or _PIXELS, marks), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--svg: {options.svg} cannot be written: {error.strerror}") from None
 

@@ -4,7 +4,7 @@ The picture has its own background and follows the dark mode of its reader. It h
 times of each action as a tooltip.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from nxdpp.schedules.actions import ActionKind
 from nxdpp.schedules.simulate import Timeline
@@ -18,9 +18,22 @@ _INDENT, _ROW, _GAP, _AXIS = 12, 24, 4, 30
 # From the top of a row or line to the line of its letters.
 _BASE = 16
 _BUBBLE, _PEAK = 68, 52
+# Height of a wait, and width of a send at least.
+_WAIT, _SEND = 6, 1.0
+
+_MARKS = {"wait": "wait for another rank", "send": "start of a send or receive"}
+
+# Start and end of waits or sends, for each rank.
+Intervals = Sequence[Sequence[tuple[float, float]]]
 
 
-def svg(title: str, timelines: Mapping[str, Timeline], axis: Axis, width: int) -> str:
+def svg(
+    title: str,
+    timelines: Mapping[str, Timeline],
+    axis: Axis,
+    width: int,
+    marks: Mapping[str, Mapping[str, Intervals]] | None = None,
+) -> str:
     """Return the text of an SVG file: in each block the timelines one above the other, over one axis.
 
     Args:
@@ -28,12 +41,21 @@ def svg(title: str, timelines: Mapping[str, Timeline], axis: Axis, width: int) -
         timelines: of the same stages, by name; the name of a single one may be empty.
         axis: unit of time.
         width: pixels of the picture, at least 480.
+        marks: by name of the timeline, its intervals of ``wait`` and of ``send``.
     """
-    return _Picture(title, timelines, axis, width).text()
+    return _Picture(title, timelines, axis, width, marks or {}).text()
 
 
 class _Picture:
-    def __init__(self, title: str, timelines: Mapping[str, Timeline], axis: Axis, width: int) -> None:
+    def __init__(
+        self,
+        title: str,
+        timelines: Mapping[str, Timeline],
+        axis: Axis,
+        width: int,
+        marks: Mapping[str, Mapping[str, Intervals]],
+    ) -> None:
+        self._marks = marks
         self._title, self._timelines, self._axis, self._width = title, timelines, axis, width
         ranks = [spans for timeline in timelines.values() for spans in timeline.spans]
         self._labels = Labels(ranks)
@@ -52,6 +74,9 @@ class _Picture:
         self._add_legend()
         for block in range(self._layout.blocks):
             self._add_block(block)
+        for name, marks in self._marks.items():
+            for kind, intervals in marks.items():
+                self._add_marks(name, kind, intervals)
         self._parts += self._actions()
         width, height = self._width, round(self._bottom + _INDENT)
         size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -98,7 +123,10 @@ class _Picture:
         spans = (span for timeline in self._timelines.values() for rank in timeline.spans for span in rank)
         if any(self._layout.label(span) is None for span in spans):
             texts.append("small boxes have no label")
-        for swatches, name in [*entries, ([("row", "")], "bubble"), *(([], text) for text in texts)]:
+        entries.append(([("row", "")], "bubble"))
+        kinds = {kind for marks in self._marks.values() for kind, found in marks.items() if any(found)}
+        entries += [([(kind, "")], _MARKS[kind]) for kind in _MARKS if kind in kinds]
+        for swatches, name in [*entries, *(([], text) for text in texts)]:
             widths = [max(14.0, width_of(label) + 8) for _, label in swatches]
             whole = sum(widths) + (6 if widths else 0) + width_of(name)
             if x > _INDENT and x + whole > self._right:
@@ -122,7 +150,7 @@ class _Picture:
         """Add names, rows and axis of a block."""
         end = self._bottom
         for name, timeline in self._timelines.items():
-            if block and timeline.makespan <= block * self._layout.time:
+            if block and not self._layout.reaches(timeline.makespan, block):
                 continue
             if name or not block:
                 self._add_names(name, first=block == 0)
@@ -164,6 +192,17 @@ class _Picture:
         self._parts.append(path("axis", strokes))
         self._parts.append(text_at(_INDENT, top + 18, self._axis.unit))
         self._bottom = top + _AXIS
+
+    def _add_marks(self, name: str, kind: str, intervals: Intervals) -> None:
+        """Add waits as thin bars and sends as narrow ones; actions are drawn over them."""
+        for rank, each in enumerate(intervals):
+            for part in (part for start, end in each for part in self._layout.parts(start, end)):
+                top = self._tops[part.block, name] + rank * (_ROW + _GAP)
+                x = self._left + part.x
+                if kind == "wait":
+                    self._parts.append(box(kind, x, top + (_ROW - _WAIT) / 2, part.width, _WAIT))
+                else:
+                    self._parts.append(box(kind, x, top + _ROW / 2, max(_SEND, part.width), _ROW / 2))
 
     def _actions(self) -> Iterator[str]:
         """Yield one element for each action: its tooltip, a box in each of its blocks, its label."""

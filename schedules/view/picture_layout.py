@@ -17,6 +17,9 @@ _WIDEST = 3
 # The same, and the share of actions without a label, in a picture that has one block in place of two.
 _TIGHT_PADDING = 2
 _UNLABELLED = 0.05
+# Sums of times such as 0.1 are off in the last digits: a block has no hairs of another one's actions, which are this
+# part of its time.
+_CLOSE = 1e-6
 # Numbers of blocks that are tried.
 _MORE_BLOCKS = 4
 
@@ -64,8 +67,7 @@ class Layout:
         """Return the parts of a row from ``start`` to ``end``: one in each block."""
         if self.blocks == 1:
             return [Part(0, start * self.scale, (end - start) * self.scale)]
-        # Sums of times such as 0.1 are off in the last digits: a block has no hairs of another one's actions.
-        close = self.time * 1e-6
+        close = self.time * _CLOSE
         first = min(self.blocks - 1, int((start + close) / self.time))
         found = []
         for block in range(first, self.blocks):
@@ -75,6 +77,10 @@ class Layout:
             left, right = max(start, begin), min(end, begin + self.time)
             found.append(Part(block, max(0.0, left - begin) * self.scale, max(0.0, right - left) * self.scale))
         return found
+
+    def reaches(self, end: float, block: int) -> bool:
+        """Return whether a row to ``end`` has a part in ``block``, or an action without length."""
+        return end >= (block - _CLOSE) * self.time
 
     def label(self, span: Span) -> tuple[str, Part] | None:
         """Return the label of an action and its widest part; ``None`` if the label does not fit."""

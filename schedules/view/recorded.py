@@ -46,6 +46,12 @@ class RecordedStep:
         """Time that ``rank`` spent in calls that start sends and receives, without waits, until the same moment."""
         return self._covered(rank, _WAITS + _STARTS) - self._covered(rank, _WAITS)
 
+    def intervals(self, rank: int, *, of_waits: bool) -> list[tuple[float, float]]:
+        """Start and end of each wait of ``rank``, or of each call that starts a transfer, until the same moment."""
+        activities, end = _WAITS if of_waits else _STARTS, self.timeline.makespan
+        found = (_interval(event) for event in self.ranks[rank] if event.activity in activities)
+        return [(max(0.0, first), min(last, end)) for first, last in found if last > 0 and first < end]
+
     def measured_times(self) -> Times:
         """Medians over the microbatches for each stage, as input of the simulator.
 

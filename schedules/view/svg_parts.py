@@ -45,7 +45,7 @@ def _scheme(colours: dict[str, str]) -> list[str]:
     return [
         f"text {{ fill: {colours['text']} }} .page {{ fill: {colours['page']}; stroke: {colours['frame']} }}",
         f".row {{ fill: {colours['row']} }} .axis {{ stroke: {colours['line']}; fill: none }}",
-        f".grid {{ stroke: {colours['frame']}; fill: none }}",
+        f".wait {{ fill: {colours['line']} }} .send {{ fill: {colours['text']} }}",
         f".action rect {{ stroke: {colours['page']} }}",
     ]
 

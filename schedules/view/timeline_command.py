@@ -48,7 +48,12 @@ def run(options: argparse.Namespace) -> None:
     step = recorded.step(options.step)
     real, times = step.timeline, step.measured_times()
     ideal = simulate(step.schedule, *times)
-    write_svg(options, step.name, {"measured": real, "simulated with the median times of each stage": ideal}, _AXIS)
+    marks = {
+        kind: [step.intervals(rank, of_waits=kind == "wait") for rank in range(len(step.ranks))]
+        for kind in ("wait", "send")
+    }
+    timelines = {"measured": real, "simulated with the median times of each stage": ideal}
+    write_svg(options, step.name, timelines, _AXIS, {"measured": marks})
     out = console(options.width)
     # A path is not broken at the width of the terminal.
     out.print(f"{options.file} has {recorded.describe()}. Times are milliseconds.", soft_wrap=True)

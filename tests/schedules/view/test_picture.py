@@ -149,6 +149,31 @@ def test_several_timelines_have_one_scale_and_one_axis() -> None:
     _check_edges(picture, 960)
 
 
+def test_waits_and_sends_are_marked_in_their_rows() -> None:
+    timeline = simulate(FAMILIES["1f1b"].build(2, 60))
+    end = timeline.makespan
+    marks = {"wait": [[(0.0, end)], []], "send": [[], [(end, end), (1.0, 1.5)]]}
+    text = svg("marked", {"a": timeline, "b": simulate(FAMILIES["1f1b"].build(2, 60), 0.1)}, AXIS, 700, {"a": marks})
+    picture = ElementTree.fromstring(text)
+
+    _check_edges(picture, 700)
+    assert {"wait for another rank", "start of a send or receive"} <= set(_texts(picture))
+    waits, sends = ([e for e in picture.iter(f"{SVG}rect") if e.get("class") == kind] for kind in ("wait", "send"))
+    rows = {e.attrib["y"]: e.attrib["width"] for e in picture.iter(f"{SVG}rect") if e.get("class") == "row"}
+    # The first ones are in the legend. A wait of the whole step is in the middle of each row of its rank.
+    assert len(waits) == 1 + _texts(picture).count("time")
+    assert all(e.attrib["width"] == rows[f"{float(e.attrib['y']) - 9:g}"] for e in waits[1:])
+    assert len(sends) == 3
+
+
+def test_actions_without_length_at_the_end_of_a_block() -> None:
+    schedule = FAMILIES["zb-h1"].build(2, 60)
+    short, long = simulate(schedule, 1, 1, 0), simulate(schedule, 1, 1, 1)
+    for width in range(480, 700, 10):
+        text = svg("both", {"long": long, "short": short}, AXIS, width)
+        assert len(_actions(ElementTree.fromstring(text))) == 2 * sum(map(len, schedule))
+
+
 def test_a_long_schedule_has_blocks_of_equal_time() -> None:
     picture = _picture(simulate(FAMILIES["gpipe"].build(2, 300)))
 

@@ -1,5 +1,6 @@
 """``python -m nxdpp timeline``: output and refusals."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,11 @@ def test_a_picture_of_the_measured_and_the_simulated_step(
     picture = path.read_text()
     titles = [">step 1, train, made up<", ">measured<", ">simulated with the median times of each stage<", ">ms<"]
     assert sorted(titles, key=picture.index) == titles
+    waits = [event for event in json.loads(timeline_file.read_text()) if event.get("cat") == "wait"]
+    # One is in the legend.
+    assert picture.count('<rect class="wait"') == 1 + sum(event["args"]["step"] == 1 for event in waits)
+    assert ">wait for another rank<" in picture
+    assert "start of a send" not in picture
     assert main(["timeline", str(timeline_file), "--svg", "/nowhere/a.svg"]) == 2
     assert "--svg: /nowhere/a.svg cannot be written: No such file" in capsys.readouterr().err
 
