@@ -1,9 +1,11 @@
-"""Start of model parallelism for the world that ``TrainingArguments`` has started."""
+"""Start of model parallelism for the world that ``TrainingArguments`` has started, and the size of a whole model."""
 
 import torch.distributed as dist
+from torch import nn
 from transformers import TrainingArguments
 
 from nxdpp.parallel_layers import parallel_state
+from nxdpp.parallel_layers.embedding import ParallelEmbedding
 
 
 def initialize(args: TrainingArguments, ranks: int | None) -> None:
@@ -26,3 +28,23 @@ def initialize(args: TrainingArguments, ranks: int | None) -> None:
         raise ValueError(
             f"the pipeline is on {device}, and TrainingArguments on {args.device}: set use_cpu={device.type == 'cpu'}."
         )
+
+
+def number_of_parameters(model: nn.Module) -> int:
+    """Return the number of parameters beside those of embeddings, of which tensor ranks may each have a part."""
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | ParallelEmbedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    size = parallel_state.get_tensor_model_parallel_size()
+    return sum(
+        parameter.numel() * (getattr(parameter, "num_partitions", size) if _is_divided(parameter) else 1)
+        for parameter in model.parameters()
+        if id(parameter) not in embeddings
+    )
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))

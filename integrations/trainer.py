@@ -17,7 +17,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import TrainOutput
 
@@ -26,7 +26,7 @@ from nxdpp.integrations.arguments import check_arguments, check_replicas
 from nxdpp.integrations.batches import joined, split_rows
 from nxdpp.integrations.data import replica_loader
 from nxdpp.integrations.evaluation import EvaluatingTrainer
-from nxdpp.integrations.layout import initialize
+from nxdpp.integrations.layout import initialize, number_of_parameters
 from nxdpp.integrations.pipelined_model import PipelinedModel
 from nxdpp.integrations.saving import SavingTrainer
 from nxdpp.parallel_layers import followed_by_optimizers, parallel_state
@@ -196,7 +196,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
         """Return this rank's share of the operations of ``inputs``: ``Trainer`` sums over all ranks."""
-        return super().floating_point_ops(inputs) * self._tied_share / self.get_tp_size()
+        return super().floating_point_ops(inputs) * self._flos_factor / self.get_tp_size()
 
     def _train_window(self, window: list[Any], items: Any) -> list[torch.Tensor]:
         self.pipelined.train()
@@ -222,11 +222,12 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[no-untyped-call]
 
     def _wrap(self, model: nn.Module) -> None:
-        whole = _number_of_parameters(model)
+        whole = number_of_parameters(model)
         with followed_by_optimizers(model):
             self.pipelined = PipelinedModel(model, **self._pipeline_arguments)
-        # A tied weight on several ranks is counted once.
-        self._tied_share = whole / _number_of_parameters(model)
+        # Trainer counts the operations of parameters: tied ones of several ranks twice, and a part of divided ones.
+        counted = model.num_parameters(exclude_embeddings=True) if isinstance(model, PreTrainedModel) else whole
+        self._flos_factor = whole / max(counted, 1)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.pipelined
@@ -254,8 +255,3 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         return self.pipelined.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
-
-
-def _number_of_parameters(model: Any) -> int:
-    """The parameters beside the embeddings, of which transformers counts the operations."""
-    return model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -9,8 +10,10 @@ from typing import NamedTuple
 import pytest
 from transformers import Trainer
 
+from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.integrations import PipelineTrainer
-from tests.integrations.trainings import REPLICATED, TRAININGS
+from tests.integrations.trainings import REPLICATED, TRAININGS, WITH_DROPOUT
+from tests.support.models import tied_llama
 from tests.support.run_ranks import run_ranks
 
 pytestmark = pytest.mark.one_python
@@ -33,7 +36,8 @@ def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str,
     for name in names:
         text = StringIO()
         with redirect_stdout(text):
-            trainer = TRAININGS[name].trainer(PipelineTrainer, folder / name, replicas, pipeline_parallel_size=2)
+            training = {**TRAININGS, "dropout": WITH_DROPOUT}[name]
+            trainer = training.trainer(PipelineTrainer, folder / name, replicas, pipeline_parallel_size=2)
             trainer.train()
         runs[name] = Run(trainer.state.log_history, text.getvalue())
     return runs
@@ -41,7 +45,7 @@ def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str,
 
 @pytest.fixture(scope="module")
 def one_pipeline(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), list(TRAININGS), 1, timeout=150.0)
+    return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), [*TRAININGS, "dropout"], 1, timeout=150.0)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,12 @@ def test_replicas_train_as_one_process(name: str, two_replicas: list[Mapping[str
         assert_alike(runs[name].logs, expected)
 
 
+def test_rank_0_orders_the_rows_of_stages_with_dropout(one_pipeline: list[Mapping[str, Run]]) -> None:
+    first, second = (runs["dropout"].logs for runs in one_pipeline)
+    assert sum("loss" in each for each in first) == 6
+    assert_alike(second, first)
+
+
 def test_the_speed_of_an_evaluation_counts_batches(two_replicas: list[Mapping[str, Run]]) -> None:
     logs = two_replicas[0]["metrics"].logs
     for evaluation in (each for each in logs if "eval_loss" in each):
@@ -76,6 +86,21 @@ def test_rank_0_alone_prints(two_replicas: list[Mapping[str, Run]]) -> None:
     for name, run in first.items():
         assert run.printed.count("'loss'") == sum("loss" in each for each in run.logs)
         assert not any(other[name].printed for other in others)
+
+
+def train_divided(rank: int, folder: Path) -> Logs:
+    parallel_state.initialize_model_parallel(2, 2, backend="gloo")
+    divided = replace(TRAININGS["evaluated"], model=lambda: tensor_parallelize(tied_llama()))
+    trainer = divided.trainer(PipelineTrainer, folder / "divided")
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_a_divided_model_trains_as_one_process(tmp_path: Path) -> None:
+    ranks = run_ranks(4, train_divided, tmp_path)
+    expected = _in_one_process("evaluated", tmp_path)
+    for logs in ranks:
+        assert_alike(logs, expected)
 
 
 def _in_one_process(name: str, folder: Path, replicas: int = 1) -> Logs:

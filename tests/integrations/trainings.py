@@ -138,6 +138,20 @@ def compute_metrics(predictions: Any) -> dict[str, float]:
     return {"rows": float(len(logits)), "mean": float(logits.mean()), "labels": float(labels.sum())}
 
 
+class BatchMetrics:
+    """Counts the rows of an evaluation, batch by batch."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def __call__(self, predictions: Any, compute_result: bool = False) -> dict[str, float]:
+        self.rows += len(predictions.predictions)
+        if not compute_result:
+            return {}
+        rows, self.rows = self.rows, 0
+        return {"rows": float(rows)}
+
+
 def followed_optimizers(model: nn.Module) -> tuple[Any, Any]:
     named = dict(model.named_parameters())
     groups: list[dict[str, Any]] = [
@@ -197,7 +211,34 @@ TRAININGS = {
         {"gradient_accumulation_steps": 2, "max_steps": 4, "optim": "adafactor"},
         pipeline={"virtual_pipeline_size": 2},
     ),
+    "plateau": Training(
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "optim": "rmsprop"},
+        given={"eval_dataset": Rows(7, seed=1)},
+    ),
+    "metrics of batches": Training(
+        {**EVALUATED, "batch_eval_metrics": True},
+        given={"eval_dataset": Rows(7, seed=1), "compute_metrics": BatchMetrics()},
+    ),
+    "some recomputed": Training(
+        {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"every_n_layers": 2},
+            "optim": "adagrad",
+            "max_steps": 3,
+        }
+    ),
     "shuffled by torch": Training({"accelerator_config": {"use_seedable_sampler": False}}),
 }
+WITH_DROPOUT = Training(
+    {
+        "train_sampling_strategy": "group_by_length",
+        "dataloader_num_workers": 1,
+        "dataloader_multiprocessing_context": "fork",
+    },
+    model=partial(gpt2, LAYERS, dropout=0.1),
+    given={"data_collator": padded, "train_dataset": Rows(20, 5, 14)},
+)
+"""A training whose stages draw other numbers; rank 0 orders the rows of all."""
+
 REPLICATED = ["accumulated", "clipped, cosine", "bfloat16", "metrics", "mean of batches", "classes", "stream"]
 """Trainings that two replicas run too."""
