@@ -70,6 +70,21 @@ def apply_checkpoint(model: PipelinedModel, layers_to_checkpoint: Sequence[str] 
             _checkpoint(local[name])
 
 
+def remove_checkpoint(model: PipelinedModel) -> None:
+    """Keep the activations of this rank's layers again, after ``apply_checkpoint``; not collective."""
+    for module in dict(model.local_named_modules()).values():
+        if isinstance(module.forward, functools.partial) and is_checkpointed(module):
+            own = module.forward.args[0]
+            del module.forward
+            if module.forward != own:
+                module.forward = own
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether ``apply_checkpoint`` has changed ``module``."""
+    return isinstance(module.forward, functools.partial) and module.forward.func is _recomputed
+
+
 def _checkpoint_all(model: PipelinedModel) -> None:
     local = dict(model.local_named_modules())
     layers = [local[name] for name in model.stage_layers]
@@ -88,8 +103,7 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def _checkpoint(module: nn.Module) -> None:
-    is_recomputed = isinstance(module.forward, functools.partial) and module.forward.func is _recomputed
-    if is_recomputed or isinstance(module, CheckpointWrapper):
+    if is_checkpointed(module) or isinstance(module, CheckpointWrapper):
         return
     # The instance's own forward is replaced, not the module: a wrapper would rename its parameters.
     module.forward = functools.partial(_recomputed, module.forward)

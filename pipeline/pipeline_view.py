@@ -1,5 +1,6 @@
 """A rank's part of a model, kept up by its ``Pipeline``: figures of steps, devices, weights and modes."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -11,12 +12,21 @@ from nxdpp.pipeline.local.tree import follow_training_modes
 from nxdpp.pipeline.local.upkeep import works_on_meta
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.pipeline.pipeline import Pipeline
+from nxdpp.pipeline.transformers_methods import (
+    disable_checkpointing,
+    enable_checkpointing,
+    is_recomputed,
+    save_directory_of,
+)
 
 
 class PipelineView(LocalView):
     """The part of a wrapped model on this rank, with the methods that its pipeline does for it."""
 
     original_module: nn.Module
+    rank: int
+    layers: list[str]
+    stage_layers: list[str]
     _pipeline: Pipeline
 
     @property
@@ -72,6 +82,49 @@ class PipelineView(LocalView):
         They include the graph of an optimizer's step. 0.0 on devices that run operations at once.
         """
         return self._pipeline.compile_seconds
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **arguments: Any) -> None:
+        """Write the model in the format of transformers, as ``nxdpp.save_pretrained``; collective over all ranks.
+
+        ``arguments`` are those of transformers' method. Raises ``ValueError`` for other values than their defaults, and
+        as ``nxdpp.save_pretrained`` does.
+        """
+        save_directory_of(self, save_directory, arguments)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> None:
+        """Recompute the forward of each layer in its backward, as ``nxdpp.apply_checkpoint``; not collective.
+
+        Every rank calls it. Layers that transformers recomputes stay as they are. Raises ``ValueError`` for
+        ``gradient_checkpointing_kwargs`` other than ``use_reentrant=False`` and ``preserve_rng_state=True``, and for
+        ``arguments``.
+        """
+        enable_checkpointing(self, gradient_checkpointing_kwargs, arguments)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep the activations of this rank's layers; not collective. Every rank calls it."""
+        disable_checkpointing(self)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> None:
+        """The same as ``gradient_checkpointing_enable``, by its later name in transformers."""
+        enable_checkpointing(self, activation_checkpointing_kwargs, arguments)
+
+    def activation_checkpointing_disable(self) -> None:
+        """The same as ``gradient_checkpointing_disable``, by its later name in transformers."""
+        disable_checkpointing(self)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """``True`` if this rank recomputes a layer in the backward."""
+        return any(is_recomputed(module) for module in self.local_modules())
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """The same as ``is_gradient_checkpointing``."""
+        return self.is_gradient_checkpointing
 
     def materialise(self) -> None:
         """Give initial weights to this rank's tensors on the meta device; not collective.

@@ -1,6 +1,7 @@
 """Methods with which a user reads a rank's part of a model, under the names of the whole model."""
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from nxdpp.pipeline.input_names import call_by_name
 from nxdpp.pipeline.local.outer_wrappers import COMPILED, refuse_hook, refuse_reader
-from nxdpp.tracing import listings
+from nxdpp.pipeline.local.wrapped_methods import is_elsewhere, refuse_setting, refused_member, wrapped_method
 
 _HOOKS = (
     "register_forward_hook",
@@ -50,7 +51,7 @@ class LocalView(nn.Module):
     local_module: nn.Module
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module, such as ``config``; methods run on the wrapped module.
+        """Return an attribute of the wrapped module, such as ``config``; for its methods see ``wrapped_methods``.
 
         Raises ``AttributeError`` for modules and tensors of it that this rank does not hold, and ``RuntimeError`` for
         wrappers of other runtimes, see ``refuse_ddp`` and ``outer_wrappers``.
@@ -66,9 +67,24 @@ class LocalView(nn.Module):
             if name in _OF_TENSORS:
                 return getattr(_any_tensor(self.local_module), name)
             value = getattr(module, name)
-            if _is_elsewhere(value, self.local_module):
+            if is_elsewhere(value, self.local_module):
                 raise AttributeError(f"{error}; {_place(module, name)}", name=name, obj=self) from None
+            if isinstance(value, MethodType) and value.__self__ in (module, type(module)):
+                return wrapped_method(name, value, module, self.local_module, self.__dict__.get("tied_names", ()))
             return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of its own. Raises ``AttributeError`` for modules, and for attributes of the wrapped one."""
+        refuse_setting(self, name, value)
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        """Names of its own attributes, and of the wrapped module's on this rank."""
+        module = self.__dict__.get("original_module")
+        parts = (*module._modules, *module._parameters, *module._buffers) if module is not None else ()
+        public = (name for name in dir(module) if not name.startswith("_")) if module is not None else ()
+        held = {name for name in public if name not in parts or hasattr(self, name)}
+        return sorted({*super().__dir__(), *held})  # type: ignore[no-untyped-call]
 
     def local_named_parameters(self, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under their original names; takes the arguments of ``named_parameters``."""
@@ -175,6 +191,12 @@ def _refused_hook(kind: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+def _refuse_member(self: LocalView, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise refused_member(name)
+
+
+for _kind in ("add_module", "register_buffer", "register_module", "register_parameter"):
+    setattr(LocalView, _kind, _refuse_member)
 for _kind in _HOOKS:
     setattr(LocalView, _kind, _refused_hook(_kind))
 
@@ -182,15 +204,6 @@ for _kind in _HOOKS:
 def _any_tensor(tree: nn.Module) -> torch.Tensor:
     """A floating parameter of ``tree``, otherwise a tensor as torch makes it."""
     return next((parameter for parameter in tree.parameters() if parameter.is_floating_point()), torch.empty(0))
-
-
-def _is_elsewhere(value: Any, tree: nn.Module) -> bool:
-    """Return whether ``value`` is a module or a parameter that ``tree`` does not hold as a whole."""
-    if not isinstance(value, nn.Module | nn.Parameter):
-        return False
-    held = set(map(id, listings.parameters(tree)))
-    parameters = listings.parameters(value) if isinstance(value, nn.Module) else [value]
-    return any(id(parameter) not in held for parameter in parameters)
 
 
 def _place(module: nn.Module, name: str) -> str:

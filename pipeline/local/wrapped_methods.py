@@ -1,0 +1,169 @@
+"""Methods of a wrapped model, as those of transformers: done for this rank's part, run as they are, or refused by name.
+
+The wrapped module has parameters of other ranks on the meta device. A method that reads them, or that replaces modules,
+would give a wrong answer without an error.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from nxdpp.parallel_layers import parallel_state
+from nxdpp.tracing import listings
+
+_BEFORE = "call it on the module before NxDPPModel(module)"
+
+# Methods that would change modules or values which other ranks hold, or which the stages already have.
+_REFUSED: Mapping[str, str] = {
+    "add_adapter": _BEFORE,
+    "add_weighted_adapter": _BEFORE,
+    "delete_adapter": _BEFORE,
+    "dequantize": _BEFORE,
+    "disable_input_require_grads": _BEFORE,
+    "enable_input_require_grads": f"{_BEFORE}. gradient_checkpointing_enable() and apply_checkpoint do not need it",
+    "from_pretrained": "nxdpp.load_pretrained(model, directory), on every rank, loads into this model",
+    "init_weights": f"{_BEFORE}, or build the model with nxdpp.deferred_init, and call materialise()",
+    "initialize_weights": f"{_BEFORE}, or build the model with nxdpp.deferred_init, and call materialise()",
+    "load_adapter": f"{_BEFORE}, and load the values with nxdpp.load_pretrained(model, directory)",
+    "merge_and_unload": f"{_BEFORE}, or after save_pretrained(directory) on the model of one process",
+    "post_init": _BEFORE,
+    "push_to_hub": "call save_pretrained(directory) on every rank, then upload the directory from one process: "
+    "huggingface_hub.upload_folder(repo_id=..., folder_path=directory)",
+    "resize_position_embeddings": _BEFORE,
+    "resize_token_embeddings": _BEFORE,
+    "set_attn_implementation": _BEFORE,
+    "set_decoder": _BEFORE,
+    "set_encoder": _BEFORE,
+    "set_experts_implementation": _BEFORE,
+    "set_input_embeddings": _BEFORE,
+    "set_output_embeddings": _BEFORE,
+    "tie_weights": f"{_BEFORE}. Weights that were tied then stay tied",
+    "unload": _BEFORE,
+}
+
+
+def wrapped_method(
+    name: str, method: MethodType, module: nn.Module, tree: nn.Module, tied: Collection[Collection[str]]
+) -> Callable[..., Any]:
+    """Return what a pipelined model does for ``method``, called ``name``, of the module that it wraps.
+
+    Args:
+        name: of the attribute.
+        method: of the whole model, or of its class.
+        module: the whole model. Parameters of other ranks are on the meta device.
+        tree: the modules of this rank.
+        tied: names of each parameter and buffer of the whole model that has several.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if name in _REFUSED:
+            _refuse(name, "is not possible", _REFUSED[name])
+        if name == "generate":
+            _check_generates(module, tree)
+        if name == "num_parameters":
+            return _count(module, tree, tied, *args, **kwargs)
+        if name == "get_memory_footprint":
+            return _bytes_of(tree, *args, **kwargs)
+        return _checked(name, method(*args, **kwargs), tree)
+
+    return functools.wraps(method)(call)
+
+
+def is_elsewhere(value: Any, tree: nn.Module) -> bool:
+    """Return whether ``value`` is a module or a parameter that ``tree`` does not hold as a whole."""
+    if not isinstance(value, nn.Module | nn.Parameter):
+        return False
+    held = set(map(id, listings.parameters(tree)))
+    parameters = listings.parameters(value) if isinstance(value, nn.Module) else [value]
+    return any(id(parameter) not in held for parameter in parameters)
+
+
+def refuse_setting(view: nn.Module, name: str, value: Any) -> None:
+    """Raise ``AttributeError`` for a ``value`` that ``view``, around the wrapped module, would keep without any use."""
+    module = vars(view).get("original_module")
+    if module is None or name == "local_module" or name in vars(view) or hasattr(type(view), name):
+        return
+    if isinstance(value, nn.Module | nn.Parameter):
+        raise refused_member(name)
+    if not name.startswith("_") and hasattr(module, name):
+        raise AttributeError(
+            f"{name} is an attribute of the {type(module).__name__} inside, and the stages would not see this value: "
+            f"set it before NxDPPModel(module), or set model.original_module.{name} and call model.refresh(), both on "
+            f"every rank."
+        )
+
+
+def refused_member(name: str) -> AttributeError:
+    """Return the error for a module, parameter or buffer that is added to a pipelined model."""
+    return AttributeError(
+        f"{name} would be no part of the model: stages run the modules of the forward. Add it to the module before "
+        f"NxDPPModel(module)."
+    )
+
+
+def _refuse(name: str, reason: str, remedy: str) -> NoReturn:
+    raise RuntimeError(f"{name}() of a pipelined model {reason}: {remedy}.")
+
+
+def _check_generates(module: nn.Module, tree: nn.Module) -> None:
+    if is_elsewhere(module, tree):
+        kind = type(module).__name__
+        load = f"{kind}.from_pretrained(directory).generate(...)" if hasattr(module, "from_pretrained") else "load it"
+        _refuse(
+            "generate",
+            "would need all layers, and this rank holds those of its stages",
+            f"call save_pretrained(directory) on every rank, then {load} in one process",
+        )
+    if any(tensor.is_meta for tensor in listings.parameters(tree)):
+        _refuse("generate", "has parameters without values", "call materialise() or move_model_to_device() first")
+
+
+def _count(
+    module: nn.Module,
+    tree: nn.Module,
+    tied: Collection[Collection[str]],
+    only_trainable: bool = False,
+    exclude_embeddings: bool = False,
+) -> int:
+    """Count the parameters of the whole model, each tied one once."""
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        _refuse("num_parameters", "counts parts of divided layers", "count before tensor_parallelize(module)")
+    if only_trainable and is_elsewhere(module, tree):
+        _refuse(
+            "num_parameters",
+            "does not know which parameters other ranks train",
+            "add up sum(p.numel() for p in model.local_parameters() if p.requires_grad) of the ranks",
+        )
+    first_names = {name: min(names) for names in tied for name in names}
+    embeddings = {f"{name}.weight" for name, each in listings.named_modules(module) if isinstance(each, nn.Embedding)}
+    excluded = {first_names.get(name, name) for name in embeddings} if exclude_embeddings else set()
+    sizes = {
+        first_names.get(name, name): parameter.numel()
+        for name, parameter in listings.named_parameters(module, remove_duplicate=False)
+        if parameter.requires_grad or not only_trainable
+    }
+    return sum(size for name, size in sizes.items() if name not in excluded)
+
+
+def _bytes_of(tree: nn.Module, return_buffers: bool = True) -> int:
+    """Bytes of the parameters, and the buffers, of this rank."""
+    tensors: list[torch.Tensor] = list(tree.parameters())
+    if return_buffers:
+        tensors += tree.buffers()
+    return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
+
+
+def _checked(name: str, result: Any, tree: nn.Module) -> Any:
+    """Return ``result``, unless another rank has its values."""
+    is_foreign = isinstance(result, torch.Tensor) and result.is_meta and not isinstance(result, nn.Parameter)
+    if is_foreign or is_elsewhere(result, tree):
+        _refuse(
+            name,
+            "returns values that another rank holds",
+            "local_module has this rank's modules, and nxdpp.gather_state_dict(model) all values on rank 0",
+        )
+    return result

@@ -1,0 +1,196 @@
+"""Methods of a transformers model on the pipelined one: the same answer as of the model itself, or a named refusal."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from nxdpp import NxDPPModel, init_on_device, parallel_state
+from tests.support.models import gradient_differences, llama, padded_batch, reference, train_in_one_process
+from tests.support.run_ranks import run_ranks
+
+pytestmark = pytest.mark.one_python
+
+PROMPT = torch.tensor([[3, 4, 5]])
+
+BEFORE = "call it on the module before NxDPPModel"
+REFUSED: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "generate": (lambda model: model.generate(PROMPT), "call save_pretrained.directory. on every rank, then Llama"),
+    "push_to_hub": (lambda model: model.push_to_hub("a/b"), "upload the directory from one process"),
+    "from_pretrained": (lambda model: model.from_pretrained("a"), "nxdpp.load_pretrained.model, directory."),
+    "resize_token_embeddings": (lambda model: model.resize_token_embeddings(70), BEFORE),
+    "tie_weights": (lambda model: model.tie_weights(), "Weights that were tied then stay tied"),
+    "init_weights": (lambda model: model.init_weights(), "deferred_init"),
+    "set_input_embeddings": (lambda model: model.set_input_embeddings(nn.Embedding(61, 32)), BEFORE),
+    "set_attn_implementation": (lambda model: model.set_attn_implementation("eager"), BEFORE),
+    "add_adapter": (lambda model: model.add_adapter(None), BEFORE),
+    "enable_input_require_grads": (lambda model: model.enable_input_require_grads(), "do not need it"),
+    "num_parameters": (lambda model: model.num_parameters(only_trainable=True), "add up sum"),
+    "get_decoder": (lambda model: model.get_decoder(), "local_module has this rank's modules"),
+    "add_module": (lambda model: model.add_module("x", nn.Linear(1, 1)), "Add it to the module before"),
+    "register_buffer": (lambda model: model.register_buffer("x", torch.ones(1)), "Add it to the module before"),
+    "a new module": (lambda model: setattr(model, "score", nn.Linear(1, 1)), "Add it to the module before"),
+    "another function": (lambda model: setattr(model, "loss_function", abs), "set it before NxDPPModel.module., or"),
+    "a shard size": (lambda model: model.save_pretrained("never", max_shard_size="1MB"), "has no max_shard_size"),
+    "another state": (lambda model: model.save_pretrained("never", state_dict={}), "has no state_dict"),
+    "reentrant": (
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+        "takes no use_reentrant=True",
+    ),
+    "some layers": (
+        lambda model: model.activation_checkpointing_enable({"every_n_layers": 2}),
+        "apply_checkpoint.model, layers_to_checkpoint=",
+    ),
+}
+
+
+def message(call: Callable[[Any], Any], model: Any) -> str:
+    try:
+        call(model)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    torch.manual_seed(0)
+    module = llama()
+    whole = reference(module)
+    model = NxDPPModel(module, num_microbatches=2)
+    found: dict[str, Any] = {
+        "messages": {name: message(call, model) for name, (call, _) in REFUSED.items()},
+        "config": model.config is module.config,
+        "listed": {"config", "generate", "run_train", "lm_head", "dtype"} & set(dir(model)),
+        "numbers": [model.num_parameters(), model.num_parameters(exclude_embeddings=True)],
+        "expected": [whole.num_parameters(), whole.num_parameters(exclude_embeddings=True)],
+        "bytes": model.get_memory_footprint(),
+        "embedding": message(lambda model: model.get_input_embeddings(), model),
+    }
+    found["checkpointing"] = checkpointing(model, whole)
+    model.save_pretrained(directory, is_main_process=rank == 0)
+    found["loss functions"] = loss_functions(model)
+    tied = llama(tie_word_embeddings=True)
+    found["expected"] += [tied.num_parameters(), tied.num_parameters(exclude_embeddings=True)]
+    model = NxDPPModel(tied, num_microbatches=2)
+    found["numbers"] += [model.num_parameters(), model.num_parameters(exclude_embeddings=True)]
+    return found
+
+
+def checkpointing(model: Any, whole: nn.Module) -> list[Any]:
+    """Return forwards of a layer in a step without, with and again without recomputation, and differing gradients."""
+    calls: list[int] = []
+    layer = model.local_module.get_submodule(model.stage_layers[0])
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    batch = padded_batch(4)
+    found: list[Any] = []
+    train_in_one_process(whole, batch, 2)
+    for change in (None, model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
+        if change is not None:
+            change()
+        calls.clear()
+        model.zero_grad()
+        model.run_train(**batch)
+        found += [(len(calls), model.is_gradient_checkpointing), *gradient_differences(model, whole)]
+    assert "forward" not in vars(layer)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable()
+    found.append(model.is_activation_checkpointing)
+    model.activation_checkpointing_disable()
+    return [*found, model.is_activation_checkpointing]
+
+
+def loss_functions(model: Any) -> list[float | None]:
+    """Return the loss before and after another function, as the refusal says it."""
+    batch = padded_batch(4)
+    before = model.run_eval(**batch)
+    model.original_module.loss_function = lambda logits, **_: logits.float().sum() * 0 + 7
+    model.refresh()
+    after = model.run_eval(**batch)
+    return [None if loss is None else loss.item() for loss in (before, after)]
+
+
+def on_one_rank(rank: int) -> list[bool]:
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    module = llama()
+    whole: Any = reference(module)
+    expected = whole.generate(PROMPT, do_sample=False, max_new_tokens=4)
+    model: Any = NxDPPModel(module, num_microbatches=2)
+    same = [
+        torch.equal(model.generate(PROMPT, do_sample=False, max_new_tokens=4), expected),
+        model.num_parameters(only_trainable=True) == module.num_parameters(),
+    ]
+    with init_on_device(torch.device("meta")):
+        module = llama()
+    model = NxDPPModel(module, num_microbatches=2)
+    same.append("call materialise() or move_model_to_device() first" in message(lambda m: m.generate(PROMPT), model))
+    model.move_model_to_device()
+    return [*same, model.generate(PROMPT, max_new_tokens=4).shape == (1, 7)]
+
+
+@pytest.fixture(scope="module")
+def directory() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "saved"
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, on_two_ranks, directory)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_method_that_cannot_be_done_names_the_remedy(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        assert pytest.raises(RuntimeError, match=REFUSED[name][1]).matches(RuntimeError(rank["messages"][name]))
+
+
+def test_the_configuration_is_there_and_listed(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["config"] for rank in ranks] == [True, True]
+    assert ranks[0]["listed"] == {"config", "generate", "run_train", "dtype"}
+    assert ranks[1]["listed"] == ranks[0]["listed"] | {"lm_head"}
+
+
+def test_the_number_of_parameters_is_that_of_the_whole_model(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["numbers"] == ranks[1]["numbers"] == ranks[0]["expected"]
+
+
+def test_the_memory_is_that_of_this_rank(ranks: list[dict[str, Any]]) -> None:
+    whole = llama().get_memory_footprint()
+    # Both ranks have the frequencies of the rotary embedding.
+    assert whole <= sum(rank["bytes"] for rank in ranks) < 1.01 * whole
+    assert max(rank["bytes"] for rank in ranks) < 0.6 * whole
+
+
+def test_an_embedding_is_given_where_it_is(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["embedding"] == ""
+    assert "get_input_embeddings() of a pipelined model returns values that another rank" in ranks[1]["embedding"]
+
+
+def test_layers_are_recomputed_from_enable_to_disable(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["checkpointing"] == [(2, False), (4, True), (2, False), True, False]
+
+
+def test_a_saved_model_generates_in_one_process(ranks: list[dict[str, Any]], directory: Path) -> None:
+    torch.manual_seed(0)
+    made: Any = llama()
+    loaded: Any = LlamaForCausalLM.from_pretrained(directory)
+    expected = made.generate(PROMPT, do_sample=False, max_new_tokens=4)
+    assert torch.equal(loaded.generate(PROMPT, do_sample=False, max_new_tokens=4), expected)
+
+
+def test_an_attribute_that_is_set_inside_is_used_after_refresh(ranks: list[dict[str, Any]]) -> None:
+    before, after = ranks[1]["loss functions"]
+    assert before != 7.0
+    assert after == 7.0
+
+
+def test_one_rank_answers_as_the_model_itself() -> None:
+    assert run_ranks(1, on_one_rank) == [[True, True, True, True]]
