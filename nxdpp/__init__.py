@@ -43,6 +43,7 @@ Names::
 
 Modules::
 
+    integrations                   Other libraries' trainers over a pipeline
     modules                        Modules of several tensor-parallel layers
     nnscaler                       nnScaler's ways in
     optimizer                      Optimizers whose state is sharded over the data-parallel replicas
@@ -60,6 +61,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # nnscaler and oslo import this module: a program imports them by their full names.
+    from nxdpp import integrations as integrations
     from nxdpp import modules as modules
     from nxdpp import optimizer as optimizer
     from nxdpp import parallel_layers as parallel_layers
@@ -130,6 +132,7 @@ else:
         "trace_layers": "pipeline.traced_layers",
     }
     _PACKAGES = (
+        "integrations",
         "modules",
         "nnscaler",
         "optimizer",

@@ -109,6 +109,7 @@ def test_names_version_and_a_mistyped_name_import_no_torch() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "integrations",
         "modules",
         "nnscaler",
         "optimizer",
