@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--seq-length", type=_count, metavar="N", help="length of a sequence (2048 tokens, or all positions)"
     )
     parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="choice of the cuts (even)")
-    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="GiB of a rank, for --partition balanced")
+    parser.add_argument("--memory-limit", type=_gib, metavar="GIB", help="GiB of a rank, for --partition balanced")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu", "a100", "h100", "h200"),
@@ -132,6 +133,16 @@ def _notes(layout: "LayoutSummary", parameters: int, given: LayoutOptions) -> li
     if any(stage.estimated for stage in layout.stages):
         notes.append("* estimated from the parameters: layers of this stage cannot run without data")
     return notes
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of GiB above 0")
+    return value
 
 
 def _count(text: str) -> int:

@@ -102,8 +102,9 @@ def _schedule(options: argparse.Namespace) -> tuple[str, ChosenSchedule]:
         family = find_family(name)
         if given is not None and given != family.default_chunks and not family.any_chunks:
             several = [each.name for each in FAMILIES.values() if each.any_chunks]
+            stages = "1 stage" if family.default_chunks == 1 else f"{family.default_chunks} stages"
             raise ValueError(
-                f"--schedule {name} has {family.default_chunks} stages a rank, not {given}: leave "
+                f"--schedule {name} has {stages} a rank, not {given}: leave "
                 f"--virtual-pipeline-size out, or choose one of {', '.join(several)}, which take any number."
             )
         if family.default_chunks > 1 and given == 1:

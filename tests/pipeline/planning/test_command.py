@@ -213,7 +213,7 @@ def test_json_has_the_numbers_of_the_table(
 
 SCHEDULES = [
     (["--schedule", "zb-v", "--virtual-pipeline-size", "3"], "--schedule zb-v has 2 stages a rank, not 3: leave"),
-    (["--schedule", "1f1b", "--virtual-pipeline-size", "2"], "--schedule 1f1b has 1 stages a rank, not 2: leave"),
+    (["--schedule", "1f1b", "--virtual-pipeline-size", "2"], "--schedule 1f1b has 1 stage a rank, not 2: leave"),
     (["--schedule", "interleaved", "--virtual-pipeline-size", "1"], "has several stages a rank, not 1"),
     (["--schedule", "1f2b"], "there is no schedule '1f2b'. Choose one of gpipe, 1f1b,"),
     (["--schedule", "none.csv"], "none.csv: cannot be read as a CSV file"),
@@ -427,6 +427,14 @@ def test_invalid_options(
     assert _plan(folder, "--pipeline-parallel-size", "4", *arguments) == 2
 
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "much"])
+def test_a_memory_limit_is_a_size(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _plan("config.json", "--pipeline-parallel-size", "2", "--memory-limit", limit)
+
+    assert "must be a number of GiB above 0" in capsys.readouterr().err
 
 
 def test_an_unknown_partition(capsys: pytest.CaptureFixture[str]) -> None:
