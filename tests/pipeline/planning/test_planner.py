@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nxdpp
 from nxdpp import NxDPPModel, parallel_state
+from nxdpp.pipeline.planning.layout import Layout
 from nxdpp.pipeline.planning.plan import Plan
 
 LLAMA = LlamaConfig(
@@ -81,6 +82,18 @@ def test_measured_layers_replace_counted_ones() -> None:
 def test_arguments_that_are_not_understood(arguments: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         nxdpp.plan(LLAMA, **{"devices": 2, "global_batch": 4, **CPU, **arguments})
+
+
+def test_a_configuration_gives_the_dtype_of_its_constructor() -> None:
+    """Also where it names another one: ``from_plan`` takes the model that ``LlamaForCausalLM(config)`` makes."""
+    config = LlamaConfig.from_dict(LLAMA.to_dict() | {"dtype": "bfloat16"})
+
+    def plan(**options: Any) -> Plan:
+        return nxdpp.plan(config, devices=1, global_batch=2, layouts=[Layout()], **CPU, **options)
+
+    plan().check_model(LlamaForCausalLM(config))
+    plan(dtype="bfloat16").check_model(LlamaForCausalLM(config).to(torch.bfloat16))
+    assert config.dtype == torch.bfloat16
 
 
 def test_another_object_is_no_model() -> None:

@@ -3,7 +3,6 @@
 import time
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 import nxdpp
@@ -19,12 +18,18 @@ def test_405b_on_2048_devices() -> None:
         num_attention_heads=128,
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        dtype=torch.bfloat16,
     )
     began = time.process_time()
 
     plan = nxdpp.plan(
-        config, devices=2048, hosts=256, device_memory="80GB", global_batch=2048, seq_length=8192, device="h100"
+        config,
+        devices=2048,
+        hosts=256,
+        device_memory="80GB",
+        global_batch=2048,
+        seq_length=8192,
+        device="h100",
+        dtype="bfloat16",
     )
 
     # Processor time, as other work may run; the search has one thread.
