@@ -12,6 +12,20 @@ from nxdpp.pipeline.model import NxDPPModel
 
 # Arguments of NxDPPModel that the trainer sets itself.
 _OWN = ("num_microbatches", "loss_normalization", "count_items_fn", "grad_scaler", "use_zero1_optimizer")
+# Arguments that PipelineTrainer has itself.
+_NAMED = ("schedule", "virtual_pipeline_size", "partition")
+_NOT_SPLIT = "the batches of an optimizer step are its microbatches"
+_NO_LOSS_RETURN = "Trainer gets the loss of each batch on all ranks"
+# Arguments that would change nothing here, or the loss in another way than Trainer's.
+_WITHOUT_USE = {
+    "loss_fn": "the last stage computes the model's own loss. Compute it in the model's forward",
+    "input_names": "Trainer adds num_items_in_batch to the inputs",
+    "split_inputs_fn": _NOT_SPLIT,
+    "check_against_module": f"{_NOT_SPLIT}, which the check does not run",
+    "return_mb_loss": _NO_LOSS_RETURN,
+    "broadcast_and_average_loss": _NO_LOSS_RETURN,
+    "return_loss_on_cpu": _NO_LOSS_RETURN,
+}
 _NO_SPLIT = "Use num_microbatches=gradient_accumulation_steps, which splits no batch."
 
 logger = logging.get_logger(__name__)
@@ -38,9 +52,15 @@ def check_optimizer(class_and_options: tuple[type, Mapping[str, Any]] | None) ->
 
 
 def check_pipeline_arguments(given: Mapping[str, Any] | None) -> None:
-    """Raise ``ValueError`` for arguments of ``NxDPPModel`` that the trainer sets itself."""
-    if own := sorted(set(_OWN) & set(given or {})):
+    """Raise ``ValueError`` for arguments of ``NxDPPModel`` that the trainer sets itself, has, or has no use for."""
+    names = set(given or {})
+    if own := sorted(set(_OWN) & names):
         raise ValueError(f"pipeline_arguments: the trainer sets {', '.join(own)} itself. Leave them out.")
+    if named := sorted(set(_NAMED) & names):
+        raise ValueError(f"pipeline_arguments: give {', '.join(named)} to PipelineTrainer itself.")
+    for name, reason in _WITHOUT_USE.items():
+        if name in names:
+            raise ValueError(f"PipelineTrainer cannot honour {name} of pipeline_arguments: {reason}. Leave it out.")
 
 
 def parts_of_batch(num_microbatches: int | None, accumulated: int) -> int:
