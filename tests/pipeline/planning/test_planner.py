@@ -92,7 +92,7 @@ def test_a_configuration_gives_the_dtype_of_its_constructor() -> None:
         return nxdpp.plan(config, devices=1, global_batch=2, layouts=[Layout()], **CPU, **options)
 
     plan().check_model(LlamaForCausalLM(config))
-    plan(dtype="bfloat16").check_model(LlamaForCausalLM(config).to(torch.bfloat16))
+    plan(dtype="bfloat16").check_model(nn.Module.to(LlamaForCausalLM(config), torch.bfloat16))
     assert config.dtype == torch.bfloat16
 
 
