@@ -11,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from ctrl_c import STATUS, CtrlC, Interrupted
 from figures import RankFigures, StepFigures, print_figures
+from learning_rate import advice, learning_rate_factor
 from numbers_of_ranks import numbers_of_all_ranks
 from one_process import measure_one_process
 from report import NO_METRICS, TrainingReport, holds_a_run, print_stage_table, settle_metrics
@@ -80,6 +81,11 @@ def run(settings: Settings, ctrl_c: CtrlC) -> int:
             one_process = measure_one_process(settings, device, replicas * settings.num_microbatches)
         if figures:
             print_figures(console, settings, figures, one_process)
+        if figures and settings.trace is not None:
+            # The trace has the evaluation before the training too.
+            last = held_out_count(settings) + figures[0].steps
+            said = f"trace of the last training step: python -m nxdpp timeline {settings.trace} --step {last}"
+            console.print(said, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -248,7 +254,7 @@ def training_batches(settings: Settings, done: int) -> DataLoader[torch.Tensor]:
 
 def held_out_loss(model: NxDPPModel, settings: Settings, ctrl_c: CtrlC) -> float | None:
     """Mean loss on the held-out text; ``None`` after a Ctrl-C. Collective over all ranks."""
-    count = max(1, HELD_OUT_SEQUENCES // settings.batch_size)
+    count = held_out_count(settings)
     losses: list[float] = []
     model.eval()
     for batch in held_out_batches(settings.corpus.held_out, settings.batch_size, settings.seq_length, count):
@@ -261,29 +267,15 @@ def held_out_loss(model: NxDPPModel, settings: Settings, ctrl_c: CtrlC) -> float
     return sum(losses) / len(losses)
 
 
+def held_out_count(settings: Settings) -> int:
+    """Number of batches of an evaluation."""
+    return max(1, HELD_OUT_SEQUENCES // settings.batch_size)
+
+
 def local_part(batch: torch.Tensor) -> torch.Tensor:
     """Sequences of this data-parallel replica, ``(B, T)`` with B divided by the replicas."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
     return batch.chunk(replicas)[replica]
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Factor of the peak learning rate in step ``step`` of ``steps``, from 0."""
-    warm_up = max(1, steps // 10)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    progress = (step - warm_up) / max(1, steps - warm_up)
-    return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
-
-
-def advice(step: int) -> str:
-    """Cause and remedy of a loss that is not finite in ``step``, from 1."""
-    if step > 1:
-        return "try a smaller --learning-rate"
-    return (
-        "no weight was updated yet, so the learning rate is not the cause. Look for weights that are too large or not "
-        "finite (--pretrained, initializer_range of --config), and for a batch without labels (all -100)"
-    )
 
 
 def autocast(settings: Settings) -> torch.autocast:

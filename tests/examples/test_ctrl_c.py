@@ -176,7 +176,7 @@ def _torchrun(arguments: list[str], until: str) -> str:
             if until in line:
                 break
         os.killpg(job.pid, signal.SIGINT)
-        printed, errors = job.communicate(timeout=60)
+        printed, errors = job.communicate(timeout=100)
     finally:
         job.kill()
     # Only torchrun itself prints a traceback, of the signal that it got.

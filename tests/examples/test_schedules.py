@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None
         assert _losses(folders[name]) == _losses(folders["default"]), name
     assert "0, 2 │       0 │ model.layers.0, 2" in printed[0][1]
     recorded = RecordedTimeline(tmp_path / "t.json")
-    assert {action.stage for action in recorded.step(1 + len(recorded.complete) // 2).schedule[0]} == {0, 2}
+    (command,) = re.findall(rf"timeline {tmp_path}/t.json --step (\d+)\n", printed[0][1])
+    step = recorded.step(int(command))
+    assert step.name.startswith(f"step {command}, train")
+    assert {action.stage for action in step.schedule[0]} == {0, 2}
+    assert recorded.step(int(command) + 1).name.startswith(f"step {int(command) + 1}, eval")
 
 
 def test_tensor_ranks_with_other_schedules_and_partitions(tmp_path: Path) -> None:

@@ -281,7 +281,10 @@ def test_fewer_processes_of_a_resumed_training(monkeypatch: pytest.MonkeyPatch) 
 def test_the_printed_commands_have_flags_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all hosts, and with those that are left."""
     text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
-    found = [command.split("train.py")[1].split() for command in re.findall(r"```\n(torchrun .*?)```", text, re.DOTALL)]
+    found = [
+        command.split("train.py")[1].split()
+        for command in re.findall(r"```\n((?:OMP_NUM_THREADS=1 )?torchrun .*?)```", text, re.DOTALL)
+    ]
     one, several = found
     for arguments, sizes in ((one, [4]), (several, [8, 4])):
         for size in sizes:

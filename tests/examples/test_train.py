@@ -77,7 +77,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
 def _unwrapped_training(model: LlamaForCausalLM) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same training without nxdpp: ``model`` accumulates microbatches."""
     from corpus import read_corpus, standard_library_files
-    from training import learning_rate_factor
+    from learning_rate import learning_rate_factor
     from windows import RandomWindows
 
     text = read_corpus(standard_library_files()).train
