@@ -1,12 +1,20 @@
 """Checks of the arguments of ``initialize_model_parallel``, before anything is started."""
 
+from numbers import Integral
+
 from nxdpp.parallel_layers.device_arguments import wanted_device, written
 from nxdpp.parallel_layers.process_groups import ProcessGroups
 from nxdpp.parallel_layers.rank_mesh import RankMesh
 
 
 def check_sizes(tensor: int, pipeline: int, world_size: int) -> None:
-    """Raise ``ValueError`` for a size below 1, and for sizes that do not divide the world."""
+    """Raise ``ValueError`` for a size below 1, and for sizes that do not divide the world.
+
+    Raises ``TypeError`` for a size that is no whole number.
+    """
+    for name, size in (("tensor_model_parallel_size", tensor), ("pipeline_model_parallel_size", pipeline)):
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise TypeError(f"{name}={size!r} must be a whole number of at least 1.")
     if tensor < 1 or pipeline < 1:
         raise ValueError(
             "tensor_model_parallel_size and pipeline_model_parallel_size must be at least 1, "

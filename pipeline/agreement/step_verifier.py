@@ -37,8 +37,7 @@ _HABITS = """\
 All ranks of a pipeline take the same batch, and only data-parallel replicas take others. Usual causes:
   a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank() in place of the rank.
   DataLoader(shuffle=True) without a seed: give it generator=torch.Generator().manual_seed(seed).
-  DistributedSampler(dataset), which splits by ranks: give it num_replicas=parallel_state.get_data_parallel_size() \
-and rank=parallel_state.get_data_parallel_rank()."""
+  DistributedSampler(dataset), which splits by ranks: use nxdpp.data_parallel_sampler(dataset)."""
 
 
 class StepIdentity(NamedTuple):

@@ -22,8 +22,7 @@ from nxdpp.pipeline.agreement.step_signature import StepSignature, signature_dif
 
 _REMEDY = """\
 All ranks of a tensor group take the same batch: they share the layers. Feed them by \
-parallel_state.get_data_parallel_rank(), as in DistributedSampler(dataset, \
-num_replicas=parallel_state.get_data_parallel_size(), rank=parallel_state.get_data_parallel_rank())."""
+nxdpp.data_parallel_sampler(dataset), or by parallel_state.get_data_parallel_rank()."""
 
 
 def verify_tensor_ranks(

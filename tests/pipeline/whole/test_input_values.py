@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from nxdpp import NxDPPModel, parallel_state
+from nxdpp import NxDPPModel, data_parallel_sampler, parallel_state
 from nxdpp.pipeline.agreement.fingerprint import fingerprint
 from nxdpp.pipeline.agreement.input_hash import InputHasher
 from nxdpp.pipeline.agreement.step_signature import StepSignature
@@ -47,12 +47,7 @@ def sampler_of_ranks(dataset: TensorDataset) -> DataLoader[tuple[torch.Tensor, .
 
 
 def sampler_of_replicas(dataset: TensorDataset) -> DataLoader[tuple[torch.Tensor, ...]]:
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(
-        dataset,
-        num_replicas=parallel_state.get_data_parallel_size(),
-        rank=parallel_state.get_data_parallel_rank(),
-    )
-    return DataLoader(dataset, batch_size=4, sampler=sampler)
+    return DataLoader(dataset, batch_size=4, sampler=data_parallel_sampler(dataset))
 
 
 HABITS: dict[Loader, Loader] = {
@@ -96,7 +91,7 @@ def test_habits_of_data_parallel_programs_are_found_and_their_remedies_work() ->
             for remedy in (
                 "a seed of each rank (seed + rank): seed by parallel_state.get_data_parallel_rank()",
                 "DataLoader(shuffle=True) without a seed: give it generator=torch.Generator().manual_seed(seed)",
-                "num_replicas=parallel_state.get_data_parallel_size() and rank=parallel_state.get_data_parallel_rank()",
+                "DistributedSampler(dataset), which splits by ranks: use nxdpp.data_parallel_sampler(dataset)",
             ):
                 assert remedy in message
 
