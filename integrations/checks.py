@@ -14,14 +14,12 @@ from nxdpp.pipeline.model import NxDPPModel
 _OWN = ("num_microbatches", "loss_normalization", "count_items_fn", "grad_scaler", "use_zero1_optimizer")
 # Arguments that PipelineTrainer has itself.
 _NAMED = ("schedule", "virtual_pipeline_size", "partition")
-_NOT_SPLIT = "the batches of an optimizer step are its microbatches"
 _NO_LOSS_RETURN = "Trainer gets the loss of each batch on all ranks"
 # Arguments that would change nothing here, or the loss in another way than Trainer's.
 _WITHOUT_USE = {
     "loss_fn": "the last stage computes the model's own loss. Compute it in the model's forward",
     "input_names": "Trainer adds num_items_in_batch to the inputs",
-    "split_inputs_fn": _NOT_SPLIT,
-    "check_against_module": f"{_NOT_SPLIT}, which the check does not run",
+    "split_inputs_fn": "the batches of an optimizer step are its microbatches",
     "return_mb_loss": _NO_LOSS_RETURN,
     "broadcast_and_average_loss": _NO_LOSS_RETURN,
     "return_loss_on_cpu": _NO_LOSS_RETURN,
