@@ -1,6 +1,7 @@
 """Other libraries' trainers over a pipeline: ``transformers.Trainer`` as ``PipelineTrainer``.
 
-Its names are imported at their first use, and need the extra ``trainer``: ``pip install 'nxdpp[trainer]'``.
+Its names are imported at their first use. They need the extra ``trainer``:
+``pip install -c constraints.txt '.[trainer]'`` in the clone.
 """
 
 from importlib import import_module
@@ -20,7 +21,7 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         raise ImportError(
             "nxdpp.integrations.PipelineTrainer needs accelerate, as transformers.Trainer does: install the extra, "
-            "pip install 'nxdpp[trainer]'."
+            "pip install -c constraints.txt '.[trainer]' in the clone of nxdpp."
         ) from error
     return import_module("nxdpp.integrations.trainer").PipelineTrainer
 

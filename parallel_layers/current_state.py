@@ -29,7 +29,7 @@ def initialized() -> ProcessGroups | DebugState:
     if state is None:
         raise RuntimeError(
             "there are no process groups yet: call nxdpp.parallel_state.initialize_model_parallel("
-            "tensor_model_parallel_size, pipeline_model_parallel_size) first, on all ranks"
+            "pipeline_model_parallel_size=...) first, on all ranks"
         )
     return state
 

@@ -137,11 +137,10 @@ class PipelineConfig:
         if self.input_names is not None:
             self._check_names(module, self.input_names, "input_names")
         arguments.check_partition(self.partition, self._opened_batch(), self.partition_memory_limit, self.pipeline_cuts)
-        tensor_ranks = parallel_state.get_tensor_model_parallel_size()
-        if self.partition == "profiled" and tensor_ranks > 1:
+        if self.partition == "profiled" and (ranks := parallel_state.get_tensor_model_parallel_size()) > 1:
             # The layers of one rank would wait for those of the others.
             raise ValueError(
-                f"partition='profiled' measures layers on one rank, and layers that are divided over {tensor_ranks} "
+                f"partition='profiled' measures layers on one rank, and layers that are divided over {ranks} "
                 f"tensor-parallel ranks do not run there alone. Use partition='balanced'."
             )
         if self.partition_batch is not None:

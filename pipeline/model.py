@@ -279,8 +279,9 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
         """Scale the gradients of the whole model so that their norm is ``max_norm`` at most; return the norm before.
 
         Collective over all ranks, between ``run_train`` and the optimizer's step. ``norm_type`` is the order of the
-        norm, above 0 or infinity. The norm is a float32 tensor without dimensions, equal on all ranks. It is that of
-        ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model: that function sees this rank's gradients alone.
+        norm, above 0 or infinity. The norm is a float32 tensor without dimensions, equal on all ranks. To
+        rounding it is that of ``torch.nn.utils.clip_grad_norm_`` on the unwrapped model: that function sees this rank's
+        gradients alone.
 
         Raises:
             ValueError: for a ``max_norm`` or ``norm_type`` that is not above 0, and for sparse gradients.

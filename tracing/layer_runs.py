@@ -40,7 +40,7 @@ def longest_runs(module: nn.Module, listed: str) -> tuple[type[nn.Module], ...]:
     told = " and ".join(f"{counts[cls]} {cls.__name__} in {_places(runs[cls])}" for cls in longest)
     _logger.warning(
         "%s declares no transformer layers: its longest %s of equal modules %s taken, %s; pass "
-        "transformer_layer_cls for other layers (nxdpp.nnscaler: graph.take_layers of a policy function)",
+        "transformer_layer_cls for other layers",
         name, *(("run", "is") if len(longest) == 1 else ("runs", "are")), told,
     )  # fmt: skip
     return tuple(longest)

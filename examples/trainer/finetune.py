@@ -98,7 +98,7 @@ def parse() -> tuple[Options, TrainingArguments]:
     parser = HfArgumentParser(classes)
     parser.set_defaults(
         output_dir="runs/trainer",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),
         max_steps=150,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
-    "benchmarks", "checkpoint", "devices", "examples", "initialization", "modules", "optimizer", "parallel_layers",
-    "pipeline", "schedules", "tensor_parallel", "tracing", "trainer", "nxdpp/utils",
+    "benchmarks", "checkpoint", "devices", "examples", "initialization", "integrations", "modules", "optimizer",
+    "parallel_layers", "pipeline", "schedules", "tensor_parallel", "tracing", "trainer", "nxdpp/utils",
 )  # fmt: skip
 
 

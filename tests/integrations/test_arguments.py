@@ -153,4 +153,4 @@ def test_a_loss_that_parts_of_a_batch_would_change_is_refused() -> None:
 def test_without_accelerate_the_extra_is_named() -> None:
     program = "import sys; sys.modules['accelerate'] = None; import nxdpp.integrations as i; i.PipelineTrainer"
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert "pip install 'nxdpp[trainer]'" in process.stderr
+    assert "pip install -c constraints.txt '.[trainer]'" in process.stderr
