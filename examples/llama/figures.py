@@ -21,6 +21,7 @@ from nxdpp.schedules.simulate import Timeline, simulate
 
 BUSY = "busy: share of run_train in which a rank computes; the rest is the bubble, in which it waits for others"
 BUSY_ALONE = "busy: share of run_train in which the process computes the model"
+SENT = "sent in a step: to other stages, without averages over replicas and messages of tensor-parallel ranks"
 MEMORY = {"cuda": "peak memory: allocated on the device"}
 MEMORY_OF_PROCESS = "peak memory: of the process, with its imports"
 
@@ -145,6 +146,8 @@ def print_figures(
     console.print(lines, highlight=False)
     console.print(BUSY if has_pipeline else BUSY_ALONE, highlight=False)
     console.print(MEMORY.get(figures[0].device, MEMORY_OF_PROCESS), highlight=False)
+    if has_pipeline:
+        console.print(SENT, highlight=False)
 
 
 def _lines(

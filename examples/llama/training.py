@@ -76,11 +76,14 @@ def run(settings: Settings, ctrl_c: CtrlC) -> int:
         ctrl_c.lines = (f"interrupted after step {settings.steps} of {settings.steps}", saved(settings))
         ctrl_c.end_deferral()
         print_sample(console, settings)
-        one_process = None
-        if settings.compare:
-            one_process = measure_one_process(settings, device, replicas * settings.num_microbatches)
-        if figures:
-            print_figures(console, settings, figures, one_process)
+        if not figures:
+            said = "no figures: they leave the first step out, and fewer than two were run"
+            console.print(said, highlight=False, soft_wrap=True)
+        elif settings.compare:
+            compared = measure_one_process(settings, device, replicas * settings.num_microbatches)
+            print_figures(console, settings, figures, compared)
+        else:
+            print_figures(console, settings, figures, None)
         if figures and settings.trace is not None:
             # The trace has the evaluation before the training too.
             last = held_out_count(settings) + figures[0].steps
