@@ -47,10 +47,10 @@ def no_loss(output: Any) -> str:
         given = f"{output!r:.80}, a {type(output).__name__}"
     return (
         f"the loss must be a tensor of one element, and the model, or its loss_fn, returned {given}. run_train "
-        f"differentiates what forward returns: compute the loss there, and return it; pass the inputs for the loss (labels=...), if "
-        f"forward computes one from them; compute it outside of the model, loss_fn=lambda output, labels: "
-        f"F.cross_entropy(output, labels); or mark the loss of several outputs with output_loss_value_spec. run_eval "
-        f"returns other outputs than a loss."
+        f"differentiates what forward returns: compute the loss there, and return it; pass the inputs for the loss "
+        f"(labels=...), if forward computes one from them; compute it outside of the model, "
+        f"loss_fn=lambda output, labels: F.cross_entropy(output, labels); or mark the loss of several outputs with "
+        f"output_loss_value_spec. run_eval returns other outputs than a loss."
     )
 
 
