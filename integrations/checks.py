@@ -59,6 +59,22 @@ def check_pipeline_arguments(given: Mapping[str, Any] | None) -> None:
     for name, reason in _WITHOUT_USE.items():
         if name in names:
             raise ValueError(f"PipelineTrainer cannot honour {name} of pipeline_arguments: {reason}. Leave it out.")
+    _check_loss_spec((given or {}).get("output_loss_value_spec"))
+
+
+def _check_loss_spec(spec: Any) -> None:
+    """Raise ``ValueError`` for a loss in a place where evaluations do not read it."""
+    if isinstance(spec, Mapping):
+        marked: list[Any] = [name for name, is_loss in spec.items() if is_loss]
+    elif isinstance(spec, tuple | list):
+        marked = [place for place, is_loss in enumerate(spec) if is_loss]
+    else:
+        return
+    if marked not in (["loss"], [0]):
+        raise ValueError(
+            f"PipelineTrainer cannot honour output_loss_value_spec={spec!r} of pipeline_arguments: Trainer reads the "
+            f"loss as 'loss' of a dict, or as the first value of a tuple. Return it there."
+        )
 
 
 def parts_of_batch(num_microbatches: int | None, accumulated: int) -> int:

@@ -126,6 +126,11 @@ class OwnLoss(PipelineTrainer):
         (PipelineTrainer, {"pipeline_arguments": {"schedule": "gpipe"}}, "give schedule to PipelineTrainer itself"),
         (PipelineTrainer, {"pipeline_arguments": {"loss_fn": len}}, "cannot honour loss_fn of pipeline_arguments"),
         (PipelineTrainer, {"pipeline_arguments": {"split_inputs_fn": len}}, "cannot honour split_inputs_fn"),
+        (
+            PipelineTrainer,
+            {"pipeline_arguments": {"output_loss_value_spec": (False, True)}},
+            "Trainer reads the loss as 'loss' of a dict, or as the first value of a tuple",
+        ),
         (PipelineTrainer, {"num_microbatches": 3}, "=3 must be a multiple of gradient_accumulation_steps=2"),
         (PipelineTrainer, {"num_microbatches": 0}, "num_microbatches=0 must be a whole number of at least 1"),
     ],
