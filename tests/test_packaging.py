@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import nxdpp
+
 ROOT = Path(__file__).parents[1]
 SECONDS = 120
 
@@ -94,6 +96,32 @@ def test_every_package_is_imported_from_the_installed_wheel(clone: Path, built: 
     )
 
     assert imported.stdout.startswith(str(target))
+
+
+@pytest.mark.one_python
+@pytest.mark.parametrize("mode", ["lenient", "compat"])
+def test_an_editable_install_imports_the_clone(clone: Path, tmp_path: Path, mode: str) -> None:
+    folder, prefix = tmp_path / "clone", tmp_path / "prefix"
+    shutil.copytree(clone, folder, symlinks=True, ignore=shutil.ignore_patterns("dist", "build", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    pip += ["--ignore-installed", "--prefix", str(prefix), "--config-settings", f"editable_mode={mode}"]
+    subprocess.run([*pip, "-e", str(folder)], check=True, timeout=SECONDS)
+    (site,) = prefix.rglob("site-packages")
+    # Type checkers read a folder, and run no finder.
+    assert (str(folder) in next(site.glob("__editable__*.pth")).read_text()) == (mode == "compat")
+
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import nxdpp.nnscaler, nxdpp.schedules.families.registry"
+    imported = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(nxdpp.__file__, nxdpp.__version__)", str(site)],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        timeout=SECONDS,
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+
+    assert imported.stdout.split() == [str(folder / "nxdpp/__init__.py"), nxdpp.__version__]
 
 
 def test_a_checkout_without_links_is_refused(clone: Path, tmp_path: Path) -> None:
