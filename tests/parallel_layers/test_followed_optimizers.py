@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from nxdpp import NxDPPModel, parallel_state, tensor_parallelize
@@ -15,7 +16,10 @@ from nxdpp.parallel_layers import followed_by_optimizers, replaced_parameters
 
 
 @pytest.fixture(autouse=True)
-def ends() -> Iterator[None]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Other tests of the same process may hold replaced parameters.
+    monkeypatch.setattr(replaced_parameters, "_replaced", WeakIdKeyDictionary())
+    monkeypatch.setattr(replaced_parameters, "_step_check", None)
     yield
     parallel_state.destroy_model_parallel()
     gc.collect()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nxdpp.parallel_layers import followed_by_optimizers, move_model_to_device, replaced_parameters
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
@@ -17,7 +18,10 @@ pytestmark = pytest.mark.one_python
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Other tests of the same process may hold replaced parameters.
+    monkeypatch.setattr(replaced_parameters, "_replaced", WeakIdKeyDictionary())
+    monkeypatch.setattr(replaced_parameters, "_step_check", None)
     yield
     gc.collect()
     assert len(replaced_parameters._replaced) == 0
