@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -110,11 +111,17 @@ def test_an_editable_install_imports_the_clone(clone: Path, tmp_path: Path, mode
     # Type checkers read a folder, and run no finder.
     assert (str(folder) in next(site.glob("__editable__*.pth")).read_text()) == (mode == "compat")
 
+    # An installed copy would be found first: the interpreter gets every other package of this environment.
+    others = tmp_path / "others"
+    others.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith("nxdpp"):
+            (others / entry.name).symlink_to(entry)
     code = "import site, sys; site.addsitedir(sys.argv[1]); import nxdpp.nnscaler, nxdpp.schedules.families.registry"
     imported = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(nxdpp.__file__, nxdpp.__version__)", str(site)],
+        [sys.executable, "-S", "-c", f"{code}; print(nxdpp.__file__, nxdpp.__version__)", str(site)],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        env={**os.environ, "PYTHONPATH": str(others)},
         timeout=SECONDS,
         text=True,
         stdout=subprocess.PIPE,
