@@ -38,7 +38,7 @@ def api_page() -> tuple[str, bool]:
     title, text = text.split("\n", 1)
     text = _fences_with_language(_short_headings(text)).strip()
     # Sphinx makes the commas between two exceptions bold too.
-    text = text.replace("****,** ", "**, ")
+    text = _linked_types(text.replace("****,** ", "**, "))
     return f"{title}\n{_INTRODUCTION}\n{_contents(text)}\n{text}\n", is_good
 
 
@@ -66,6 +66,12 @@ def _short_headings(text: str) -> str:
                 continue
         lines.append(line)
     return "\n".join(lines)
+
+
+def _linked_types(text: str) -> str:
+    """Return the page with links of types to the headings, which have other anchors than the names of Sphinx."""
+    headings = {_name(heading): _anchor(heading) for heading in re.findall(r"^### (.*)", text, flags=re.MULTILINE)}
+    return re.sub(r"\]\(#(nxdpp\.[\w.]+)\)", lambda found: f"](#{headings.get(found[1], found[1])})", text)
 
 
 def _fences_with_language(text: str) -> str:
@@ -101,5 +107,9 @@ def _anchor(heading: str) -> str:
     return github_slugify(re.sub(r"[*\\]", "", heading))
 
 
+def _name(heading: str) -> str:
+    return heading.rpartition(" ")[2].removesuffix("()").replace("\\", "")
+
+
 def _last(heading: str) -> str:
-    return heading.rpartition(".")[2].removesuffix("()").replace("\\", "")
+    return _name(heading).rpartition(".")[2]

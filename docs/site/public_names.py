@@ -34,19 +34,29 @@ _GROUPS = {
 # Modules whose names are public too, each with its own section.
 _MODULES = {
     "Process groups": "nxdpp.parallel_state",
+    "Tensor-parallel layers and gradients": "nxdpp.parallel_layers",
     "Optimizers": "nxdpp.optimizer",
     "transformers' Trainer": "nxdpp.integrations",
+    "Model and optimizer of NeuronX Distributed's trainer": "nxdpp.trainer",
+    "nnScaler's names": "nxdpp.nnscaler",
+    "OSLO's names": "nxdpp.oslo",
 }
 
 
 def public_names() -> dict[str, list[str]]:
-    """Return the full names of each section. Names of ``nxdpp`` that no section has are in a section of their own."""
+    """Return the full names of each section, each name once.
+
+    Names of ``nxdpp`` that no section has are in a section of their own.
+    """
     package = import_module("nxdpp")
     modules = {name: import_module(name) for name in _MODULES.values()}
     own = [name for name in package.__all__ if callable(getattr(package, name))]
     sections = {title: [name for name in names if name in own] for title, names in _GROUPS.items()}
     listed = {name for names in sections.values() for name in names}
-    if rest := [name for name in own if name not in listed]:
+    rest = [name for name in own if name not in listed]
+    if rest:
         sections["Other names"] = rest
     full = {title: [f"nxdpp.{name}" for name in names] for title, names in sections.items()}
-    return full | {title: [f"{name}.{one}" for one in modules[name].__all__] for title, name in _MODULES.items()}
+    for title, name in _MODULES.items():
+        full[title] = [f"{name}.{one}" for one in modules[name].__all__ if one not in listed | set(rest)]
+    return full
