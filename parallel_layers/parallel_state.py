@@ -48,6 +48,7 @@ from nxdpp.parallel_layers.group_getters import (
     get_world_group,
     local_device,
 )
+from nxdpp.parallel_layers.known_keywords import knows_its_keywords
 from nxdpp.parallel_layers.process_groups import ProcessGroups, build_groups
 from nxdpp.parallel_layers.rank_getters import (
     get_context_model_parallel_rank,
@@ -138,6 +139,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@knows_its_keywords
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -224,6 +226,7 @@ def initialize_model_parallel(
     board.members["pipeline"] = frozenset(current_state.own_ranks("pipeline"))
 
 
+@knows_its_keywords
 def initialize_debug(
     *,
     pipeline_model_parallel_rank: int = 0,

@@ -11,6 +11,7 @@ from torch import fx, nn
 from nxdpp.initialization.initialisers import check_param_init_fn
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.grad_scaler import GradScaler, check_grad_scaler
+from nxdpp.parallel_layers.known_keywords import knows_its_keywords
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.cost.balanced_partition import CostPolicy
 from nxdpp.pipeline.input_names import check_names, check_required
@@ -197,3 +198,7 @@ class PipelineConfig:
             return batch
         opened = open_inputs(batch, all_kinds=True)
         return {name: value for name, value in opened.items() if not isinstance(value, InputDict)}
+
+
+# ``dataclass`` writes the constructor.
+PipelineConfig.__init__ = knows_its_keywords(PipelineConfig.__init__)  # type: ignore[method-assign]  # the same

@@ -13,6 +13,7 @@ from nxdpp.optimizer.average_checks import OptimizerCheck, check_optimizers
 from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.grad_scaler import GradScaler
+from nxdpp.parallel_layers.known_keywords import knows_its_keywords
 from nxdpp.pipeline import arguments
 from nxdpp.pipeline.activation_checkpoint import apply_checkpoint
 from nxdpp.pipeline.config import PipelineConfig
@@ -92,6 +93,7 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
     ``TracingError`` for a model that cannot be traced, and ``RuntimeError`` before ``initialize_model_parallel``.
     """
 
+    @knows_its_keywords
     def __init__(
         self,
         module: nn.Module,
