@@ -1,16 +1,25 @@
-"""Wrappers of other runtimes around a pipelined model, which would train nothing or other numbers.
+"""Wrappers and functions of other runtimes around a pipelined model, which would train nothing or other numbers.
 
-Each is recognised before it changes anything, by an attribute that it reads or by its hook::
+Each is recognised before it changes anything, by an attribute that it reads, by its hook or by what it lists::
 
-    DistributedDataParallel(model)   reads _ddp_params_and_buffers_to_ignore, see ``view``
-    torch.compile(model)             reads _initialize_hook
-    fully_shard(model)               registers a hook of torch.distributed.fsdp
+    DistributedDataParallel(model)        reads _ddp_params_and_buffers_to_ignore, see ``view``
+    torch.compile(model)                  reads _initialize_hook
+    fully_shard(model)                    registers a hook of torch.distributed.fsdp
+    FullyShardedDataParallel(model)       lists modules() in _get_ignored_modules
+    clip_grad_norm_(model.parameters())   lists parameters() in torch.nn.utils.clip_grad
+    accelerate's prepare(model)           sets forward, for autocast
 
-``FullyShardedDataParallel`` marks the modules inside instead. The first step finds them, see ``other_wrappers``.
+A list that the program has made before is not recognised. The first step finds modules that
+``FullyShardedDataParallel`` has marked, see ``other_wrappers``.
 """
 
+from types import FrameType
 from typing import Any
 
+from nxdpp.parallel_layers import parallel_state
+
+# Python 3.11 runs a comprehension in a frame of its own.
+_COMPREHENSIONS = ("<genexpr>", "<listcomp>")
 _AVERAGED = (
     "Leave it out: a rank holds the parameters of its own stages, and run_train averages the gradients over the "
     "data-parallel replicas itself"
@@ -32,3 +41,39 @@ def refuse_hook(hook: Any) -> None:
     """Raise ``RuntimeError`` if ``hook`` is one of FSDP's."""
     if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
         raise RuntimeError(_SHARDED)
+
+
+def refuse_lister(frame: FrameType | None) -> None:
+    """Raise ``RuntimeError`` if ``frame`` is of a function that takes this rank's part for the whole model.
+
+    ``frame`` takes the parameters or modules from a generator.
+    """
+    while frame is not None and frame.f_code.co_name in _COMPREHENSIONS:
+        frame = frame.f_back
+    if frame is None:
+        return
+    place = frame.f_globals.get("__name__"), frame.f_code.co_name
+    if place == ("torch.distributed.fsdp._init_utils", "_get_ignored_modules"):
+        raise RuntimeError(_SHARDED)
+    if place == ("torch.nn.utils.clip_grad", "clip_grad_norm_") and _ranks_of_a_model() > 1:
+        raise RuntimeError(
+            f"torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's gradients. The model is divided "
+            f"over {_ranks_of_a_model()} ranks, and each would scale its own part by another factor. Call "
+            f"model.clip_grad_norm_(max_norm) on every rank."
+        )
+
+
+def refuse_forward(name: str) -> None:
+    """Raise ``AttributeError`` if ``name`` is ``forward``, which stages would not call."""
+    if name == "forward":
+        raise AttributeError(
+            "a forward that is set on a pipelined model would never run, since stages run the layers. Leave the model "
+            "out of accelerate's prepare(), and call run_train under torch.autocast(device, dtype). Set another "
+            "forward on the module before NxDPPModel(module)."
+        )
+
+
+def _ranks_of_a_model() -> int:
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    return parallel_state.get_pipeline_model_parallel_size() * parallel_state.get_tensor_model_parallel_size()

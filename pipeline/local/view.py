@@ -1,5 +1,6 @@
 """Methods with which a user reads a rank's part of a model, under the names of the whole model."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, NoReturn, Self
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from nxdpp.pipeline.input_names import call_by_name
-from nxdpp.pipeline.local.outer_wrappers import COMPILED, refuse_hook, refuse_reader
+from nxdpp.pipeline.local.outer_wrappers import COMPILED, refuse_forward, refuse_hook, refuse_lister, refuse_reader
 from nxdpp.pipeline.local.wrapped_methods import is_elsewhere, refuse_setting, refused_member, wrapped_method
 
 _HOOKS = (
@@ -75,6 +76,7 @@ class LocalView(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of its own. Raises ``AttributeError`` for modules, and for attributes of the wrapped one."""
+        refuse_forward(name)
         refuse_setting(self, name, value)
         super().__setattr__(name, value)
 
@@ -91,8 +93,9 @@ class LocalView(nn.Module):
         return self.local_module.named_parameters(**kwargs)
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for an optimizer."""
-        return self.local_module.parameters()
+        """This rank's parameters, for an optimizer. Raises ``RuntimeError`` in torch's ``clip_grad_norm_``."""
+        refuse_lister(sys._getframe(1))
+        yield from self.local_module.parameters()
 
     def local_named_buffers(self, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers under their original names; takes the arguments of ``named_buffers``."""
@@ -139,6 +142,16 @@ class LocalView(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The same as ``local_named_modules``; ``named_parameters`` and ``named_buffers`` use it."""
         yield from self.local_module.named_modules(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's parameters. Raises ``RuntimeError`` in torch's ``clip_grad_norm_``, which needs all ranks'."""
+        refuse_lister(sys._getframe(1))
+        yield from super().parameters(recurse)
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """This rank's modules. Raises ``RuntimeError`` in ``FullyShardedDataParallel``."""
+        refuse_lister(sys._getframe(1))
+        yield from super().modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
         """The local module of this original name; ``get_parameter`` and ``get_buffer`` use it."""

@@ -204,3 +204,26 @@ def test_trained_parameters_in_float16_are_refused_and_the_remedies_train() -> N
     with torch.autocast("cpu", torch.bfloat16):
         frozen.run_train(**batch)
     parallel_state.destroy_model_parallel()
+
+
+def clip_by_torch(rank: int) -> float:
+    start(2)
+    clip = torch.nn.utils.clip_grad_norm_
+    wrapped = NxDPPModel(make("llama"), num_microbatches=2)
+    wrapped.run_train(**padded_batch(4))
+    gradients = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+    trained = (p for p in wrapped.parameters() if p.requires_grad)
+    for given in (wrapped.parameters(), wrapped.local_parameters(), trained):
+        with pytest.raises(RuntimeError, match=r"over 2 ranks, and each .* Call model.clip_grad_norm_\(max_norm\) on"):
+            clip(given, 0.5)
+    assert all(map(torch.equal, gradients, (p.grad for p in wrapped.parameters() if p.grad is not None)))
+    torch.nn.utils.clip_grad_value_(wrapped.parameters(), 1e9)
+    return wrapped.clip_grad_norm_(0.5).item()
+
+
+@pytest.mark.one_python
+def test_clipping_by_torch_is_refused() -> None:
+    whole = reference(make("llama"))
+    train_in_one_process(whole, padded_batch(4), 2)
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item()
+    assert run_ranks(2, clip_by_torch) == [pytest.approx(expected, rel=1e-6)] * 2

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -82,9 +83,18 @@ def test_other_wrappers_around_the_wrapped_model() -> None:
     torch.save(wrapped.local_state_dict(), io.BytesIO())
     wrapped.run_train(**BATCH)
 
-    sharded = FullyShardedDataParallel(NxDPPModel(llama(), num_microbatches=2), device_id=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"FSDP would shard this rank's stages.*Leave it out"):
+        FullyShardedDataParallel(wrapped, device_id=torch.device("cpu"))
+    wrapped.run_train(**BATCH)
+    sharded: Any = NxDPPModel(llama(), num_microbatches=2)
+    FullyShardedDataParallel(sharded.local_module, device_id=torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"a LocalModule, is in a wrapper of data parallelism.* Leave the wrapper"):
         sharded.run_train(**BATCH)
+    wrapped = NxDPPModel(llama(), num_microbatches=2)
+    with pytest.raises(AttributeError, match=r"never run.*out of accelerate's prepare\(\), and call run_train under"):
+        Accelerator(cpu=True, mixed_precision="bf16").prepare(wrapped)
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped.run_train(**BATCH)
 
     compiled = llama()
     for layer in compiled.model.layers:
