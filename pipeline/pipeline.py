@@ -107,7 +107,13 @@ class Pipeline:
             "gradient_reduction": config.gradient_reduction,
             "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
         }
-        self._exchanges = ReplicaExchanges({**common, "grad_scaler": config.grad_scaler is not None})
+        of_replicas = {
+            "num_microbatches": config.num_microbatches,
+            "output_loss_value_spec": config.output_loss_value_spec,
+            "loss_fn": config.loss_fn,
+            "grad_scaler": config.grad_scaler is not None,
+        }
+        self._exchanges = ReplicaExchanges({**common, **of_replicas})
         self._normalization = LossNormalization(
             module,
             config.loss_normalization,

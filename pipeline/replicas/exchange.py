@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
-from nxdpp.pipeline.agreement.fingerprint import digest, rank_name
+from nxdpp.pipeline.agreement.fingerprint import canonical, digest, rank_name
 
 _REMEDY = "Wrap the same model with the same arguments in every data-parallel replica."
 
@@ -27,7 +27,7 @@ class ReplicaExchanges:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = [f"{name}={value!r}" for name, value in settings.items()]
+        self._settings = [f"{name}={canonical(value)}" for name, value in settings.items()]
 
     def begin(self, name: str, details: Sequence[str] = ()) -> None:
         """Verify that all replicas begin the exchange ``name`` with the same ``details``; collective over them.

@@ -2,12 +2,13 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
-from nxdpp import parallel_state
+from nxdpp import NxDPPModel, parallel_state
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.loss.item_counts import of_all_replicas
 from nxdpp.pipeline.replicas import exchange as replica_exchange
@@ -15,6 +16,7 @@ from nxdpp.pipeline.replicas import gradients as replica_gradients
 from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
 from tests.support.run_ranks import run_ranks
+from tests.support.traced_models import PlainLayer
 
 pytestmark = pytest.mark.one_python
 
@@ -60,3 +62,24 @@ def test_replicas_in_different_exchanges_are_refused() -> None:
         assert f"{first}: detail 0\n  {second}: detail 1\n" in found["details"]
         assert f"{first}: rule='microbatch'\n  {second}: rule='tokens'\n" in found["settings"]
         assert f"{first}: trained 1.weight\n  {second}: trained 0.weight\n" in found["frozen"]
+
+
+def train(rank: int, differs: str) -> None:
+    parallel_state.initialize_model_parallel()
+    losses = (nn.functional.mse_loss, nn.functional.l1_loss)
+    options: dict[str, Any] = {"num_microbatches": 2, "loss_fn": losses[0]}
+    options[differs] = {"num_microbatches": (2, 4), "loss_fn": losses}[differs][rank]
+    torch.manual_seed(0)
+    model = NxDPPModel(nn.Sequential(*(PlainLayer() for _ in range(2))), **options)
+    model.run_train(input=torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("differs", ["num_microbatches", "loss_fn"])
+def test_replicas_with_other_settings_are_refused(differs: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, train, differs)
+    functions = "torch.nn.functional.mse_loss<>", "torch.nn.functional.l1_loss<>"
+    first, second = {"num_microbatches": ("2", "4"), "loss_fn": functions}[differs]
+    lines = f"data-parallel rank 0 (rank 0): {differs}={first}\n  data-parallel rank 1 (rank 1): {differs}={second}\n"
+    assert lines in str(caught.value)
+    assert "Wrap the same model with the same arguments in every data-parallel replica." in str(caught.value)
