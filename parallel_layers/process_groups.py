@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ign
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxdpp.parallel_layers.rank_mesh import DIMENSIONS, RankMesh
+from nxdpp.parallel_layers.same_versions import check_same_versions
 from nxdpp.parallel_layers.store_exchange import StoreExchange
 from nxdpp.parallel_layers.transfer_groups import TransferGroups, build_transfer_groups, own_group
 from nxdpp.schedules.lowering.transport_rules import RULES
@@ -99,9 +100,11 @@ class ProcessGroups:
 def build_groups(rank_mesh: RankMesh, started_world: bool, device: torch.device, store: Store) -> ProcessGroups:
     """Create the groups, on all ranks the same ones in the same order; collective over all ranks.
 
-    Raises ``ValueError`` for another ``rank_mesh`` than that of the rank that came first.
+    Raises ``ValueError`` for another ``rank_mesh`` than that of the rank that came first, and ``RuntimeError`` for
+    other versions of libraries.
     """
     number = next(_built)
+    check_same_versions(store)
     _check_same_mesh(rank_mesh, store, number)
     # A mesh on an XLA device would make groups of XLA's own collectives.
     mesh = DeviceMesh(device.type if device.type == "cuda" else "cpu", rank_mesh.ranks, mesh_dim_names=DIMENSIONS)
