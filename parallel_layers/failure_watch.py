@@ -21,6 +21,8 @@ from types import TracebackType
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not in its __all__
 
 from nxdpp.parallel_layers.faults.board import board
+from nxdpp.parallel_layers.faults.launcher_file import sentence_of, tell_launcher
+from nxdpp.parallel_layers.faults.mistakes import add_note
 from nxdpp.parallel_layers.faults.rank_watch import RankWatch
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -125,6 +127,8 @@ def _hook(watch: RankWatch, previous: _Hook) -> _Hook:
 
     def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if watch is _active() and watch.report(error):
+            add_note(error)
+            tell_launcher(sentence_of(error))
             watch.end_process(lambda: previous(kind, error, trace))
         previous(kind, error, trace)
 
@@ -163,4 +167,6 @@ def _at_exit() -> None:
             traceback.print_exception(passing.__context__ if is_wrapped else passing)
 
     if watch.report(error):
+        add_note(error)
+        tell_launcher(sentence_of(error))
         watch.end_process(print_error)

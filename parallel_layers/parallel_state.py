@@ -22,6 +22,7 @@ from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import current_state, failure_watch, launch
 from nxdpp.parallel_layers.compilation_cache import checked_folder
 from nxdpp.parallel_layers.debug_state import DebugState
+from nxdpp.parallel_layers.faults import mistakes
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.faults.hang_timeout import check_hang_timeout
 from nxdpp.parallel_layers.group_getters import (
@@ -212,6 +213,7 @@ def initialize_model_parallel(
             device_of(local_device()).keep_graphs(cache)
         return
     failure_watch.refuse_after_failure()
+    mistakes.install()
     started_world = not dist.is_initialized()
     own_device = launch.choose_device(backend, device)
     if cache is not None:

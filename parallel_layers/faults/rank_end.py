@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from nxdpp.parallel_layers.faults.ending_process import exit_process, print_line, wait_until
+from nxdpp.parallel_layers.faults.launcher_file import tell_launcher
 from nxdpp.parallel_layers.faults.local_peers import LocalPeers
 from nxdpp.parallel_layers.faults.watch_store import Ending, WatchStore, launcher_has_store, pause_seconds
 
@@ -67,6 +68,7 @@ class RankEnd:
         is_error = ending.kind == "error"
         reason = f"rank {ending.rank} failed{addition}; its error follows" if is_error else ending.sentence + addition
         print_line(f"rank {self._rank} stops because {reason}")
+        tell_launcher(f"stops because {reason.removesuffix('; its error follows')}", is_consequence=True)
         if 0 not in ending.silent or launcher_has_store():
             # Before the launcher ends this process. A process that has the store comes last.
             self._peers.kill_stopped(ending.silent, waits=False)
