@@ -1,10 +1,12 @@
 """Printed form of what a path has: a title, lines, and a table of tensors; or all of it as JSON."""
 
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +15,8 @@ from nxdpp.checkpoint.files.printable import printable
 
 _UNITS = ("B", "KiB", "MiB", "GiB")
 _LONGEST = 1000
+# Columns between two of the table, and the fewest of the names.
+_GAP, _NARROWEST = 2, 20
 
 
 @dataclass
@@ -47,17 +51,18 @@ class Listing:
         out.print(f"{self.path}: {self.title}", soft_wrap=True)
         for name, text in self.lines:
             out.print(f"{printable(name):<13} {printable(text, _LONGEST)}", soft_wrap=True)
-        table = Table("tensor", box=None, padding=(0, 2, 0, 0))
-        table.columns[0].overflow = "fold"
-        table.add_column("dtype", no_wrap=True)
-        table.add_column("shape", no_wrap=True)
-        table.add_column(self.bytes_title, justify="right", no_wrap=True)
-        for name, layout in self.tensors.items():
-            size = sized(self.bytes.get(name, layout.bytes))
-            table.add_row(printable(name, _LONGEST), _dtype(layout), str(list(layout.shape)), size)
-        out.print(table)
+        heads = ("tensor", "dtype", "shape", self.bytes_title)
+        rows = [self._row(name) for name in self.tensors]
+        if self.tensors:
+            figures = sum(_GAP + max(cell_len(row[at]) for row in (heads, *rows)) for at in range(1, len(heads)))
+            (_print_table if figures + _NARROWEST <= out.width else _print_lines)(out, heads, rows)
         if self.rest:
             out.print(self.rest)
+
+    def _row(self, name: str) -> tuple[str, str, str, str]:
+        layout = self.tensors[name]
+        size = sized(self.bytes.get(name, layout.bytes))
+        return printable(name, _LONGEST), _dtype(layout), str(list(layout.shape)), size
 
     def as_json(self) -> str:
         """Return one JSON object, with the names as they are, and sizes in bytes."""
@@ -67,6 +72,25 @@ class Listing:
         }
         found = {"format": self.format, "path": self.path, **self.values, "tensors": tensors}
         return json.dumps(found, indent=2, allow_nan=False)
+
+
+def _print_table(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, padding=(0, _GAP, 0, 0))
+    table.add_column(heads[0], overflow="fold")
+    for head in heads[1:]:
+        table.add_column(head, justify="right" if head == heads[-1] else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def _print_lines(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print each tensor in lines of its own, for a terminal that is too narrow for a table."""
+    for name, *figures in (heads, *rows):
+        out.print(name, overflow="fold")
+        text = (" " * _GAP).join(figures)
+        lines = textwrap.wrap(text, out.width, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+        out.print("\n".join(lines), soft_wrap=True)
 
 
 def sized(count: float) -> str:

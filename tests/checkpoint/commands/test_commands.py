@@ -212,6 +212,27 @@ def test_long_and_hostile_names_lose_nothing(tmp_path: Path, capsys: Captured) -
     assert f"{long}.[red]x[/red]" in names
 
 
+@pytest.mark.parametrize("columns", ["20", "40", "60"])
+def test_a_narrow_terminal_cuts_nothing(
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Five dimensions are wider than 20 columns, whose lines have one number at least."""
+    model = nn.Module()
+    model.register_parameter("kernel_of_the_convolution", nn.Parameter(torch.zeros(1024, 1, 16, 1, 16).bfloat16()))
+    model.register_parameter("bias", nn.Parameter(torch.zeros(3)))
+    save_checkpoint(tmp_path, "one", model)
+    monkeypatch.setenv("COLUMNS", columns)
+
+    assert _run("show", tmp_path) == 0
+
+    text = capsys.readouterr().out
+    table = text[text.index("\ntensor") + 1 :]
+    assert all(len(line) <= int(columns) for line in table.splitlines())
+    assert "bfloat16 [1024, 1, 16, 1, 16] 512.00 KiB" in " ".join(table.split())
+    assert "float32 [3] 12 B" in " ".join(table.split())
+    assert "…" not in text
+
+
 @pytest.mark.parametrize("change", [{"layout": 3}, {"optimizer": [1]}, {"ties": "x"}])
 def test_content_that_no_save_writes_is_damage(change: Any, copied: Path, capsys: Captured) -> None:
     document = parsed_document(copied, read_document(copied))
