@@ -11,6 +11,7 @@ from nxdpp.pipeline.planning.configuration_file import configuration_file
 from nxdpp.pipeline.planning.layout_options import DTYPES, LayoutOptions, layout_options
 from nxdpp.pipeline.planning.search_command import add_search_arguments, check_no_search, run_search
 from nxdpp.schedules.families.registry import FAMILIES
+from nxdpp.schedules.view.output import whole_number
 
 if TYPE_CHECKING:
     from nxdpp.pipeline.planning.layout_result import LayoutResult
@@ -26,8 +27,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "each rank of a pipeline and of its stages. No weights are allocated.",
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="Hugging Face configuration file, or its folder")
-    parser.add_argument("--pipeline-parallel-size", type=_count, metavar="N", help="ranks of a pipeline")
-    parser.add_argument("--num-microbatches", type=_count, metavar="N", help="microbatches of a step")
+    parser.add_argument("--pipeline-parallel-size", type=whole_number, metavar="N", help="ranks of a pipeline")
+    parser.add_argument("--num-microbatches", type=whole_number, metavar="N", help="microbatches of a step")
     parser.add_argument(
         "--schedule",
         metavar="NAME",
@@ -35,13 +36,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         f"a rank)",
     )
     parser.add_argument(
-        "--virtual-pipeline-size", type=_count, metavar="N", help="stages of a rank (1, or the schedule's)"
+        "--virtual-pipeline-size", type=whole_number, metavar="N", help="stages of a rank (1, or the schedule's)"
     )
     parser.add_argument(
-        "--batch-size", type=_count, metavar="N", help="samples of a replica in a step (one a microbatch)"
+        "--batch-size", type=whole_number, metavar="N", help="samples of a replica in a step (one a microbatch)"
     )
     parser.add_argument(
-        "--seq-length", type=_count, metavar="N", help="length of a sequence (2048 tokens, or all positions)"
+        "--seq-length", type=whole_number, metavar="N", help="length of a sequence (2048 tokens, or all positions)"
     )
     parser.add_argument("--partition", choices=("even", "balanced"), default="even", help="choice of the cuts (even)")
     parser.add_argument("--memory-limit", type=_gib, metavar="GIB", help="GiB of a rank, for --partition balanced")
@@ -49,13 +50,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--device",
         choices=("cuda", "cpu", "a100", "h100", "h200"),
         default="cuda",
-        help="device of the ranks: on cuda memory has communicators and messages (cuda, h100 in a search)",
+        help="device of the ranks: on cuda memory has communicators and messages (cuda; with --devices h100); a100, "
+        "h100 and h200 are for --devices",
     )
     parser.add_argument(
         "--dtype", metavar="NAME", help=f"dtype of the parameters, {', '.join(DTYPES)} (the constructor's: float32)"
     )
-    parser.add_argument("--tensor-parallel-size", type=_count, metavar="N", help="ranks that divide each layer (1)")
-    parser.add_argument("--data-parallel-size", type=_count, metavar="N", help="data-parallel replicas (1)")
+    parser.add_argument(
+        "--tensor-parallel-size", type=whole_number, metavar="N", help="ranks that divide each layer (1)"
+    )
+    parser.add_argument("--data-parallel-size", type=whole_number, metavar="N", help="data-parallel replicas (1)")
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="the tensor group divides the sequence between linear layers"
     )
@@ -143,9 +147,3 @@ def _gib(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of GiB above 0")
     return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)

@@ -60,14 +60,9 @@ def _rank(number: int, rank: RankSummary, whole: float) -> dict[str, Any]:
         "rank": number,
         "stages": rank.stages,
         "layers": rank.layers,
-        **_state(rank.state),
-        "work_share": rank.work / whole,
-        "work_flops": rank.work,
-        "microbatches_in_flight": rank.in_flight,
-        "peak_activation_bytes": rank.peak_activations,
+        **_of_both(rank, whole),
         "transport_bytes": rank.transport,
         "memory_bytes": rank.memory,
-        "estimated": rank.estimated,
     }
 
 
@@ -76,15 +71,11 @@ def _stage(number: int, stage: StageSummary, whole: float) -> dict[str, Any]:
         "stage": number,
         "rank": stage.rank,
         "layers": stage.layers,
-        **_state(stage.state),
-        "work_share": stage.work / whole,
-        "work_flops": stage.work,
+        **_of_both(stage, whole),
         "forward_flops_of_microbatch": stage.forward,
         "backward_flops_of_microbatch": stage.backward,
-        "microbatches_in_flight": stage.in_flight,
         "activation_bytes_of_microbatch": stage.activations,
         "kept_bytes_after_input_gradient": stage.kept,
-        "peak_activation_bytes": stage.peak_activations,
         "sent_tensors_of_microbatch": stage.sent_tensors,
         "sent_bytes_of_microbatch": stage.sent_bytes,
         "sent_bytes_of_step": {
@@ -93,7 +84,18 @@ def _stage(number: int, stage: StageSummary, whole: float) -> dict[str, Any]:
             "reduce_scatter": stage.traffic.reduce_scatter,
             "all_gather": stage.traffic.all_gather,
         },
-        "estimated": stage.estimated,
+    }
+
+
+def _of_both(summary: RankSummary | StageSummary, whole: float) -> dict[str, Any]:
+    """Return the figures that ranks and stages have alike; ``whole`` is the work of all ranks."""
+    return {
+        **_state(summary.state),
+        "work_share": summary.work / whole,
+        "work_flops": summary.work,
+        "microbatches_in_flight": summary.in_flight,
+        "peak_activation_bytes": summary.peak_activations,
+        "estimated": summary.estimated,
     }
 
 

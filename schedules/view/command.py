@@ -21,7 +21,7 @@ from nxdpp.schedules.lowering.transport_rules import RULES, find_rules
 from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import Axis, number
-from nxdpp.schedules.view.output import add_flags, check_flags, console, write_svg
+from nxdpp.schedules.view.output import add_flags, check_flags, console, whole_number, write_svg
 from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_table, rank_tables
 from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
@@ -44,9 +44,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help=f"{', '.join(FAMILIES)}, or a CSV file of actions, one row a rank"
     )
-    parser.add_argument("--ranks", type=_count, metavar="N", help="ranks of the pipeline")
-    parser.add_argument("--microbatches", type=_count, metavar="N", help="microbatches of a step")
-    parser.add_argument("--virtual", type=_count, metavar="N", help="chunks a rank (default of the family)")
+    parser.add_argument("--ranks", type=whole_number, metavar="N", help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=whole_number, metavar="N", help="microbatches of a step")
+    parser.add_argument("--virtual", type=whole_number, metavar="N", help="chunks a rank (default of the family)")
     parser.add_argument("--forward", type=_time, default=1.0, metavar="T", help="time of a forward (1)")
     parser.add_argument("--input-gradient", type=_time, default=1.0, metavar="T", help="of an input-gradient (1)")
     parser.add_argument("--weight-gradient", type=_time, default=1.0, metavar="T", help="of a weight-gradient (1)")
@@ -175,12 +175,6 @@ def _refuse_long_checks(schedule: Schedule) -> None:
 
 def _shares(options: argparse.Namespace) -> Shares:
     return Shares(options.forward, options.input_gradient, options.weight_gradient, options.transfer)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
 
 
 def _time(text: str) -> float:

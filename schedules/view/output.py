@@ -40,6 +40,13 @@ def add_flags(parser: argparse.ArgumentParser, drawn: str) -> None:
     )
 
 
+def whole_number(text: str) -> int:
+    """Return the number of a flag; ``ArgumentTypeError`` for one that is not whole, and for one below 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
 def check_flags(options: argparse.Namespace) -> None:
     """Raise ``ValueError`` for a width that is too small or has no effect."""
     if options.width is not None and options.width < _FEWEST_COLUMNS:
