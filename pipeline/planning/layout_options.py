@@ -12,6 +12,8 @@ from nxdpp.schedules.families.registry import FAMILIES, find_family
 from nxdpp.schedules.written import read_schedule
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Kinds of devices of a given layout.
+_DEVICES = ("cuda", "cpu")
 _GIB = 2**30
 
 
@@ -50,6 +52,11 @@ def layout_options(options: argparse.Namespace) -> LayoutOptions:
         raise ValueError(
             f"a batch of {batch} does not divide into {microbatches} microbatches. Use a multiple of {microbatches}."
         )
+    if options.device not in _DEVICES:
+        raise ValueError(
+            f"--device {options.device}: a given layout has no times, so it is for {' or '.join(_DEVICES)}. Leave it "
+            f"out, or add --devices to search layouts."
+        )
     sizes = Dimensions(
         options.tensor_parallel_size or 1, options.data_parallel_size or 1, options.zero1, options.sequence_parallel
     )
@@ -70,7 +77,7 @@ def layout_options(options: argparse.Namespace) -> LayoutOptions:
         options.seq_length,
         balanced,
         None if options.memory_limit is None else int(options.memory_limit * _GIB),
-        "cpu" if options.device == "cpu" else "cuda",
+        options.device,
         checked_dtype(options.dtype),
         sizes,
     )

@@ -221,6 +221,7 @@ SCHEDULES = [
     (["--batch-size", "6"], "a batch of 6 does not divide into 4 microbatches"),
     (["--memory-limit", "80"], "add --partition balanced"),
     (["--sequence-parallel"], "add --tensor-parallel-size"),
+    (["--device", "h100"], "--device h100: a given layout has no times, so it is for cuda or cpu. Leave it out, or"),
     (["--devices", "8"], "--device-memory, --global-batch: missing"),
     (["--devices", "8", "--device-memory", "80", "--global-batch", "8"], "device_memory='80' is not understood"),
 ]
