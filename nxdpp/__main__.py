@@ -12,6 +12,7 @@ Its help also tells how to read the lines of a job that hangs.
 
 import argparse
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -90,6 +91,9 @@ def _run_process() -> NoReturn:
     again, and once more at exit: a quarter of the time of a short command.
     """
     gc.set_threshold(_COLLECTED_AFTER)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal has no letters for is printed with escapes, as Python does on stderr.
+        sys.stdout.reconfigure(errors="backslashreplace")
     status = main()
     gc.freeze()
     sys.exit(status)

@@ -22,7 +22,7 @@ from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import Axis, number
 from nxdpp.schedules.view.output import add_flags, check_flags, console, whole_number, write_svg
-from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_table, rank_tables
+from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_tables, rank_tables
 from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
 
@@ -133,7 +133,8 @@ def _compare(options: argparse.Namespace) -> None:
         return
     out = console(options.width)
     out.print(f"{ranks} ranks, {microbatches} microbatches; {shares.text()}")
-    out.print(comparison_table(rows, out.width, chosen))
+    for table in comparison_tables(rows, out.width, chosen):
+        out.print(table)
 
 
 def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:

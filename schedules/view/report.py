@@ -87,30 +87,31 @@ def stages_of(spans: Sequence[Span]) -> str:
     return ", ".join(map(str, sorted({span.action.stage for span in spans})))
 
 
-def comparison_table(rows: list[Compared], width: int, chosen: str | None = None) -> "Table":
-    """A line a family, with a mark at ``chosen``. A narrow table has no frame and no descriptions."""
+def comparison_tables(rows: list[Compared], width: int, chosen: str | None = None) -> "list[Table]":
+    """A line a family, with a mark at ``chosen``. Narrow tables have no descriptions."""
     from rich.table import Table
 
-    table = Table(caption="v: chunks a rank; peak: most microbatches in flight on a rank, a chunk being 1/v")
-    narrow = width < _NARROW
-    if narrow:
-        table.box = None
-    table.add_column("schedule", no_wrap=True)
-    for name in ("v", "makespan", "bubble", "peak"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if not narrow:
-        table.add_column("description")
-    for row in rows:
-        mark = " *" if row.family.name == chosen else ""
-        table.add_row(
-            row.family.name + mark,
+    columns = ("schedule", "v", "makespan", "bubble", "peak")
+    caption = "v: chunks a rank; peak: most microbatches in flight on a rank, a chunk being 1/v"
+    cells = [
+        [
+            row.family.name + (" *" if row.family.name == chosen else ""),
             str(row.chunks),
-            f"{number(row.timeline.makespan)}",
+            number(row.timeline.makespan),
             f"{100 * row.timeline.mean_bubble:.1f} %",
             f"{max(row.timeline.peaks):g}",
-            *([] if narrow else [row.family.summary]),
-        )
-    return table
+        ]
+        for row in rows
+    ]
+    if width < _NARROW:
+        return figures_tables(columns, cells, width, caption)
+    table = Table(caption=caption)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+    table.add_column("description")
+    for row, cell in zip(rows, cells, strict=True):
+        table.add_row(*cell, row.family.summary)
+    return [table]
 
 
 def as_json(title: str, timeline: Timeline) -> dict[str, Any]:

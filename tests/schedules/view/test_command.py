@@ -147,6 +147,32 @@ def test_lines_fit_into_the_terminal(columns: str) -> None:
         assert "…" not in finished.stdout
 
 
+def test_a_narrow_comparison_cuts_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--ranks", "8", "--microbatches", "64", "--forward", "1234567.891"]
+    assert main(["schedule", "v-min", "--compare", "--json", *size]) == 0
+    spans = [f"{row['makespan']:.0f}" for row in json.loads(capsys.readouterr().out)["families"]]
+
+    for width in ("40", "60"):
+        assert main(["schedule", "v-min", "--compare", "--width", width, *size]) == 0
+
+        printed = capsys.readouterr().out
+        assert set(spans) <= set(printed.replace("│", " ").split())
+        assert "v-min *" in printed
+        assert max(map(len, printed.splitlines())) <= int(width)
+
+
+@pytest.mark.one_python
+def test_a_terminal_without_the_letters_of_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "größe.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+
+    finished = _run(str(path), PYTHONIOENCODING="ascii")
+
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("gr\\xf6\\xdfe.csv: 2 ranks, 2 microbatches")
+    assert finished.stdout.isascii()
+
+
 def test_colours_only_on_a_terminal() -> None:
     true = _run("zb-h1", *SIZE, FORCE_COLOR="1", COLORTERM="truecolor", TERM="xterm-256color").stdout
     assert "\x1b[38;2;16;20;24;48;2;0;163;117mI0 " in true
