@@ -105,7 +105,9 @@ def microbatch_on_meta(model: PreTrainedModel, size: int, length: int | None) ->
 
 
 def _length(config: PreTrainedConfig, positions: str, length: int | None) -> int:
-    most: int = getattr(config.get_text_config(), positions, None) or length or _DEFAULT_LENGTH
+    given = getattr(config.get_text_config(), positions, None) or 0
+    # XLNet has -1 for any number.
+    most: int = given if given > 0 else length or _DEFAULT_LENGTH
     if length is not None and length > most:
         raise ValueError(f"a sequence length of {length} is more than {positions}={most}.")
     return min(_DEFAULT_LENGTH, most) if length is None else length

@@ -20,6 +20,7 @@ from transformers import (
     T5Config,
     Wav2Vec2Config,
     WhisperConfig,
+    XLNetConfig,
 )
 
 from nxdpp.__main__ import main
@@ -130,6 +131,8 @@ def test_llama_70b_needs_no_memory_for_its_weights(tmp_path: Path) -> None:
             T5(num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=64, decoder_start_token_id=0),
             "T5ForConditionalGeneration",
         ),
+        # Any number of positions: -1 in its configuration.
+        (XLNetConfig(vocab_size=64, d_model=64, n_layer=4, n_head=4, d_inner=64), "XLNetLMHeadModel"),
     ],
 )
 def test_models_of_six_tasks(
