@@ -14,39 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdpp.parallel_layers import (
-    clip_grad_norm,
-    failure_watch,
-    move_model_to_device,
-    parallel_state,
-)
+from nxdpp.parallel_layers import clip_grad_norm, failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.overlapped_average import AverageReport
-from nxdpp.pipeline import arguments
 from nxdpp.pipeline.config import PipelineConfig
-from nxdpp.pipeline.first_partition import first_partition
-from nxdpp.pipeline.local.grouped_experts import refuse_grouped_experts
 from nxdpp.pipeline.local.local_module import stage_module
-from nxdpp.pipeline.local.lost_ties import refuse_lost_ties
 from nxdpp.pipeline.local.next_step import NextStep
-from nxdpp.pipeline.local.other_wrappers import refuse_other_wrappers
 from nxdpp.pipeline.local.part import LocalPart
-from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.upkeep import LocalUpkeep
 from nxdpp.pipeline.loss.mean_loss import mean_loss
-from nxdpp.pipeline.loss.normalization import LossNormalization
-from nxdpp.pipeline.replicas.exchange import ReplicaExchanges
+from nxdpp.pipeline.pipeline_preparation import prepare_pipeline
 from nxdpp.pipeline.replicas.gradients import ReplicaGradients
-from nxdpp.pipeline.runtime.step_runner import StepRunner
-from nxdpp.pipeline.stages.loss import LossTransform
-from nxdpp.pipeline.stages.program_cache import ProgramCache
-from nxdpp.pipeline.step_preparation import StepPreparation
-from nxdpp.pipeline.steps import Evaluation, Steps
-from nxdpp.schedules.timeline_file import check_path
-from nxdpp.tracing.input_dicts import open_inputs
+from nxdpp.pipeline.replicas.tensor_copies import TensorCopies
+from nxdpp.pipeline.step_runs import StepRuns
+from nxdpp.pipeline.steps import Steps
 
 
-class Pipeline:
+class Pipeline(Steps):
     """A module cut into stages, of which this rank holds and runs its own.
 
     Every rank constructs it with the same module and configuration, after
@@ -80,76 +64,15 @@ class Pipeline:
             raise TypeError(f"the configuration must be a PipelineConfig, not {config!r:.80}: PipelineConfig(...).")
         if isinstance(module, Pipeline):
             raise TypeError("the model is a Pipeline already. Use it as it is (train_step), or build the model again.")
-        config.check(module)
-        refuse_other_wrappers(module)
-        refuse_grouped_experts(module, parallel_state.local_device())
-        refuse_lost_ties(module)
+        prepared = prepare_pipeline(module, config, self.rank, agreed or {})
+        # From here on the parameters of other stages are freed.
         self.original_module = module
         self.config = config
-        self.schedule = config.choose_schedule(parallel_state.get_pipeline_model_parallel_size())
-        options = config.tracing_options(module)
-        self.layer_classes = options.layer_classes
-        self.cut_modules = options.cut_modules
-        self.partition = first_partition(
-            module,
-            options,
-            self.schedule.placement.stages,
-            config.partition_policy(module, self.schedule),
-            None if config.input_names is None else config.of_module(module, config.input_names),
-            config.partition_batch,
-        )
-        self._number = board.pipelines + 1
-        common = {
-            **(agreed or {}),
-            "number of the wrapped model": self._number,
-            "loss_normalization": config.loss_normalization,
-            "count_items_fn": config.count_items_fn is not None,
-            "gradient_reduction": config.gradient_reduction,
-            "grad_scaler": None if config.grad_scaler is None else config.grad_scaler.settings(),
-        }
-        of_replicas = {
-            "num_microbatches": config.num_microbatches,
-            "output_loss_value_spec": config.output_loss_value_spec,
-            "loss_fn": config.loss_fn,
-            "grad_scaler": config.grad_scaler is not None,
-        }
-        self._exchanges = ReplicaExchanges({**common, **of_replicas})
-        self._normalization = LossNormalization(
-            module,
-            config.loss_normalization,
-            config.count_items_fn,
-            config.output_loss_value_spec,
-            self._exchanges,
-        )
-        self._normalization.check_example(self.partition, options, config.input_names, config.partition_batch)
-        warn_of_traced_hooks(module, self.partition.layers)
-        arguments.warn_of_own_listings(module)
-        timeline_path = None if config.trace_file_path is None else check_path(config.trace_file_path)
-        settings = {
-            "schedule": self.schedule.name,
-            "stages": self.partition.stages,
-            "pipeline_cuts": list(self.partition.cuts),
-            "num_microbatches": config.num_microbatches,
-            **common,
-            "writes a timeline": timeline_path is not None,
-            "check_against_module": config.check_against_module,
-            "check_inputs": config.check_inputs,
-        }
-        self._programs = ProgramCache(
-            self.partition, options, config.output_loss_value_spec, self.local_stages, settings
-        )
-        self._loss_gradient = torch.ones_like if config.grad_scaler is None else config.grad_scaler.loss_gradient
-        self._runner = StepRunner(
-            self.schedule,
-            self.rank,
-            not config.deallocate_pipeline_outputs,
-            config.check_inputs,
-            timeline_path,
-            self._loss_gradient,
-        )
-        self._preparation = StepPreparation(module, config, self._programs, self._normalization)
-        # From here on the parameters of other stages are freed.
-        self.part = LocalPart(
+        self.schedule = prepared.schedule
+        self.layer_classes = prepared.options.layer_classes
+        self.cut_modules = prepared.options.cut_modules
+        self.partition = prepared.partition
+        part = LocalPart(
             module,
             self.partition.owners_by_rank(self.schedule.placement.rank_of),
             self.rank,
@@ -157,26 +80,23 @@ class Pipeline:
             torch.initial_seed(),
             config.param_init_fn,
         )
-        self.local_module: nn.Module = self.part.module
-        self._replicas = ReplicaGradients(self.part, self._exchanges, config.gradient_reduction == "mean")
-        self.tied_names = self.part.aliases
-        self._next_step = NextStep(module, self.part, self.partition.layers)
-        self._upkeep = LocalUpkeep(self.part, self._programs.replace)
-        self._steps = Steps(
-            config,
-            self.partition,
-            self._last_rank,
-            self.part,
-            self._replicas,
-            self._next_step,
-            self._preparation,
-            self._runner,
-            self._loss_gradient,
-            self._make_ready,
+        self.local_module: nn.Module = part.module
+        self.tied_names = part.aliases
+        self._last_rank = prepared.last_rank
+        self._exchanges = prepared.exchanges
+        self._programs = prepared.programs
+        self._runner = prepared.runner
+        self._replicas = ReplicaGradients(part, prepared.exchanges, config.gradient_reduction == "mean")
+        self._copies = TensorCopies(part.module)
+        next_step = NextStep(module, part, self.partition.layers)
+        upkeep = LocalUpkeep(
+            part, self.partition.layers, next_step, self._programs.replace, self._forget, self._verify_again
         )
-        if self.part.is_initialised_at_once:
+        runs = StepRuns(prepared, part, next_step, self._replicas, self._copies)
+        super().__init__(prepared, part, next_step, upkeep, runs)
+        if part.is_initialised_at_once:
             self.materialise()
-        board.pipelines = self._number
+        board.pipelines = prepared.number
 
     @property
     def local_stages(self) -> list[int]:
@@ -200,7 +120,7 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """The device of this rank's stages."""
-        return self._steps.device
+        return self.part.device
 
     @property
     def is_averaged(self) -> bool:
@@ -236,139 +156,6 @@ class Pipeline:
     def compile_seconds(self) -> float:
         """Seconds in which this process compiled graphs, from the end of the step before to the end of the last."""
         return self._runner.compile_seconds
-
-    def trace(self, inputs: Mapping[str, Any]) -> None:
-        """Trace for ``inputs`` of a step, and verify the partition with the graph; not collective, sends nothing.
-
-        Takes the inputs of a whole batch. A microbatch is traced, in the present training mode. Tensors on the meta
-        device are allowed, and so are models without values.
-
-        Raises:
-            ValueError, TypeError: for inputs that cannot be used, and where the partition does not fit them.
-            TracingError: for inputs with which the model cannot be traced.
-        """
-        self._preparation.check_names(inputs)
-        values = open_inputs(inputs).values()
-        self._check_modules()
-        device = next((value.device for value in values if isinstance(value, torch.Tensor)), self.device)
-        batch = self._preparation.split(inputs, device)
-        training = self.original_module.training
-        with torch.set_grad_enabled(training):
-            with_loss = self._preparation.trace(batch, training)
-            self._next_step.note_hooks()
-            if with_loss is not None:
-                self._normalization.check(with_loss)
-
-    def train_step(self, inputs: Mapping[str, Any], average: bool = False) -> list[torch.Tensor]:
-        """Run forward and backward of all microbatches; collective over the pipeline.
-
-        Gradients of the loss, a mean over microbatches or labels (``loss_normalization``), are added to ``.grad``. The
-        average over data-parallel replicas is that of the whole batch. It is taken with ``average``, and begins during
-        the last backwards. The first step compares the parameters of the replicas, and is collective over all ranks.
-
-        Args:
-            inputs: the model's inputs, equal on all ranks of the pipeline. Tensors ``(B, ...)`` are split along
-                dimension 0, or by ``split_inputs_fn``; so are those in dicts among the inputs. Tensors of first
-                dimension 1 beside larger ones and other values go whole to each microbatch. Images of a transformers
-                model go with their rows.
-
-        Returns:
-            The detached loss of each microbatch on the rank of the last stage, an empty list on others. Their mean is
-            the loss.
-
-        Raises:
-            ValueError, TypeError: for inputs that cannot be used, such as a microbatch without labels, before anything
-                is sent to another stage.
-            TracingError: for inputs with which the model cannot be traced.
-            RuntimeError: without gradients (``torch.no_grad()``), under autocast to float16 without a ``grad_scaler``,
-                for trained parameters in float16, and for a step that fails. A failure ends all ranks.
-        """
-        return self._steps.train(inputs, average)
-
-    def train_samples(
-        self,
-        samples: Sequence[Mapping[str, Any]],
-        transform: LossTransform | None = None,
-        average: bool = True,
-    ) -> list[Any]:
-        """Run forward and backward of ``samples``, each a microbatch as it is; collective over the pipeline.
-
-        Gradients are those of ``train_step``: of the mean of the samples' losses, or of their sum with
-        ``gradient_reduction="sum"``. A loss is the first value of a tuple, unless ``output_loss_value_spec`` marks
-        another.
-
-        Args:
-            samples: the model's inputs by name of each of the ``num_microbatches`` samples, equal on all ranks of the
-                pipeline. Nothing is split. Inputs may be nested dicts, lists, tuples, named tuples and dataclasses. All
-                samples have the same structure and dtypes; tensors may differ in sizes. The first step with each new
-                mix of sizes takes longer.
-            transform: a function of the number of a sample and its loss, a tensor of one element. It returns the loss
-                whose gradient is taken. ``loss * 0.0`` gives zeros as gradients. The rank of the last stage calls it.
-            average: as that of ``train_step``.
-
-        Returns:
-            The detached output of each sample on every rank of the pipeline, as the model returns it: nothing is
-            divided or transformed. Other ranks than the last wait for it.
-
-        Raises:
-            ValueError: with ``loss_normalization="tokens"``, whose losses depend on all samples together.
-            ValueError, TypeError: for another number of samples, and as ``train_step`` does.
-            TracingError, RuntimeError: as ``train_step`` does.
-        """
-        return self._steps.train_samples(samples, transform, average)
-
-    def eval_step(self, inputs: Mapping[str, Any]) -> Evaluation:
-        """Run the forward of all microbatches without gradients; collective over the pipeline.
-
-        Takes and refuses ``inputs`` as ``train_step`` does.
-        """
-        return self._steps.evaluate(inputs)
-
-    def eval_samples(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Run the forward of ``samples`` without gradients; collective over the pipeline.
-
-        Takes, returns and refuses as ``train_samples`` does.
-        """
-        return self._steps.evaluate_samples(samples)
-
-    def takes_number_of_items(self, microbatch: Mapping[str, Any]) -> bool:
-        """Return whether the loss of ``microbatch`` depends on the ``num_items_in_batch`` in it; not collective."""
-        return self._steps.takes_number_of_items(microbatch)
-
-    def train_microbatches(
-        self,
-        microbatches: Sequence[Mapping[str, Any]],
-        transform: LossTransform | None = None,
-        average: bool = True,
-    ) -> list[torch.Tensor]:
-        """Run forward and backward of ``microbatches`` as they are; collective over the pipeline.
-
-        Gradients and losses are those of ``train_step``. The microbatches may differ in sizes, and their number from
-        step to step: a number other than ``num_microbatches`` has a schedule of its own.
-
-        Args:
-            microbatches: the model's inputs by name of each, at least one, equal on all ranks of the pipeline. All have
-                the same structure and dtypes, as samples have.
-            transform: as that of ``train_samples``. The losses that are returned are not transformed.
-            average: as that of ``train_step``.
-
-        Returns:
-            The detached loss of each microbatch on every rank of the pipeline. Their mean is the loss. Other ranks than
-            the last wait for it.
-
-        Raises:
-            ValueError, TypeError, TracingError, RuntimeError: as ``train_step`` does. ``ValueError`` also for a number
-                of microbatches that the schedule cannot run.
-        """
-        return self._steps.train_microbatches(microbatches, transform, average)
-
-    def eval_microbatches(self, microbatches: Sequence[Mapping[str, Any]], outputs: bool = False) -> list[Any]:
-        """Run the forward of ``microbatches`` without gradients; collective over the pipeline.
-
-        Takes and raises as ``train_microbatches`` does. Returns the loss of each microbatch on every rank of the
-        pipeline, as the model returns it. With ``outputs`` it returns the whole output in place of that.
-        """
-        return self._steps.evaluate_microbatches(microbatches, outputs)
 
     def mean_loss(self, losses: Sequence[torch.Tensor], train: bool = True) -> torch.Tensor:
         """Return the mean loss of all microbatches and replicas, float32, on every rank; collective over all ranks.
@@ -415,8 +202,7 @@ class Pipeline:
 
         Raises ``RuntimeError`` for a tensor that nothing initialises, before anything is changed.
         """
-        if self.part.materialise():
-            self.follow()
+        self._upkeep.materialise()
 
     def move_model_to_device(self, device: torch.device | str | int | None = None) -> None:
         """Materialise this rank's part and move it to ``device``, by default the rank's own; collective over all ranks.
@@ -426,18 +212,11 @@ class Pipeline:
         target = self._upkeep.check_device(device)
         failure_watch.refuse_after_failure()
         with board.call("move_model_to_device"):
-            self.materialise()
-            move_model_to_device(self.local_module, target)
-            self.follow()
-            self._upkeep.make_equal(self._runner.transport, self.device)
+            self._upkeep.move_to(target, self._runner.transport)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load this rank's part of a state dict; not collective. The replicas compare values at their next average."""
-        result = self._upkeep.load(state_dict, strict, assign)
-        self.part.has_loaded_state = True
-        self._verify_again()
-        self.follow()
-        return result
+        return self._upkeep.load(state_dict, strict, assign)
 
     def initial_weights_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """CPU tensors with the weights that ``materialise`` would give to ``tensors`` of this rank; not collective.
@@ -448,44 +227,27 @@ class Pipeline:
 
     def replace_local_tensors(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Replace the first parameter or buffer of each pair by the second, at the end of a load; not collective."""
-        if replaced:
-            self._upkeep.replace(replaced)
-        self.part.loads += 1
-        self._verify_again()
-        # The next step compares the values, and finds a rank that has not loaded.
-        self.follow()
+        self._upkeep.replace(replaced)
 
     def refresh(self) -> None:
         """Trace and exchange metadata anew; every rank calls it after ``requires_grad`` or modules changed."""
-        self.follow()
-        self._verify_again()
+        self._upkeep.refresh()
 
     def follow(self) -> None:
         """Follow tensors and modules that were moved, loaded or replaced."""
         self._upkeep.follow()
-        self._replicas.follow()
-        if self._next_step.follow():
-            warn_of_traced_hooks(self.original_module, self.partition.layers)
-        self._programs.forget()
-        self._runner.forget_engines()
-
-    def _verify_again(self) -> None:
-        self._replicas.verify_again()
-        self._steps.verify_again()
 
     def check_materialised(self) -> None:
         """Raise ``RuntimeError`` while tensors of this rank are on the meta device."""
         self.part.check_materialised()
 
-    @property
-    def _last_rank(self) -> int:
-        return self.schedule.placement.rank_of(self.partition.stages - 1)
+    def _forget(self) -> None:
+        """Forget what was made of this rank's part before a change."""
+        self._replicas.follow()
+        self._programs.forget()
+        self._runner.forget_engines()
 
-    def _make_ready(self) -> None:
-        self._check_modules()
-        self.check_materialised()
-
-    def _check_modules(self) -> None:
-        if self._next_step.has_replacements():
-            self.follow()
-        self._next_step.check_modules()
+    def _verify_again(self) -> None:
+        """Have the ranks compare the parameters again."""
+        self._replicas.verify_again()
+        self._copies.verify_again()

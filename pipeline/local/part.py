@@ -12,6 +12,7 @@ from nxdpp.initialization.initialisers import ParameterInitialiser
 from nxdpp.initialization.materialise import MetaTensor, initial_weights
 from nxdpp.initialization.parts import own_part, whole_of
 from nxdpp.initialization.record import record_of
+from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.agreement.configurations import configuration_lines
 from nxdpp.pipeline.agreement.plain_attributes import attribute_lines, plain_attributes
@@ -103,6 +104,12 @@ class LocalPart:
     def is_initialised_at_once(self) -> bool:
         """True if initial weights are made at construction: by ``param_init_fn`` or a recorded constructor."""
         return self._param_init_fn is not None or self._record is not None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters of this rank; without parameters, the rank's own."""
+        parameter = next(self.module.parameters(), None)
+        return parallel_state.local_device() if parameter is None else parameter.device
 
     def names_on_meta(self) -> list[str]:
         """Names of the parameters and buffers that have no values yet."""

@@ -1,4 +1,4 @@
-"""Upkeep of a rank's part of the model: follows replaced modules, loads state, moves between devices."""
+"""Changes of a rank's part of the model between steps: weights, devices, modules. All that depends on it follows."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,41 +9,99 @@ from torch import nn
 
 from nxdpp.initialization.allocation import allocate
 from nxdpp.parallel_layers import parallel_state
-from nxdpp.parallel_layers.move_model_to_device import checked_device, keep_attributes
+from nxdpp.parallel_layers.move_model_to_device import checked_device, keep_attributes, move_model_to_device
 from nxdpp.parallel_layers.replaced_parameters import check_no_optimizer_holds, watch_replaced
 from nxdpp.pipeline.agreement.replicas import check_replica_values
+from nxdpp.pipeline.local.next_step import NextStep
 from nxdpp.pipeline.local.part import LocalPart
 from nxdpp.pipeline.local.replaced_modules import ReplacementSync
+from nxdpp.pipeline.local.spine_hooks import warn_of_traced_hooks
 from nxdpp.pipeline.local.state_check import check_state
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.tracing import listings
 
 
 class LocalUpkeep:
-    """Keeps the whole model and the tied weights in step with this rank's tree.
+    """Changes of this rank's ``part``; the whole model, tied weights and all that is made of the part follow them.
 
     Args:
         part: of this rank.
+        layers: names of the transformer layers.
+        next_step: checks of modules and parameters before a step.
         on_replaced: called with the modules that were replaced, by name.
+        on_change: called after a change, which graphs, programs and engines do not have yet.
+        on_new_values: called when the ranks have to compare their parameters again.
     """
 
-    def __init__(self, part: LocalPart, on_replaced: Callable[[Mapping[str, nn.Module]], None]) -> None:
+    def __init__(
+        self,
+        part: LocalPart,
+        layers: Sequence[str],
+        next_step: NextStep,
+        on_replaced: Callable[[Mapping[str, nn.Module]], None],
+        on_change: Callable[[], None],
+        on_new_values: Callable[[], None],
+    ) -> None:
         self._part = part
         self._tree = part.module
+        self._layers = layers
+        self._next_step = next_step
         self._sync = ReplacementSync(part.module, part.root)
         self._on_replaced = on_replaced
+        self._on_change = on_change
+        self._on_new_values = on_new_values
 
     def follow(self) -> None:
-        """Take over replacements in the tree or in the whole model.
+        """Follow tensors and modules that were moved, loaded or replaced, in the tree or in the whole model.
 
         Raises:
             RuntimeError: for a replacement with which the stages cannot run, see ``ReplacementSync`` and
-                ``TiedWeights``.
+                ``TiedWeights``. Also for modules in wrappers.
         """
         replaced = self._sync.follow()
         if replaced:
             self._on_replaced(replaced)
         self._part.tied.follow()
+        self._on_change()
+        if self._next_step.follow():
+            warn_of_traced_hooks(self._part.root, self._layers)
+
+    def refresh(self) -> None:
+        """Follow, and compare the parameters again."""
+        self.follow()
+        self._on_new_values()
+
+    def check_modules(self) -> None:
+        """Follow modules that were replaced by their full names. Raises as the methods of ``NextStep`` do."""
+        if self._next_step.has_replacements():
+            self.follow()
+        self._next_step.check_modules()
+
+    def make_ready(self) -> None:
+        """Make the part ready for a step. Raises ``RuntimeError`` for modules and tensors that no step can use."""
+        self.check_modules()
+        self._part.check_materialised()
+
+    def materialise(self) -> None:
+        """Give initial weights to the tensors on the meta device. Raises as ``LocalPart.materialise`` does."""
+        if self._part.materialise():
+            self.follow()
+
+    def move_to(self, device: torch.device, transport: Callable[[torch.device], Transport]) -> None:
+        """Materialise the part, move it to ``device``, and make the copies of each tied weight equal; on all ranks.
+
+        Raises:
+            RuntimeError: where copies have different shapes or dtypes, or replicas different values.
+        """
+        self.materialise()
+        move_model_to_device(self._tree, device)
+        self.follow()
+        if parallel_state.is_debug():
+            return
+        if self._part.any_ties:
+            self._part.tied.make_equal(transport(self._part.device), parallel_state.get_pipeline_control_group())
+        replicas = parallel_state.get_data_parallel_group()
+        check_replica_values(listings.named_parameters(self._tree), self._part.origin, replicas)
 
     def load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Load as ``Module.load_state_dict`` does; with ``assign``, attributes of parameters and ties are kept.
@@ -57,7 +115,31 @@ class LocalUpkeep:
         """
         local = self._local(state_dict)
         check_state(self._tree, local, strict)
-        return self._load_assigning(local, strict) if assign else self._load_in_place(local, strict)
+        result = self._load_assigning(local, strict) if assign else self._load_in_place(local, strict)
+        self._part.has_loaded_state = True
+        self._on_new_values()
+        self.follow()
+        return result
+
+    def replace(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put the second tensor of each pair wherever the first one is, at the end of a load.
+
+        Raises:
+            RuntimeError: for an optimizer that holds a parameter to be replaced; nothing is changed then.
+        """
+        if replaced:
+            self._replace(replaced)
+        self._part.loads += 1
+        self._on_new_values()
+        # The next step compares the values, and finds a rank that has not loaded.
+        self.follow()
+
+    def check_device(self, device: torch.device | str | int | None) -> torch.device:
+        """``device``, by default the rank's own. Raises ``ValueError`` for a missing device and for meta."""
+        target = checked_device(parallel_state.local_device() if device is None else device)
+        if target.type == "meta":
+            raise ValueError("the meta device has no memory, and a move to it loses all values: give another device.")
+        return target
 
     def _local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``state_dict`` without the tensors that other ranks alone hold."""
@@ -90,19 +172,14 @@ class LocalUpkeep:
         old = list({id(tensor): tensor for tensor in given.values()}.values())
         new = [allocate(tensor) for tensor in old]
         if old:
-            self.replace(list(zip(old, new, strict=True)))
+            self._replace(list(zip(old, new, strict=True)))
         try:
             return self._tree.load_state_dict(state_dict, strict=strict)
         except BaseException:
             self._part.replace_tensors(new, old)
             raise
 
-    def replace(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """For each pair, put the second tensor wherever the first one is.
-
-        Raises:
-            RuntimeError: for an optimizer that holds a parameter to be replaced; nothing is changed then.
-        """
+    def _replace(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         old, new = zip(*tensors, strict=True)
         ids = set(map(id, old))
         replaced = {
@@ -111,26 +188,6 @@ class LocalUpkeep:
         check_no_optimizer_holds(replaced, "Make the optimizer after loading and after move_model_to_device().")
         self._part.replace_tensors(old, new)
         watch_replaced(replaced)
-
-    def check_device(self, device: torch.device | str | int | None) -> torch.device:
-        """``device``, by default the rank's own. Raises ``ValueError`` for a missing device and for meta."""
-        target = checked_device(parallel_state.local_device() if device is None else device)
-        if target.type == "meta":
-            raise ValueError("the meta device has no memory, and a move to it loses all values: give another device.")
-        return target
-
-    def make_equal(self, transport: Callable[[torch.device], Transport], device: torch.device) -> None:
-        """Make the copies of each tied weight equal and compare data-parallel replicas; on all ranks.
-
-        Raises:
-            RuntimeError: where copies have different shapes or dtypes, or replicas different values.
-        """
-        if parallel_state.is_debug():
-            return
-        if self._part.any_ties:
-            self._part.tied.make_equal(transport(device), parallel_state.get_pipeline_control_group())
-        replicas = parallel_state.get_data_parallel_group()
-        check_replica_values(listings.named_parameters(self._tree), self._part.origin, replicas)
 
 
 def works_on_meta(function: Callable[[torch.Tensor], Any]) -> bool:
