@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.devices.own_memory import has_own_memory
 from nxdpp.parallel_layers.average_plan import NO_STAGE, AveragePlan, LastBackward, make_plan
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.flat_memory import FlatMemory
@@ -43,9 +44,6 @@ from nxdpp.parallel_layers.gradient_dtype import zero_gradient
 
 # Copies that are sent during backwards take at most so much memory.
 _COPIED_BYTES = 256 * 2**20
-
-# References to a storage that only one tensor uses: the tensor's own, and the storage object's.
-_OWN_USES = 2
 
 
 class AverageReport(NamedTuple):
@@ -229,9 +227,7 @@ class OverlappedAverage:
         self._remove_hooks()
         self._trained, self._buckets, self._of_parameter = [], [], {}
         self._in_flight.clear()
-        self._agree = None
-        self._next = 0
-        self._stage = NO_STAGE
+        self._agree, self._next, self._stage = None, 0, NO_STAGE
 
     def _agree_once(self) -> None:
         """Wait for all replicas to begin, once a step."""
@@ -269,7 +265,7 @@ class OverlappedAverage:
         with torch.no_grad():
             gradients = [zero_gradient(p) if p.grad is None else dense(p.grad, p) for p in bucket.parameters]
             # Memory that a view shares may be that of a gradient on its way through the graph.
-            in_place = self._stage == NO_STAGE or _has_own_memory(gradients[0])
+            in_place = self._stage == NO_STAGE or has_own_memory(gradients[0])
             bucket.reduction = start(gradients, self._group, self._combination, in_place, self._memory.take)
         bucket.is_sent = True
         self._in_flight.append(bucket.reduction)
@@ -301,8 +297,3 @@ class OverlappedAverage:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _has_own_memory(gradient: torch.Tensor) -> bool:
-    """Return whether no other tensor has the memory of ``gradient``."""
-    return bool(torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= _OWN_USES)

@@ -9,9 +9,6 @@ from torch.autograd.graph import GradientEdge
 # A received tensor enters the graph together with this one, which makes it require a gradient and gets none.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
-# References to a storage that only one tensor uses: the tensor's own, and the storage object's.
-_OWN_USES = 2
-
 
 class ReceivedTensor:
     """A tensor from another stage, such as (B, T, H), and later its gradient.
@@ -49,16 +46,6 @@ class _Enter(torch.autograd.Function):
         """Keep the gradient for the source stage."""
         (ctx.received.gradient,) = gradients
         return None, None
-
-
-def has_own_memory(gradient: torch.Tensor) -> bool:
-    """Return whether no other tensor has the memory of ``gradient``.
-
-    Autograd may use it as the ``.grad`` of a parameter too, for example of positions added to a batch of one row.
-    The next microbatch adds to that in place, perhaps before this gradient has been sent.
-    """
-    storage = gradient.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES)
 
 
 def run_backward(

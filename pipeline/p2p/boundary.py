@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout
+import torch
+
+from nxdpp.pipeline.p2p.layout import TensorLayout, ValueLayout, tensors_of
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,7 @@ class Boundary:
             for entry, layout in zip(self.gradients, layouts, strict=True)
         ]
         self.knows_gradients = True
+
+    def activations_in(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors (B, T, H) that cross the boundary, out of the autograd graph, in the order of sends."""
+        return [tensors_of(values[entry.value])[entry.position].detach() for entry in self.activations]

@@ -9,29 +9,25 @@ The engine compiles the list of actions once into bound calls. Each step makes t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-
-import torch
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.parallel_layers import failure_watch
 from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline.backward.structure import warn_of_hidden_hooks
-from nxdpp.pipeline.p2p.boundary import Boundary
-from nxdpp.pipeline.p2p.channel import Channel, LocalChannel, Peer, RemoteChannel
+from nxdpp.pipeline.p2p.channel import Channel, RemoteChannel
 from nxdpp.pipeline.p2p.transport import Direction, Transport
+from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.input_ranges import note_ranges
+from nxdpp.pipeline.runtime.stage_channels import StageChannels
 from nxdpp.pipeline.runtime.stage_runner import StageRunner
-from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
+from nxdpp.pipeline.stages.loss import LossTransform
 from nxdpp.pipeline.stages.program import StageProgram
-from nxdpp.pipeline.stages.split import StagePlan
 from nxdpp.pipeline.timeline.clock import StepTimer
-from nxdpp.pipeline.timeline.recorder import RecordedChannel, StepRecorder
+from nxdpp.pipeline.timeline.recorder import StepRecorder
 from nxdpp.schedules.actions import Action, ActionKind
-from nxdpp.schedules.placement import ListedPlacement, Placement
 
 _RECEIVES = {
     ActionKind.RECEIVE_ACTIVATION: Direction.ACTIVATION,
@@ -40,35 +36,6 @@ _RECEIVES = {
 _SENDS = {ActionKind.SEND_ACTIVATION: Direction.ACTIVATION, ActionKind.SEND_GRADIENT: Direction.GRADIENT}
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Settings of the steps of one signature on one rank.
-
-    Attributes:
-        placement: the rank of each stage.
-        rank: this rank of the pipeline.
-        microbatches: number of microbatches of a step.
-        device: device of the stages.
-        train: ``True`` if backwards follow. The last stage's first result is then the loss.
-        keep_outputs: hold sent activations until their backward, as plain autograd would.
-        in_flight: limit of microbatches in flight that a channel sends in one direction; ``None`` for none.
-        in_order: ``True`` if the actions have the receives in the global order.
-        loss_gradient: gives the gradient with which the backward of a microbatch's loss begins.
-        forms: the form of each microbatch; empty where all have one. Microbatches of one form have equal shapes.
-    """
-
-    placement: Placement | ListedPlacement
-    rank: int
-    microbatches: int
-    device: torch.device
-    train: bool
-    keep_outputs: bool
-    in_flight: int | None = None
-    in_order: bool = False
-    loss_gradient: LossGradient = torch.ones_like
-    forms: Sequence[int] = ()
 
 
 class LastBackwardWatch(Protocol):
@@ -114,24 +81,19 @@ class Engine:
         self._recorder = recorder
         self._device = device_of(config.device)
         self.timer = StepTimer(config.device)
-        self._peers: dict[int, Peer] = {}
         # By stage and form.
         self._channels_in: dict[tuple[int, int], dict[int, Channel]] = {}
         self._channels_out: dict[tuple[int, int], dict[int, Channel]] = {}
         self._runners: dict[tuple[int, int], StageRunner] = {}
-        local: dict[tuple[int, int, int], LocalChannel] = {}
+        channels = StageChannels(config, transport, recorder)
         splits = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
         if splits:
             warn_of_hidden_hooks()
         for stage, program in sorted(programs.items()):
             self._device.expect_updates((*program.module.parameters(), *program.module.buffers()))
             for key in ((stage, form) for form in sorted({0, *config.forms})):
-                self._channels_in[key] = {
-                    b.source: self._channel(b, b.source, key[1], local) for b in _incoming(program.plan)
-                }
-                self._channels_out[key] = {
-                    b.destination: self._channel(b, b.destination, key[1], local) for b in _outgoing(program.plan)
-                }
+                self._channels_in[key] = channels.incoming(program.plan, key[1])
+                self._channels_out[key] = channels.outgoing(program.plan, key[1])
                 self._runners[key] = StageRunner(
                     program,
                     list(self._channels_in[key].values()),
@@ -211,27 +173,6 @@ class Engine:
         forms = self._config.forms
         return action.stage, forms[action.microbatch] if forms else 0
 
-    def _channel(
-        self, boundary: Boundary, other: int, form: int, local: dict[tuple[int, int, int], LocalChannel]
-    ) -> Channel:
-        """The channel over ``boundary`` to stage ``other``; two stages of this rank share one."""
-        config = self._config
-        rank = config.placement.rank_of(other)
-        if rank == config.rank:
-            return local.setdefault((boundary.source, boundary.destination, form), LocalChannel(boundary))
-        assert self._transport is not None, "other ranks have stages"
-        chunks = config.placement.chunks
-        if rank not in self._peers:
-            self._peers[rank] = Peer(self._transport, rank, chunks * chunks, config.microbatches, config.in_order)
-        pair = self._chunk(boundary.source) * chunks + self._chunk(boundary.destination)
-        make_channel = RemoteChannel if self._recorder is None else partial(RecordedChannel, self._recorder)
-        of_form = config.forms.count(form) if config.forms else config.microbatches
-        return make_channel(boundary, self._peers[rank], pair, config.in_flight, form, of_form)
-
-    def _chunk(self, stage: int) -> int:
-        placement = self._config.placement
-        return placement.stages_of(placement.rank_of(stage)).index(stage)
-
     def _compile(
         self, actions: Sequence[Action], releases: Sequence[Sequence[Action]]
     ) -> tuple[list[Callable[[], None]], list[Action]]:
@@ -302,32 +243,6 @@ class Engine:
 def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
     """The index of the last action of each stage that computes gradients."""
     return {action.stage: i for i, action in enumerate(actions) if action.kind in _BACKWARDS}
-
-
-def _incoming(plan: StagePlan) -> list[Boundary]:
-    """The boundaries to the source stages of a stage."""
-    return [
-        Boundary(
-            source,
-            plan.stage,
-            [name for name, stage in plan.received.items() if stage == source],
-            [name for name, stage in plan.received_metadata.items() if stage == source],
-        )
-        for source in plan.source_stages
-    ]
-
-
-def _outgoing(plan: StagePlan) -> list[Boundary]:
-    """The boundaries to the destination stages of a stage."""
-    return [
-        Boundary(
-            plan.stage,
-            destination,
-            [name for name, stages in plan.sent.items() if destination in stages],
-            [name for name, stages in plan.sent_metadata.items() if destination in stages],
-        )
-        for destination in plan.destination_stages
-    ]
 
 
 def _text_of_call(called_for: Sequence[Action], at: int) -> str:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from nxdpp.devices.own_memory import has_own_memory
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
-from nxdpp.pipeline.backward.run import ReceivedTensor, has_own_memory, run_backward
+from nxdpp.pipeline.backward.run import ReceivedTensor, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from nxdpp.pipeline.p2p.channel import Channel, LocalChannel
 from nxdpp.pipeline.p2p.layout import check_layout, tensors_of
@@ -26,8 +27,9 @@ from nxdpp.pipeline.p2p.strides import copied
 from nxdpp.pipeline.p2p.transport import Direction
 from nxdpp.pipeline.runtime.metadata_exchange import MetadataExchange
 from nxdpp.pipeline.runtime.module_memory import copy_values, names_in_module_memory
+from nxdpp.pipeline.runtime.step_losses import StepLosses
 from nxdpp.pipeline.stages.in_place_guard import expect_unchanged, versions
-from nxdpp.pipeline.stages.loss import LossGradient, LossTransform, no_loss
+from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
 from nxdpp.pipeline.stages.program import StageProgram
 from nxdpp.pipeline.timeline.clock import StepTimer
 from nxdpp.schedules.actions import Action, ActionKind
@@ -79,7 +81,7 @@ class StageRunner:
         loss_gradient: LossGradient,
     ) -> None:
         self.results: dict[int, list[Any]] = {}
-        self._program = program
+        self.program = program
         self._module = program.first_run or program.module
         self._plan = program.plan
         self._names = program.plan.made
@@ -100,16 +102,10 @@ class StageRunner:
         self._in_module_memory: list[str] | None = None
         self._analysis = BackwardAnalysis()
         self._inputs: Sequence[dict[str, Any]] = ()
-        self._scales: Sequence[float] | None = None
-        self._transform: LossTransform | None = None
+        self._losses: StepLosses | None = None
         self._made: dict[int, dict[str, Any]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, dict[int, list[torch.Tensor | None]]] = {}
-
-    @property
-    def program(self) -> StageProgram:
-        """The stage."""
-        return self._program
 
     def begin(
         self,
@@ -122,13 +118,12 @@ class StageRunner:
         ``transform`` gives the loss that is scaled, from the number of a microbatch and its loss.
         """
         self._inputs = inputs
-        self._scales = scales
-        self._transform = transform
+        self._losses = StepLosses(len(inputs), scales, transform)
 
     def end(self) -> None:
         """End the step: free all that belongs to it."""
         self._inputs = ()
-        self._transform = None
+        self._losses = None
         self.results = {}
         for state in (self._made, self._in_flight, self._gradients):
             state.clear()
@@ -143,13 +138,13 @@ class StageRunner:
         # Forward. Not through ``__call__``: the graph has no hooks, and the wrappers take time.
         with self._timer.of(Action(self._plan.stage, ActionKind.FORWARD, microbatch)):
             values = self._module.forward(*arguments)
-        if self._module is not self._program.module:
-            self._module, self._program.first_run = self._program.module, None
+        if self._module is not self.program.module:
+            self._module, self.program.first_run = self.program.module, None
         for name, value, before in guarded:
             expect_unchanged(value, before, name)
         made = dict(zip(self._names, values, strict=True))
         if self._in_module_memory is None:
-            self._in_module_memory = names_in_module_memory(self._plan.sent, made, self._program.module)
+            self._in_module_memory = names_in_module_memory(self._plan.sent, made, self.program.module)
         copy_values(self._in_module_memory, made)
         # Metadata exchange in a first step; in later ones check that the layouts are the same.
         self._metadata.send(made)
@@ -172,7 +167,7 @@ class StageRunner:
         """Start to send activations (B, T, H) over ``channels``; free them after the ``last`` send."""
         made = self._made.pop(microbatch) if last else self._made[microbatch]
         for channel in channels:
-            channel.give(Direction.ACTIVATION, microbatch, _activations(channel, made))
+            channel.give(Direction.ACTIVATION, microbatch, channel.boundary.activations_in(made))
 
     def backward(self, microbatch: int) -> None:
         """Run a full backward: gradients of the parameters and of received activations (B, T, H)."""
@@ -242,16 +237,10 @@ class StageRunner:
                 if tensor.requires_grad:
                     in_flight.roots[name, position] = get_gradient_edge(tensor)
         if self._plan.results:
-            loss = _checked_loss(made[self._plan.results[0]])
-            if self._transform is not None:
-                loss = _checked_transform(self._transform(microbatch, loss))
-            if self._scales is None:
-                in_flight.loss = loss / len(self._inputs)
-            elif self._scales[microbatch]:
-                in_flight.loss = loss * self._scales[microbatch]
-            else:
-                # Such a loss is not-a-number: it has no backward, and earlier stages get zeros.
-                in_flight.has_items = False
+            assert self._losses is not None, "a step has begun"
+            in_flight.loss = self._losses.differentiated(microbatch, made[self._plan.results[0]])
+            # Without items the loss has no backward, and earlier stages get zeros.
+            in_flight.has_items = in_flight.loss is not None
 
     def _roots(self, in_flight: _InFlight, microbatch: int) -> tuple[list[Any], list[torch.Tensor]]:
         """The roots of a backward, and the gradient of each."""
@@ -285,7 +274,7 @@ class StageRunner:
         """Activations for a stage of this rank; copies of those that other stages receive too."""
         return [
             copied(tensor) if len(self._plan.sent[entry.value]) > 1 else tensor
-            for entry, tensor in zip(channel.boundary.activations, _activations(channel, made), strict=True)
+            for entry, tensor in zip(channel.boundary.activations, channel.boundary.activations_in(made), strict=True)
         ]
 
     def _keep_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None], has_items: bool) -> None:
@@ -307,29 +296,5 @@ class StageRunner:
             self._gradients[microbatch] = by_source
 
 
-def _activations(channel: Channel, made: dict[str, Any]) -> list[torch.Tensor]:
-    return [tensors_of(made[entry.value])[entry.position].detach() for entry in channel.boundary.activations]
-
-
 def _own_or_none(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient if gradient is None or has_own_memory(gradient) else copied(gradient)
-
-
-def _checked_transform(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
-            f"the transform of a loss must return a tensor of one element that depends on the loss, not {loss!r:.80}. "
-            f"Return loss * 0.0 for a sample that must not count."
-        )
-    return loss
-
-
-def _checked_loss(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise ValueError(no_loss(loss))
-    if not loss.requires_grad:
-        raise ValueError(
-            "the loss does not depend on any parameter that requires a gradient: nothing is left to train. "
-            "Set requires_grad of the parameters to train, or evaluate."
-        )
-    return loss

@@ -20,7 +20,8 @@ from nxdpp.pipeline.agreement.step_verifier import StepIdentity, StepVerifier
 from nxdpp.pipeline.agreement.tensor_ranks import verify_tensor_ranks
 from nxdpp.pipeline.last_used import LastUsed
 from nxdpp.pipeline.p2p.transport import Transport
-from nxdpp.pipeline.runtime.engine import Engine, EngineConfig, LastBackwardWatch
+from nxdpp.pipeline.runtime.engine import Engine, LastBackwardWatch
+from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.stages.loss import LossGradient, LossTransform
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.pipeline.timeline.clock import StepTimer

@@ -11,7 +11,8 @@ from nxdpp.pipeline.first_partition import first_partition
 from nxdpp.pipeline.microbatches.split_batch import split_batch
 from nxdpp.pipeline.p2p.layout import layout_of
 from nxdpp.pipeline.partition.partition import PartitionPolicy, even, make_partition
-from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
+from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.runtime.metadata_placeholder import metadata_placeholder
 from nxdpp.pipeline.stages.cut_graph import CutGraph, fill_output
 from nxdpp.pipeline.stages.program_cache import ProgramCache

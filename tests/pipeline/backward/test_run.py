@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from nxdpp.devices.own_memory import has_own_memory
 from nxdpp.pipeline.backward.graph import BackwardAnalysis
-from nxdpp.pipeline.backward.run import ReceivedTensor, has_own_memory, run_backward
+from nxdpp.pipeline.backward.run import ReceivedTensor, run_backward
 from nxdpp.pipeline.backward.split import SplitBackward
 from tests.support.in_process import InProcessPipeline
 from tests.support.traced_models import PlainLayer, PlainModel

@@ -20,7 +20,8 @@ from nxdpp.pipeline.agreement.input_hash import InputHasher, hash_of
 from nxdpp.pipeline.p2p.channel import RemoteChannel
 from nxdpp.pipeline.p2p.transport import Transport
 from nxdpp.pipeline.partition.assignment import Owners
-from nxdpp.pipeline.runtime.engine import Engine, EngineConfig
+from nxdpp.pipeline.runtime.engine import Engine
+from nxdpp.pipeline.runtime.engine_config import EngineConfig
 from nxdpp.pipeline.stages.program import RankProgram
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.lowering.rank_program import in_flight_limit, rank_program
