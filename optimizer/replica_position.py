@@ -1,11 +1,13 @@
 """Agreement of the data-parallel replicas before a step of their sharded optimizer."""
 
+import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from nxdpp.optimizer.zero1_state import options_of
 from nxdpp.parallel_layers import parallel_state
 
 
@@ -25,6 +27,15 @@ class Position(NamedTuple):
     layout: int
     parameters: int
     options: int
+
+
+def hash_of_options(groups: Sequence[dict[str, Any]], settings: Sequence[Any]) -> int:
+    """Return a hash of the options of ``groups``, and of ``settings``, that replicas must have alike."""
+    options = [
+        sorted((key, value) for key, value in group.items() if isinstance(value, bool | int | float | str | tuple))
+        for group in map(options_of, groups)
+    ]
+    return zlib.crc32(repr((options, *settings)).encode())
 
 
 def present_anywhere(present: Sequence[bool], own: Position) -> list[bool]:

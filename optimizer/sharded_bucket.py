@@ -12,6 +12,7 @@ flat vectors are in host memory where the group cannot send from the parameters'
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from nxdpp.devices.kinds import device_of
 from nxdpp.optimizer.master_copy import master_dtype, take_changes
+from nxdpp.parallel_layers import parallel_state
 from nxdpp.parallel_layers.gradient_average import Hook, Work
 from nxdpp.parallel_layers.gradient_dtype import gradient_dtype
 from nxdpp.parallel_layers.host_wire import begin_on_host, from_wire, needs_host
@@ -72,6 +74,19 @@ class Sharding:
     accumulated: torch.dtype | None = None
     averaged: torch.dtype | None = None
     mean: bool = True
+
+    @classmethod
+    def over_replicas(
+        cls,
+        dtype: torch.dtype | None,
+        accumulated: torch.dtype | None,
+        averaged: torch.dtype | None,
+        mean: bool,
+    ) -> Self:
+        """Return the sharding over the data-parallel ranks of this process."""
+        size = parallel_state.get_data_parallel_size()
+        group = parallel_state.get_data_parallel_group() if size > 1 else None
+        return cls(parallel_state.get_data_parallel_rank(), size, group, dtype, accumulated, averaged, mean)
 
 
 class ShardedBucket:

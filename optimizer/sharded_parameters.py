@@ -4,8 +4,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from nxdpp.optimizer.sharded_bucket import Member, Piece, ShardedBucket, Sharding, make_buckets
 from nxdpp.optimizer.zero1_checks import refuse_meta
+from nxdpp.optimizer.zero1_state import options_of
 
 
 class ShardedParameters:
@@ -55,6 +58,18 @@ class ShardedParameters:
     def pieces(self) -> Iterator[Piece]:
         """This rank's part of all buckets."""
         return (piece for bucket in self.buckets for piece in bucket.pieces)
+
+    def groups_of_pieces(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return ``groups``, with this rank's pieces in the place of the parameters."""
+        pieces: list[list[nn.Parameter]] = [[] for _ in groups]
+        for piece in self.pieces():
+            pieces[piece.member.group].append(piece.tensor)
+        return [{**options_of(group), "params": own} for group, own in zip(groups, pieces, strict=True)]
+
+    def follow(self) -> None:
+        """Follow parameters that a program has changed. Raises as ``ShardedBucket.follow`` does."""
+        for bucket in self.buckets:
+            bucket.follow()
 
 
 def _members(groups: Sequence[dict[str, Any]]) -> list[Member]:

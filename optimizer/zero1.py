@@ -9,7 +9,6 @@ The method is that of "ZeRO: Memory Optimizations Toward Training Trillion Param
 """
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,15 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxdpp.devices.kinds import device_of
+from nxdpp.optimizer import zero1_checks
 from nxdpp.optimizer.bucket_exchange import gather_buckets, reduce_buckets
 from nxdpp.optimizer.elementwise import check_elementwise
 from nxdpp.optimizer.grad_norm import clip_pieces
-from nxdpp.optimizer.replica_position import Position, present_anywhere
+from nxdpp.optimizer.replica_position import Position, hash_of_options, present_anywhere
 from nxdpp.optimizer.sharded_bucket import Piece, Sharding
 from nxdpp.optimizer.sharded_parameters import ShardedParameters
 from nxdpp.optimizer.step_reduction import StepReduction
-from nxdpp.optimizer.zero1_checks import check_dtypes, check_reduction, checked_norm, refuse_meta, refuse_sparse
-from nxdpp.optimizer.zero1_state import Shard, check_state, options_of, saved_state, shard_of
+from nxdpp.optimizer.zero1_state import Shard, check_state, load_state, options_of, saved_state, shard_of
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.parallel_layers.gradient_average import Hook
@@ -83,14 +82,11 @@ class Zero1Optimizer(Optimizer):
         reduction: str = "mean",
         **optimizer_defaults: Any,
     ) -> None:
-        dtypes = {
-            "optimizer_dtype": optimizer_dtype,
-            "accumulated_dtype": accumulated_dtype,
-            "averaged_dtype": averaged_dtype,
-        }
-        check_dtypes(dtypes)
-        check_reduction(reduction)
-        max_norm = checked_norm(1.0 if max_norm is None else max_norm)
+        zero1_checks.check_dtypes(
+            optimizer_dtype=optimizer_dtype, accumulated_dtype=accumulated_dtype, averaged_dtype=averaged_dtype
+        )
+        zero1_checks.check_reduction(reduction)
+        max_norm = zero1_checks.checked_norm(1.0 if max_norm is None else max_norm)
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be above 0, not {bucket_cap_mb}.")
         device = parallel_state.local_device()
@@ -100,19 +96,15 @@ class Zero1Optimizer(Optimizer):
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
         self.grad_norm: torch.Tensor | None = None
-        self._sharding = _sharding(optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean")
+        self._sharding = Sharding.over_replicas(optimizer_dtype, accumulated_dtype, averaged_dtype, reduction == "mean")
         self._reduction = StepReduction(self._sharding.size)
         self._sharded = ShardedParameters(self._sharding, int(bucket_cap_mb * 2**20))
         self._steps = 0
         self._is_made = False
         super().__init__(params, options)
-        refuse_meta(parameter for group in self.param_groups for parameter in group["params"])
+        zero1_checks.refuse_meta(parameter for group in self.param_groups for parameter in group["params"])
         self._sharded.add(self.param_groups)
-        pieces: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
-        for piece in self._sharded.pieces():
-            pieces[piece.member.group].append(piece.tensor)
-        groups = [{**options_of(group), "params": own} for group, own in zip(self.param_groups, pieces, strict=True)]
-        self.base_optimizer = optimizer_class(groups, **optimizer_defaults)
+        self.base_optimizer = optimizer_class(self._sharded.groups_of_pieces(self.param_groups), **optimizer_defaults)
         # State is that of the pieces.
         self.state = self.base_optimizer.state
         self._is_made = True
@@ -145,7 +137,7 @@ class Zero1Optimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parallel_state.refuse_in_debug("a step of Zero1Optimizer")
-        refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
+        zero1_checks.refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
         with board.call("Zero1Optimizer.step", has_limit=True), failure_watch.reported(), torch.no_grad():
             self._step()
         return loss
@@ -165,7 +157,7 @@ class Zero1Optimizer(Optimizer):
         Raises as ``step`` does.
         """
         parallel_state.refuse_in_debug("a step of Zero1Optimizer")
-        refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
+        zero1_checks.refuse_sparse(parameter for group in self.param_groups for parameter in group["params"])
         with board.call("Zero1Optimizer.reduce_gradients", has_limit=True), failure_watch.reported(), torch.no_grad():
             if not self._reduction.is_done():
                 self._reduce(before, after)
@@ -192,7 +184,7 @@ class Zero1Optimizer(Optimizer):
 
         Raises ``RuntimeError`` before ``reduce_gradients``, and ``ValueError`` for ``max_norm`` of 0 or less.
         """
-        return self._clip(checked_norm(max_norm))
+        return self._clip(zero1_checks.checked_norm(max_norm))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free or zero all gradients, reduced ones too."""
@@ -241,23 +233,18 @@ class Zero1Optimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options_of(saved))
         self._give_options()
-        base = self.base_optimizer.state_dict()["param_groups"]
-        self.base_optimizer.load_state_dict({"state": state_dict["state"], "param_groups": base})
+        load_state(state_dict, pieces, self.base_optimizer)
         self.state = self.base_optimizer.state
-        with torch.no_grad():
-            for number, values in state_dict["masters"].items():
-                pieces[number].tensor.copy_(values)
 
     def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
-        if len(set(map(id, parameters))) < len(parameters):
-            raise ValueError("a group has a parameter twice, which would be stepped twice: leave one of them out.")
+        zero1_checks.check_distinct(parameters)
         if self._sharding.accumulated is not None:
             for parameter in parameters:
                 accumulate_in(parameter, self._sharding.accumulated)
 
     def _step(self) -> None:
         if self._reduction.is_done():
-            self._follow()
+            self._sharded.follow()
             self._give_options()
         else:
             self._reduce()
@@ -270,7 +257,7 @@ class Zero1Optimizer(Optimizer):
     def _reduce(self, before: Sequence[Hook] = (), after: Sequence[Hook] = ()) -> None:
         """Give the pieces their reduced gradients."""
         self._add_members()
-        self._follow()
+        self._sharded.follow()
         self._give_options()
         self._steps += 1
         present = self._present_anywhere()
@@ -278,10 +265,6 @@ class Zero1Optimizer(Optimizer):
         reduce_buckets(self._reduction.buckets, before)
         for bucket in self._reduction.buckets:
             bucket.give_gradients(present, after)
-
-    def _follow(self) -> None:
-        for bucket in self._sharded.buckets:
-            bucket.follow()
 
     def _clip(self, max_norm: float) -> torch.Tensor:
         self._reduction.check_done()
@@ -294,16 +277,9 @@ class Zero1Optimizer(Optimizer):
         if self._sharding.size == 1:
             return present
         trainings = sum(map(board.calls_of, ("run_train", "train_step", "train_samples")))
-        position = Position(self._steps, trainings, self._sharded.layout, len(present), self._options())
+        options = hash_of_options(self.param_groups, (self.grad_clipping, self.max_norm, self._sharding.mean))
+        position = Position(self._steps, trainings, self._sharded.layout, len(present), options)
         return present_anywhere(present, position)
-
-    def _options(self) -> int:
-        """A hash of the options that replicas must have alike: each steps its own pieces."""
-        groups = [
-            sorted((key, value) for key, value in group.items() if isinstance(value, bool | int | float | str | tuple))
-            for group in map(options_of, self.param_groups)
-        ]
-        return zlib.crc32(repr((groups, self.grad_clipping, self.max_norm, self._sharding.mean)).encode())
 
     def _add_members(self) -> None:
         """Shard parameters that were added, and those that require a gradient since the last step."""
@@ -320,11 +296,3 @@ class Zero1Optimizer(Optimizer):
         """Give the base optimizer the options that schedulers and programs have set."""
         for group, base in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             base.update(options_of(group))
-
-
-def _sharding(
-    own: torch.dtype | None, accumulated: torch.dtype | None, averaged: torch.dtype | None, mean: bool
-) -> Sharding:
-    size = parallel_state.get_data_parallel_size()
-    group = parallel_state.get_data_parallel_group() if size > 1 else None
-    return Sharding(parallel_state.get_data_parallel_rank(), size, group, own, accumulated, averaged, mean)

@@ -1,12 +1,12 @@
 """Checks of the arguments and of the parameters of ``Zero1Optimizer``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 
-def check_dtypes(dtypes: Mapping[str, torch.dtype | None]) -> None:
+def check_dtypes(**dtypes: torch.dtype | None) -> None:
     """Raise ``ValueError`` for an argument, by name, that is no floating dtype."""
     for name, dtype in dtypes.items():
         if dtype is not None and not dtype.is_floating_point:
@@ -27,6 +27,12 @@ def checked_norm(max_norm: float) -> float:
     if not number > 0:
         raise ValueError(f"max_norm must be above 0, not {max_norm}. grad_clipping=False does not clip.")
     return number
+
+
+def check_distinct(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise ``ValueError`` for a parameter that a group has twice."""
+    if len(set(map(id, parameters))) < len(parameters):
+        raise ValueError("a group has a parameter twice, which would be stepped twice: leave one of them out.")
 
 
 def refuse_meta(parameters: Iterable[nn.Parameter]) -> None:

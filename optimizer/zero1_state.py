@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 
 from nxdpp.optimizer.sharded_bucket import Member, Piece, ShardedBucket, Sharding
@@ -90,3 +91,12 @@ def check_state(
             f"the state has {len(state_dict['shards'])} shards in groups of {saved} parameters, and the "
             f"optimizer {len(expected)} in groups of {present}: {_SAME_PARAMETERS}"
         )
+
+
+def load_state(state_dict: dict[str, Any], pieces: Sequence[Piece], base: Optimizer) -> None:
+    """Give ``base`` the state, and ``pieces`` the master copies, of a checked state dict."""
+    groups = base.state_dict()["param_groups"]
+    base.load_state_dict({"state": state_dict["state"], "param_groups": groups})
+    with torch.no_grad():
+        for number, values in state_dict["masters"].items():
+            pieces[number].tensor.copy_(values)
