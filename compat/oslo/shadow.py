@@ -65,7 +65,7 @@ class Shadow:
     def keep(self, local: nn.Module) -> None:
         """Free all tensors of the user's model but those in ``local``, this rank's part of the shadow."""
         kept = {id(tensor) for tensor in (*local.parameters(), *local.buffers())}
-        on_meta: dict[int, torch.Tensor] = {}
+        on_meta: dict[int, nn.Parameter] = {}
         pairs: dict[int, Pair] = {}
         for module in self._model.modules():
             for key, parameter in module._parameters.items():
@@ -77,7 +77,7 @@ class Shadow:
                     vars(parameter).update(vars(shadow))
                     pairs.setdefault(id(shadow), Pair(module, key, shadow))
                 else:
-                    module._parameters[key] = on_meta.setdefault(id(parameter), _on_meta(parameter))  # type: ignore[assignment]
+                    module._parameters[key] = on_meta.setdefault(id(parameter), _on_meta(parameter))
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in kept:
                     module._buffers[key] = buffer.to("meta")

@@ -32,8 +32,8 @@ TRAIN_STEP = 100
 def make_model(seed: int) -> Any:
     """Return a GPT-2 of random weights, in evaluation mode, as ``from_pretrained`` returns it: without dropout."""
     torch.manual_seed(seed)
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": SEQ_LEN, "vocab_size": VOCABULARY}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": SEQ_LEN, "vocab_size": VOCABULARY}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
 
 
 def make_data(steps: int) -> tuple[list[str], Any]:
@@ -74,7 +74,12 @@ def train(args: argparse.Namespace) -> list[float]:
     )
 
     # 2.7. Create the dataloader with sampler
-    dataloader = DataLoader(datasets, batch_size=BATCH_SIZE, shuffle=False, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+    dataloader: DataLoader[str] = DataLoader(
+        datasets,  # type: ignore[arg-type]  # a list is a dataset
+        batch_size=BATCH_SIZE,
+        shuffle=False,
+        sampler=sampler,
+    )
 
     # 2.8. Do training as usual
     losses = []
