@@ -16,7 +16,7 @@ class Position(NamedTuple):
 
     Attributes:
         step: number of the step.
-        trainings: number of calls of ``run_train`` and ``train_step`` before it.
+        trainings: number of training steps before it.
         layout: hash of the buckets.
         parameters: number of parameters.
         options: hash of the options of the groups.

@@ -276,9 +276,8 @@ class Zero1Optimizer(Optimizer):
         present = [member.parameter.grad is not None for member in self._sharded.members]
         if self._sharding.size == 1:
             return present
-        trainings = sum(map(board.calls_of, ("run_train", "train_step", "train_samples")))
         options = hash_of_options(self.param_groups, (self.grad_clipping, self.max_norm, self._sharding.mean))
-        position = Position(self._steps, trainings, self._sharded.layout, len(present), options)
+        position = Position(self._steps, board.training_steps(), self._sharded.layout, len(present), options)
         return present_anywhere(present, position)
 
     def _add_members(self) -> None:

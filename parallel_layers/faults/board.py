@@ -21,6 +21,8 @@ Scope = Literal["world", "pipeline"]
 
 NO_ACTION = -1
 
+_TRAINING_STEPS = ("run_train", "train_step", "train_samples", "train_microbatches")
+
 
 class Position(NamedTuple):
     """The place of a rank in its program.
@@ -99,6 +101,10 @@ class Board:
     def calls_of(self, name: str) -> int:
         """Number of calls of this name that have begun."""
         return self._named.get(name, 0)
+
+    def training_steps(self) -> int:
+        """Number of training steps that have begun, by whichever call."""
+        return sum(map(self.calls_of, _TRAINING_STEPS))
 
     def moved(self) -> None:
         """Note progress within a call, such as one tensor of many that was read."""

@@ -71,10 +71,10 @@ class OtherCalls:
         if not self._store.check([key]):
             return None
         theirs = json.loads(self._store.get(key))
-        return self._sentence(theirs, position) if theirs["trained"] < self._trained() else None
+        return self._sentence(theirs, position) if theirs["trained"] < self._board.training_steps() else None
 
     def _compare(self, key: str, position: Position) -> str | None:
-        own = {"rank": self._rank, "call": position.call, "trained": self._trained()}
+        own = {"rank": self._rank, "call": position.call, "trained": self._board.training_steps()}
         first: dict[str, Any] = json.loads(self._store.compare_set(key, "", json.dumps(own)))
         return None if first["call"] == position.call else self._sentence(first, position)
 
@@ -85,7 +85,3 @@ class OtherCalls:
             f"rank {first} is in {first_call}, rank {second} in {second_call}: each waits for the other. Make these "
             f"calls on every rank, in the same order"
         )
-
-    def _trained(self) -> int:
-        """Training steps that this rank has begun."""
-        return sum(map(self._board.calls_of, ("run_train", "train_step", "train_samples")))

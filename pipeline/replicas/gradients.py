@@ -72,7 +72,7 @@ class ReplicaGradients:
         """
         self._refuse_second_sum()
         group, control = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_control_group()
-        number = _training_steps()
+        number = board.training_steps()
         self._exchanges.begin("average of gradients", self._trained_names())
         notes = [number, -number, self._changed]
         average_gradients(self._module.parameters(), group, control, notes, self._check_of(number), self._mean)
@@ -129,7 +129,7 @@ class ReplicaGradients:
         """
         if not self.is_averaged or parallel_state.get_data_parallel_size() == 1:
             return None
-        number = _training_steps()
+        number = board.training_steps()
         if self._overlapped is None:
             control = parallel_state.get_data_parallel_control_group()
             self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control, self._mean)
@@ -200,7 +200,3 @@ class ReplicaGradients:
         with failure_watch.reported():
             facts = [*lines, *parameter_lines(parameters)]
             check_replica_values(parameters, self._part.origin, group, self._part.seed, facts)
-
-
-def _training_steps() -> int:
-    return sum(map(board.calls_of, ("run_train", "train_step", "train_samples")))

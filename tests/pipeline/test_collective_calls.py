@@ -9,7 +9,7 @@ import torch
 
 from nxdpp import GradScaler, NxDPPModel, parallel_state, save_pretrained
 from nxdpp.parallel_layers.all_ranks import from_all_ranks, from_first_rank, together
-from nxdpp.parallel_layers.faults.board import Board, Call
+from nxdpp.parallel_layers.faults.board import Board, Call, board
 from tests.support.models import make, padded_batch
 
 CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
@@ -19,6 +19,8 @@ CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
     "eval_step": lambda wrapped, _: wrapped._pipeline.eval_step(padded_batch(4)),
     "train_samples": lambda wrapped, _: wrapped._pipeline.train_samples([padded_batch(2)] * 2),
     "eval_samples": lambda wrapped, _: wrapped._pipeline.eval_samples([padded_batch(2)] * 2),
+    "train_microbatches": lambda wrapped, _: wrapped._pipeline.train_microbatches([padded_batch(2)] * 2),
+    "eval_microbatches": lambda wrapped, _: wrapped._pipeline.eval_microbatches([padded_batch(2)] * 2),
     "mean_loss": lambda wrapped, _: wrapped._pipeline.mean_loss([torch.ones(())]),
     "average_gradients": lambda wrapped, _: wrapped._pipeline.average_gradients(),
     "move_model_to_device": lambda wrapped, _: wrapped.move_model_to_device(),
@@ -29,6 +31,8 @@ CASES: dict[str, Callable[[NxDPPModel, Path], Any]] = {
         make("llama", layers=2), num_microbatches=2, partition="profiled", partition_batch=padded_batch(2)
     ),
 }
+
+TRAINING_STEPS = ("run_train", "train_step", "train_samples", "train_microbatches")
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +61,12 @@ def outermost(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_collective_call_is_on_the_board(
     name: str, wrapped: NxDPPModel, outermost: list[str], tmp_path: Path
 ) -> None:
+    before = board.training_steps()
     CASES[name](wrapped, tmp_path / "saved")
     assert set(outermost) == {name}
+
+    # The replicas compare this number before they average.
+    assert board.training_steps() - before == (name in TRAINING_STEPS)
 
 
 def test_a_step_of_the_grad_scaler_is_on_the_board(wrapped: NxDPPModel, outermost: list[str]) -> None:

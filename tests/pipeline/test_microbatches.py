@@ -88,6 +88,22 @@ def test_ranks_with_other_numbers_are_named() -> None:
         run_ranks(2, of_other_numbers)
 
 
+def replica_that_leaves_a_step_out(rank: int) -> None:
+    parallel_state.initialize_model_parallel()
+    pipeline = Pipeline(llama(2), PipelineConfig())
+    pipeline.train_microbatches(microbatches([5]))
+    if rank == 1:
+        with pytest.raises(ValueError, match="was given none"):
+            pipeline.train_microbatches([])
+    pipeline.train_microbatches(microbatches([5]))
+
+
+@pytest.mark.one_python
+def test_replicas_in_different_steps_average_nothing() -> None:
+    with pytest.raises(AssertionError, match="is in training step 2, and another in training step 3"):
+        run_ranks(2, replica_that_leaves_a_step_out)
+
+
 def test_no_microbatches_are_refused() -> None:
     parallel_state.initialize_model_parallel()
     try:
