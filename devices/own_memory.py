@@ -9,8 +9,8 @@ _OWN_USES = 2
 def has_own_memory(gradient: torch.Tensor) -> bool:
     """Return whether no other tensor has the memory of ``gradient``.
 
-    Autograd may use it as the ``.grad`` of a parameter too, for example of positions added to a batch of one row.
-    The next microbatch adds to that in place, perhaps before this gradient has been sent.
+    Autograd may use it as the ``.grad`` of a parameter too: of positions that are added to a batch of one row. The
+    next microbatch adds to that in place, perhaps before this gradient has been sent.
     """
     storage = gradient.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES)

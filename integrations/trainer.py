@@ -36,8 +36,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
     """``transformers.Trainer`` over the stages of pipelines, and over data-parallel replicas of them.
 
     Every rank makes it with the same arguments, and calls the same methods: all are collective over all ranks. Losses,
-    evaluations and the norm of gradients are those of ``Trainer`` in one process, with ``per_device_train_batch_size``
-    times the number of replicas. Rank 0 logs, and reports to callbacks such as TensorBoard's.
+    evaluations and the norm of gradients are those of ``Trainer`` in one process. Its ``per_device_train_batch_size``
+    is the one here times the number of replicas. Rank 0 logs, and reports to callbacks such as TensorBoard's.
 
     The batches of an optimizer step, ``gradient_accumulation_steps`` of them, are the microbatches of the pipeline.
     ``num_microbatches`` splits them further.

@@ -134,7 +134,7 @@ class Steps:
             average: as that of ``train_step``.
 
         Returns:
-            The detached output of each sample on every rank of the pipeline, as the model returns it: nothing is
+            The detached output of each sample on every rank of the pipeline, as the model returns it. Nothing is
             divided or transformed. Other ranks than the last wait for it.
 
         Raises:

@@ -19,6 +19,7 @@ import torch
 from torch.nn import init
 
 from nxdpp.utils.logger import get_logger
+from tests.support.dotted_names import imported
 
 PAGE = (Path(__file__).parents[1] / "docs/migrating.md").read_text()
 
@@ -131,16 +132,6 @@ NAMES: Mapping[str, str | None] = {
 }
 
 # Attributes of a wrapped model in scripts: tests/pipeline/test_nxd_meanings.py.
-
-
-def imported(path: str) -> Any:
-    """Import ``nxdpp.<path>`` as ``from ... import ...`` does: an attribute, otherwise a module."""
-    found: Any = importlib.import_module("nxdpp")
-    name = "nxdpp"
-    for part in path.split("."):
-        name = f"{name}.{part}"
-        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
-    return found
 
 
 def printed(signature: str) -> list[tuple[str, Any]]:

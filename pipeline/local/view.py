@@ -54,8 +54,8 @@ class LocalView(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped module, such as ``config``; for its methods see ``wrapped_methods``.
 
-        Raises ``AttributeError`` for modules and tensors of it that this rank does not hold, and ``RuntimeError`` for
-        wrappers of other runtimes, see ``refuse_ddp`` and ``outer_wrappers``.
+        Raises ``AttributeError`` for modules and tensors of it that this rank does not hold. Raises ``RuntimeError``
+        for wrappers of other runtimes, see ``refuse_ddp`` and ``outer_wrappers``.
         """
         refuse_ddp(name)
         refuse_reader(name)

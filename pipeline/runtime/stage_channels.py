@@ -11,7 +11,7 @@ from nxdpp.pipeline.timeline.recorder import RecordedChannel, StepRecorder
 
 
 class StageChannels:
-    """Makes the channels of a rank; two stages of this rank share one.
+    """Channels of a rank, made by stage and form; two stages of this rank share one.
 
     Args:
         config: settings of the engine.

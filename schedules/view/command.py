@@ -26,10 +26,11 @@ from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_
 from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
 
-# Microbatches times stages of a drawing that takes about a quarter of a minute, of a check for deadlocks that takes a
-# minute, and above which a line tells the size.
+# Microbatches times stages. A drawing of so many takes about a quarter of a minute.
 _MOST = 2**18
+# A check for deadlocks takes a minute.
 _MOST_CHECKED = 2**16
+# Above this number a line tells the size.
 _TOLD = 2**15
 
 

@@ -1,6 +1,5 @@
 """Tables "theirs | ours | note" of the pages for those who come from another library: all names of ours exist."""
 
-import importlib
 import inspect
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.docs.pages import GUIDE
+from tests.support.dotted_names import imported
 
 pytestmark = pytest.mark.one_python
 
@@ -19,16 +19,6 @@ def _rows(page: Path) -> list[list[str]]:
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert lines[0] == "| theirs | ours | note |"
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
-
-
-def _named(path: str) -> object:
-    """The object of a path below ``nxdpp``: attributes, and modules that are not imported yet."""
-    found: object = importlib.import_module("nxdpp")
-    name = "nxdpp"
-    for part in path.split("."):
-        name = f"{name}.{part}"
-        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
-    return found
 
 
 def test_there_are_four_pages() -> None:
@@ -45,7 +35,7 @@ def test_names_and_arguments_of_ours_exist(page: Path) -> None:
         for cell in filter(None, ours.split(", ")):
             name = re.fullmatch(r"`([\w.]+?)(?:\((\w+)=\))?`", cell)
             assert name, cell
-            found = _named(name[1])
+            found = imported(name[1])
             if name[2]:
                 assert callable(found)
                 assert name[2] in inspect.signature(found).parameters, cell
