@@ -37,8 +37,8 @@ class PipelineConfig:
         virtual_pipeline_size: stages of each rank. 1 leaves the number to the schedule.
         schedule: name of a family, path of a CSV file, or the actions of each rank. By default ``"1f1b"``, and
             ``"interleaved"`` for several stages a rank.
-        transformer_layer_cls: class, or name of a class, of the layers. By default the classes that Hugging Face
-            models in it declare, otherwise the longest run of equal modules.
+        transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default the classes that
+            Hugging Face models in it declare, otherwise the longest run of equal modules.
         pipeline_cuts: names of the layers, or of modules beside them (an embedding, a norm), after which to cut.
         partition: ``"even"``, ``"balanced"``, ``"profiled"``, or a ``PartitionPolicy``: a function of the traced graph
             and the number of stages that returns ``pipeline_cuts``.

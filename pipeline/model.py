@@ -44,8 +44,8 @@ class NxDPPModel(PipelineView, Generic[OnEveryRank, PerMicrobatch]):
 
     Args:
         module: the model, with the same weights on every rank.
-        transformer_layer_cls: class, or name of a class, of the layers. By default what Hugging Face models in it
-            declare, otherwise the longest run of equal modules.
+        transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default what Hugging
+            Face models in it declare, otherwise the longest run of equal modules.
         num_microbatches: number of microbatches of a batch.
         virtual_pipeline_size: stages of each rank. 1 leaves the number to the ``schedule``.
         output_loss_value_spec: a dict, tuple or bool with ``True`` in the place of the loss. By default ``loss``.

@@ -59,7 +59,8 @@ def trace_layers(
         module: the model, in the training mode of its steps. Its parameters may be on the meta device.
         example: inputs of one microbatch by the names of ``forward``'s arguments, with labels. Dicts may be nested.
             Only shapes and dtypes of tensors are read.
-        transformer_layer_cls: class, or name of a class, of the layers. By default as in ``PipelineConfig``.
+        transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
+            ``PipelineConfig``.
 
     Raises:
         TracingError: for a model that cannot be traced.

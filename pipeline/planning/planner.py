@@ -67,7 +67,8 @@ def plan(
         inputs: a function of a number of samples that returns the inputs of a microbatch with labels; or one
             microbatch, whose tensors have the samples in their first dimension. Needed for a model that is not of
             transformers.
-        transformer_layer_cls: class, or name of a class, of the layers. By default as in ``PipelineConfig``.
+        transformer_layer_cls: class, or name of a class, of the layers, or a list of these. By default as in
+            ``PipelineConfig``.
         tensor_plan: ``plan`` of ``tensor_parallelize`` for tensor-parallel sizes above 1.
         cores: processor cores that the ranks share, for ranks on a CPU. ``None`` where each has a device of its own.
         best: number of predictions.
