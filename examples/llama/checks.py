@@ -41,7 +41,7 @@ def check_division(flags: argparse.Namespace, world_size: int) -> None:
             "" if flags.tensor_parallel_size == 1 else f" times --tensor-parallel-size {flags.tensor_parallel_size}"
         )
         raise ValueError(
-            f"{world_size} processes do not divide into pipelines of --pipeline-parallel-size "
+            f"{_processes(world_size)} not divide into pipelines of --pipeline-parallel-size "
             f"{flags.pipeline_parallel_size}{tensor}: start a multiple of {in_replica} processes"
         )
     replicas = world_size // in_replica
@@ -140,14 +140,18 @@ def check_length(corpus: Corpus, seq_length: int) -> None:
 
 
 def check_figures(flags: argparse.Namespace) -> None:
-    """``--trace`` must name a file that can be written, and ``--compare`` a device that it measures."""
-    if flags.trace is not None:
+    """``--trace`` must name a file that can be written, and ``--compare`` needs a device and steps that it measures."""
+    # Rank 0 makes a new output folder before any rank writes.
+    in_output = flags.trace is not None and flags.trace.parent.resolve() == flags.output.resolve()
+    if flags.trace is not None and not (in_output and not flags.output.exists()):
         try:
             check_path(flags.trace)
         except ValueError as error:
             raise ValueError(str(error).replace("trace_file_path=", "--trace ").removesuffix(".")) from None
     if flags.compare and flags.device == "xla":
         raise ValueError("--compare measures one process on the CPU or on CUDA, not on XLA: leave it out")
+    if flags.compare and flags.steps < 2:
+        raise ValueError(f"--compare leaves the first step out, and --steps is {flags.steps}: give at least 2 steps")
 
 
 def check_saves(flags: argparse.Namespace) -> None:
@@ -174,14 +178,20 @@ def check_resume(flags: argparse.Namespace) -> None:
         )
 
 
-def check_output(folder: Path) -> None:
-    """Create the output folder, which must take files."""
+def check_output(flag: str, folder: Path) -> None:
+    """Create the ``folder`` that ``flag`` names, which must take files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write to --output {folder}: {error.strerror}") from error
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"cannot write to {flag} {folder}: {reason}") from error
+
+
+def _processes(count: int) -> str:
+    """``1 process does`` or ``4 processes do``."""
+    return "1 process does" if count == 1 else f"{count} processes do"
 
 
 def _number(fields: Mapping[str, Any], name: str) -> int | None:

@@ -3,7 +3,8 @@
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -211,6 +212,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="at the end measure steps of the unwrapped model on one process, which must have memory for it [no]",
     )
     return parser
+
+
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the flags in ``arguments``. Raises ``ValueError`` for wrong ones, and names the closest to an unknown."""
+    flags, unknown = make_parser().parse_known_args(arguments)
+    if unknown:
+        names = [f"--{name.replace('_', '-')}" for name in vars(flags)]
+        given = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
+        close = dict.fromkeys(found for each in given for found in get_close_matches(each, names, 1))
+        meant = f"did you mean {', '.join(close)}? " if close else ""
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)} ({meant}--help lists the flags)")
+    return flags
 
 
 def _at_least(smallest: int) -> Callable[[str], int]:

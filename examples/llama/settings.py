@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import checks
 from corpus import Corpus, read_corpus, standard_library_files
-from flags import AUTO, CHECKPOINTS, END, KEPT, make_parser, rank
+from flags import AUTO, CHECKPOINTS, END, KEPT, rank, read_flags
 from model_fields import default_fields, read_fields
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     Rank 0 also creates the output folder. Raises ``ValueError`` for the first error.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    flags = make_parser().parse_args(arguments)
+    flags = read_flags(arguments)
     if flags.pipeline_parallel_size is None:
         flags.pipeline_parallel_size = max(1, world_size // flags.tensor_parallel_size)
     config_file = _config_file(flags)
@@ -96,7 +96,9 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     checks.check_saves(flags)
     checks.check_resume(flags)
     if rank() == 0:
-        checks.check_output(flags.output)
+        checks.check_output("--output", flags.output)
+        if flags.checkpoint_every is not None:
+            checks.check_output("--checkpoint-dir", flags.checkpoint_dir)
     values: dict[str, Any] = {
         **vars(flags),
         "fields": fields,

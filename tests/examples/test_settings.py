@@ -111,13 +111,18 @@ def test_processes_beyond_the_stages_are_replicas(monkeypatch: pytest.MonkeyPatc
         ("--learning-rate 0", "argument --learning-rate: '0' is not a number above 0"),
         ("--dtype float64", "argument --dtype: invalid choice: 'float64' (choose from"),
         ("--device tpu", "argument --device: invalid choice: 'tpu' (choose from"),
-        ("--batch 8", "unrecognized arguments: --batch 8"),
+        ("--nothing 8", "unrecognized arguments: --nothing 8 (--help lists the flags)"),
+        ("--step 8", "unrecognized arguments: --step 8 (did you mean --steps? --help lists the flags)"),
+        ("--schedul=zb-v --trac t", "--trac t (did you mean --schedule, --trace? --help"),
+        ("--compare --steps 1", "--compare leaves the first step out, and --steps is 1: give at least 2 steps"),
         ("--batch-size 12", "--batch-size 12 does not divide into 1 data-parallel replica(s)"),
         ("--seq-length 2000", "longer than the model's max_position_embeddings"),
         ("--data missing.txt", "cannot read missing.txt: No such file or directory"),
         ("--config missing.json", "cannot read missing.json: No such file or directory"),
         ("--output /dev/null/run", "cannot write to --output /dev/null/run: Not a directory"),
         ("--output /proc/run", "cannot write to --output /proc/run: "),
+        ("--output /dev/null", "cannot write to --output /dev/null: it is no folder"),
+        ("--checkpoint-every 1 --checkpoint-dir /proc/run", "cannot write to --checkpoint-dir /proc/run: "),
     ],
 )
 def test_wrong_flag(arguments: str, sentence: str) -> None:
@@ -221,6 +226,9 @@ def test_schedules_partitions_and_figures(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "argument --partition: invalid choice: 'odd'" in _refusal("--partition", "odd")
     assert f"--trace '{tmp_path}' is a folder" in _refusal("--trace", str(tmp_path))
     assert "t.json': there is no folder " in _refusal("--trace", str(tmp_path / "nothing" / "t.json"))
+    # Rank 0 makes the output folder.
+    assert read_settings(["--output", "new", "--trace", "new/t.json"]).trace == Path("new/t.json")
+    assert "there is no folder " in _refusal("--output", "other", "--trace", "another/t.json")
     assert "--compare measures one process on the CPU or on CUDA" in _refusal("--compare", "--device", "xla")
 
 
