@@ -68,11 +68,12 @@ def print_stage_table(console: Console, model: NxDPPModel) -> None:
         sum(parameter.nbytes for parameter in parameters),
     )
     table = Table(title="Stages")
+    # A narrow terminal gets more lines, and every digit.
     for heading in ("rank", "stage", "replica"):
-        table.add_column(heading, justify="right")
-    table.add_column("transformer layers")
-    table.add_column("parameters", justify="right")
-    table.add_column("bytes", justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("transformer layers", overflow="fold")
+    table.add_column("parameters", justify="right", overflow="fold")
+    table.add_column("bytes", justify="right", overflow="fold")
     for rank, (stage, replica, layers, count, size) in enumerate(from_all_ranks(own)):
         table.add_row(str(rank), str(stage), str(replica), layers, f"{count:,}", decimal(size))
     console.print(table)
@@ -91,6 +92,8 @@ class TrainingReport:
         self._console = console
         self._steps = steps
         self._shown = dist.get_rank() == 0
+        # TERM=dumb has no cursor that moves.
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
         # In a narrow terminal the bar gives way, and no number.
         whole = Column(no_wrap=True)
         self._bar = Progress(
@@ -101,7 +104,7 @@ class TrainingReport:
             TextColumn("{task.description}", table_column=whole.copy()),
             console=console,
             expand=True,
-            disable=not (self._shown and console.is_terminal),
+            disable=not (self._shown and self._is_live),
         )
         self._done = len(earlier)
         self._task = self._bar.add_task("", total=steps, completed=self._done)
@@ -116,6 +119,8 @@ class TrainingReport:
 
     def __enter__(self) -> "TrainingReport":
         self._bar.start()
+        # A process that is killed could not show it again.
+        self._console.show_cursor()
         self._last_end = time.perf_counter()
         self._compiled = self._device.compiled()
         return self
@@ -182,7 +187,7 @@ class TrainingReport:
         line = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  busy {_range(shares)}"
         self._bar.update(self._task, completed=step, description=line)
         compiling = f"compiling {seconds:.1f} s ({graphs:.0f} graphs)  " if seconds else ""
-        if compiling or (not self._console.is_terminal and step % max(1, self._steps // PLAIN_LINES) == 0):
+        if compiling or (not self._is_live and step % max(1, self._steps // PLAIN_LINES) == 0):
             self._console.print(f"step {step}/{self._steps}  {compiling}{line}", highlight=False, soft_wrap=True)
 
     def _begun(self) -> TextIO:

@@ -137,6 +137,30 @@ def test_compilation_is_shown_apart_and_does_not_make_the_step_slow(
     ]
 
 
+def _terminal_output(folder: Path) -> str:
+    """Text of two steps on a terminal, before the end of the report."""
+    from report import TrainingReport
+
+    written = io.StringIO()
+    with TrainingReport(Console(file=written, width=80, force_terminal=True), folder, 2) as report:
+        for step in (1, 2):
+            report.step_done(step, 0.5, 100, 0.25)
+        return written.getvalue()
+
+
+def test_a_terminal_that_moves_no_cursor_has_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    lines = _terminal_output(tmp_path).splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2"]
+
+
+def test_the_cursor_is_there_whatever_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C, and torchrun's SIGKILL, leave nothing to the process."""
+    monkeypatch.setenv("TERM", "xterm")
+    text = _terminal_output(tmp_path)
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
 def test_metrics_of_a_checkpoint_without_compile_seconds(tmp_path: Path) -> None:
     from report import TrainingReport
 
@@ -163,7 +187,9 @@ def test_no_digit_is_lost_with_eight_ranks_at_80_columns(tmp_path: Path, monkeyp
     report.print_stage_table(console, model)
     lines = written.getvalue().splitlines()
     assert sum("405,853,388,800" in line and "1.6 TB" in line for line in lines) == 8
-    assert not any("…" in line for line in lines)
+    for width in (60, 40):
+        report.print_stage_table(Console(file=written, width=width), model)
+    assert not any("…" in line for line in written.getvalue().splitlines())
 
 
 def test_layers_of_several_stages() -> None:
