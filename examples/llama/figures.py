@@ -19,8 +19,9 @@ from nxdpp.schedules.actions import parse_action
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.simulate import Timeline, simulate
 
-BUSY = "busy: share of run_train in which a rank computes; the rest is the bubble, in which it waits for others"
+BUSY = "busy: share of run_train in which a rank computes; the rest is the bubble: waits for others, and transfers"
 BUSY_ALONE = "busy: share of run_train in which the process computes the model"
+BUSY_TENSOR = "the messages between tensor-parallel ranks count as busy"
 SENT = "sent in a step: to other stages, without averages over replicas and messages of tensor-parallel ranks"
 MEMORY = {"cuda": "peak memory: allocated on the device"}
 MEMORY_OF_PROCESS = "peak memory: of the process, with its imports"
@@ -67,6 +68,10 @@ class StepFigures:
                 self._actions.setdefault(action, []).append(seconds)
         self._count += 1
         self._last_end = now
+
+    def saved(self) -> None:
+        """Leave a save, from the end of the last step to now, out of the next step; not collective."""
+        self._last_end = time.perf_counter()
 
     def of_all_ranks(self) -> list[RankFigures]:
         """Figures of each rank; collective over all ranks. Empty after fewer than two steps."""
@@ -145,6 +150,8 @@ def print_figures(
         lines.add_row(*line)
     console.print(lines, highlight=False)
     console.print(BUSY if has_pipeline else BUSY_ALONE, highlight=False)
+    if settings.tensor_parallel_size > 1:
+        console.print(BUSY_TENSOR, highlight=False)
     console.print(MEMORY.get(figures[0].device, MEMORY_OF_PROCESS), highlight=False)
     if has_pipeline:
         console.print(SENT, highlight=False)
@@ -169,7 +176,8 @@ def _lines(
     if one_process is not None and one_process.step is None:
         yield "one process", "none", one_process.said
     elif one_process is not None and one_process.step is not None:
-        ratio = f"{one_process.step / step:.2f} times the step of {len(figures)} processes; {one_process.said}"
+        of = f"of {len(figures)} processes" if len(figures) > 1 else "with nxdpp"
+        ratio = f"{one_process.step / step:.2f} times the step {of}; {one_process.said}"
         yield "one process", _milliseconds(one_process.step), ratio
 
 

@@ -77,7 +77,8 @@ def _training_step(settings: Settings, device: torch.device, microbatches: int) 
         losses = []
         for ids in batch.chunk(microbatches):
             with autocast:
-                loss = model(input_ids=ids, labels=ids).loss / microbatches
+                # As in the pipeline: a cache for generation copies the keys and values of each layer.
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss / microbatches
             loss.backward()
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)

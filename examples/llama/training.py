@@ -4,6 +4,7 @@ Comments that start with "nxdpp" mark the lines that a script of one's own needs
 """
 
 import math
+import shlex
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,8 @@ def prepare(settings: Settings) -> None:
 def run(settings: Settings, ctrl_c: CtrlC) -> int:
     """Train, save, sample and compare; collective over all ranks. Returns the exit status."""
     start(settings)
-    console = Console(quiet=dist.get_rank() != 0)
+    # Brackets and colons in a path are no markup.
+    console = Console(quiet=dist.get_rank() != 0, markup=False, emoji=False)
     device, replicas = parallel_state.local_device(), parallel_state.get_data_parallel_size()
     figures: list[RankFigures] = []
     lines: tuple[str, ...] = ()
@@ -77,18 +79,14 @@ def run(settings: Settings, ctrl_c: CtrlC) -> int:
         ctrl_c.end_deferral()
         print_sample(console, settings)
         if not figures:
-            said = "no figures: they leave the first step out, and fewer than two were run"
+            names = "no figures, and none of --compare" if settings.compare else "no figures"
+            said = f"{names}: they leave the first step out, and fewer than two were run"
             console.print(said, highlight=False, soft_wrap=True)
         elif settings.compare:
             compared = measure_one_process(settings, device, replicas * settings.num_microbatches)
             print_figures(console, settings, figures, compared)
         else:
             print_figures(console, settings, figures, None)
-        if figures and settings.trace is not None:
-            # The trace has the evaluation before the training too.
-            last = held_out_count(settings) + figures[0].steps
-            said = f"trace of the last training step: python -m nxdpp timeline {settings.trace} --step {last}"
-            console.print(said, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -158,6 +156,7 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
             if is_due(settings, step) or (ends and settings.checkpoint_every):
                 # nxdpp: each rank writes its own part of weights and optimizer.
                 save(settings, step, model, optimizer, schedule, report.metrics(step), console)
+                figures.saved()
             if ends and step < settings.steps:
                 finish(settings, console)
                 raise Interrupted(lines_of_interrupt(settings, step))
@@ -172,6 +171,12 @@ def train(settings: Settings, console: Console, ctrl_c: CtrlC) -> list[RankFigur
     if loss_after is None:
         raise Interrupted((f"interrupted after step {settings.steps} of {settings.steps}", saved(settings)))
     console.print(saved(settings), highlight=False, soft_wrap=True)
+    if settings.trace is not None and done < settings.steps:
+        # The trace has the evaluation before the training too.
+        last = held_out_count(settings) + settings.steps - done - 1
+        file = shlex.quote(str(settings.trace))
+        said = f"trace of the last training step: python -m nxdpp timeline {file} --step {last}"
+        console.print(said, highlight=False, soft_wrap=True)
     return figures.of_all_ranks()
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.one_python
 
 def _settings(ranks: int, **others: Any) -> Any:
     values = {"schedule": None, "virtual_pipeline_size": 1, "num_microbatches": 4, "pipeline_parallel_size": ranks}
-    return SimpleNamespace(**{**values, **others})
+    return SimpleNamespace(**{**values, "tensor_parallel_size": 1, **others})
 
 
 def _rank(actions: dict[str, float], stages: list[int] | None = None) -> RankFigures:
@@ -72,11 +72,16 @@ def test_eight_ranks_at_80_columns() -> None:
 
 
 def test_one_process_has_no_ideal_and_sends_nothing() -> None:
+    text = " ".join(_printed(_settings(1), [_rank({"0F0": 1.0})], OneProcess(617.28, "4 microbatches")))
+    assert "0.50 times the step with nxdpp; 4 microbatches" in " ".join(text.split())
     text = " ".join(_printed(_settings(1), [_rank({"0F0": 1.0})], OneProcess(None, "it does not fit")))
     assert "sent" not in text
     assert "ideal" not in text
     assert "bubble" not in text
     assert "it does not fit" in text
+    assert "tensor" not in text
+    text = " ".join(_printed(_settings(1, tensor_parallel_size=2), [_rank({"0F0": 1.0})]))
+    assert "the messages between tensor-parallel ranks count as busy" in text
     assert "busy: share of run_train in which the process computes" in text
 
 
@@ -97,6 +102,22 @@ def test_the_first_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (own.steps, own.run_train, own.sent_bytes) == (3, 3.0, 64)
     assert own.actions == {"0F0": 3.0}
     assert own.peak_bytes > 10_000_000
+
+
+def test_a_save_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("figures.from_all_ranks", lambda own: [own])
+    monkeypatch.setattr(parallel_state, "local_device", lambda: torch.device("cpu"))
+    now = [0.0]
+    monkeypatch.setattr("figures.time.perf_counter", lambda: now[0])
+    model: Any = SimpleNamespace(local_stages=[0], last_busy_share=0.5, last_step_seconds=1.0, last_sent_bytes=0)
+    model.last_action_seconds = {}
+    steps = StepFigures(model)
+    for _ in range(3):
+        now[0] += 2.0
+        steps.step_done()
+        now[0] += 30.0
+        steps.saved()
+    assert steps.of_all_ranks()[0].step == 2.0
 
 
 def test_one_process_takes_the_whole_batch(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,5 +148,7 @@ def type_of_model() -> Any:
 
 
 def _noted(batches: list[torch.Size], forward: Any, own: Any, ids: Any) -> Any:
+    # A cache would be work that the pipeline does not do.
+    assert ids.pop("use_cache") is False
     batches.append(ids["input_ids"].shape)
     return forward(*own, **ids)

@@ -55,21 +55,28 @@ def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None
             "--virtual-pipeline-size",
             "2",
             "--trace",
-            str(tmp_path / "t.json"),
+            str(tmp_path / "t [red].json"),
         ],
         "zero-bubble": ["--schedule", "zb-v", "--partition", "balanced"],
         "own": ["--schedule", str(csv), "--partition", "profiled"],
     }
     folders = {name: tmp_path / name for name in jobs}
-    printed: list[Any] = run_ranks(2, _train, *(_arguments(folders[name], *flags) for name, flags in jobs.items()))
+    once = _arguments(tmp_path / "once", "--steps", "1", "--trace", str(tmp_path / "once.json"))
+    printed: list[Any] = run_ranks(
+        2, _train, *(_arguments(folders[name], *flags) for name, flags in jobs.items()), once
+    )
     for name in jobs:
         assert _losses(folders[name]) == _losses(folders["default"]), name
     assert "0, 2 │       0 │ model.layers.0, 2" in printed[0][1]
-    recorded = RecordedTimeline(tmp_path / "t.json")
-    (command,) = re.findall(rf"timeline {tmp_path}/t.json --step (\d+)\n", printed[0][1])
+    # Brackets are no markup, and a shell takes the command as it is.
+    recorded = RecordedTimeline(tmp_path / "t [red].json")
+    (command,) = re.findall(rf"timeline '{tmp_path}/t \[red\].json' --step (\d+)\n", printed[0][1])
     step = recorded.step(int(command))
     assert step.name.startswith(f"step {command}, train")
     assert {action.stage for action in step.schedule[0]} == {0, 2}
+    # A step without figures is recorded too.
+    (of_one,) = re.findall(r"once.json --step (\d+)\n", printed[0][-1])
+    assert int(of_one) == int(command) - STEPS + 1
     assert recorded.step(int(command) + 1).name.startswith(f"step {int(command) + 1}, eval")
 
 
