@@ -40,6 +40,15 @@ def check_model(model: Any, trainer: type[Trainer], loss_function: Any) -> None:
         raise ValueError(f"{trainer.__name__} has a compute_loss of its own, which a pipeline does not call: {remedy}")
 
 
+def check_scaling(is_scaled: bool | None) -> None:
+    """Raise ``ValueError`` for a ``loss_is_scaled_for_ga`` of a subclass."""
+    if is_scaled is not None:
+        raise ValueError(
+            f"PipelineTrainer cannot honour loss_is_scaled_for_ga={is_scaled}, which belongs to an own compute_loss. "
+            f"Leave it at None, and return the scaled loss from the model's forward."
+        )
+
+
 def check_optimizer(class_and_options: tuple[type, Mapping[str, Any]] | None) -> None:
     """Raise ``ValueError`` for a factory, which would need the whole model."""
     if class_and_options is not None and is_optimizer_factory(class_and_options[0]):

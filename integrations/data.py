@@ -7,8 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from accelerate.data_loader import DataLoaderStateMixin, get_sampler, prepare_data_loader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from transformers.trainer_utils import seed_worker
 
 from nxdpp.parallel_layers import parallel_state
@@ -17,16 +25,17 @@ from nxdpp.parallel_layers import parallel_state
 class FirstRanksOrder(Sampler[int]):
     """The order that ``sampler`` gives on rank 0, on all ranks; each iteration is collective over them.
 
-    Such samplers draw from torch's generator, of which each stage's dropout has taken other numbers.
+    Such samplers draw from torch's generator, of which the collators of replicas may have taken other numbers.
     """
 
     def __init__(self, sampler: Sampler[int]) -> None:
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[int]:
-        order = [list(self.sampler) if dist.get_rank() == 0 else None]
+        # All ranks draw the order, so that their generators go on alike.
+        order: list[Any] = [list(self.sampler)]
         dist.broadcast_object_list(order, src=0)
-        return iter(order[0] or [])
+        return iter(order[0])
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # samplers of map-style data sets have a length
@@ -62,6 +71,19 @@ def replica_loader(accelerator: Accelerator, loader: DataLoader[Any], seed: int)
     )
     accelerator._dataloaders.append(prepared)
     return prepared
+
+
+def check_divided(loader: Any) -> None:
+    """Raise ``ValueError`` for a loader of a subclass that gives all rows to each replica; not collective."""
+    replicas = parallel_state.get_data_parallel_size()
+    is_prepared = not isinstance(loader, DataLoader) or isinstance(loader, DataLoaderStateMixin)
+    if replicas == 1 or is_prepared or isinstance(loader.dataset, IterableDataset):
+        return
+    if not isinstance(get_sampler(loader), DistributedSampler):
+        raise ValueError(
+            f"a DataLoader of {type(loader.dataset).__name__} gives all its rows to each of {replicas} data-parallel "
+            f"replicas. Return self.accelerator.prepare(loader) from get_train_dataloader and get_eval_dataloader."
+        )
 
 
 def _share_order(loader: DataLoader[Any], is_seedable: bool) -> None:

@@ -20,6 +20,8 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import nested_detach
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
+from nxdpp.integrations.data import check_divided
+from nxdpp.integrations.data_randomness import DataRandomness
 from nxdpp.integrations.pipelined_model import PipelinedModel
 from nxdpp.integrations.windows import Windows
 from nxdpp.parallel_layers import parallel_state
@@ -32,6 +34,7 @@ class EvaluatingTrainer(Trainer):
     """The evaluations of ``PipelineTrainer``, each collective over all ranks."""
 
     pipelined: PipelinedModel
+    _randomness: DataRandomness
     _windows: Windows | None = None
     _predictions: deque[Prediction]
     _takes_items: bool | None = None
@@ -45,15 +48,23 @@ class EvaluatingTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate as ``Trainer.evaluation_loop``, with the results of each replica counted once."""
-        windows = Windows(dataloader, 2 * parallel_state.get_pipeline_model_parallel_size())
+        """Evaluate as ``Trainer.evaluation_loop``, with the results of each replica counted once.
+
+        Raises ``ValueError`` for a ``dataloader`` that gives all rows to each replica.
+        """
+        check_divided(dataloader)
+        # A prediction_step of a subclass may change its batch, so no other one can run before it.
+        is_own = type(self).prediction_step is not EvaluatingTrainer.prediction_step
+        size = 1 if is_own else 2 * parallel_state.get_pipeline_model_parallel_size()
+        windows = Windows(dataloader, size, self._randomness.fetching)
         self._windows, self._predictions = windows, deque()
         self.gather_function = lambda data: gathered(data, windows)
         try:
             of_windows = cast("DataLoader[Any]", windows)
-            output: EvalLoopOutput = super().evaluation_loop(
-                of_windows, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            with self._randomness.of_call():
+                output: EvalLoopOutput = super().evaluation_loop(
+                    of_windows, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
             self._evaluated = output.num_samples or 0
             return output
         finally:

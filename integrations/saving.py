@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from nxdpp.checkpoint.huggingface.load import load_pretrained
 from nxdpp.checkpoint.huggingface.save import save_pretrained
+from nxdpp.integrations.data_randomness import DataRandomness
 from nxdpp.integrations.pipelined_model import PipelinedModel
 from nxdpp.trainer.checkpoint import load_checkpoint, save_checkpoint
 
@@ -31,6 +32,7 @@ class SavingTrainer(Trainer):
     """The saves and loads of ``PipelineTrainer``, each collective over all ranks."""
 
     pipelined: PipelinedModel
+    _randomness: DataRandomness
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is not None:
@@ -44,7 +46,8 @@ class SavingTrainer(Trainer):
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_checkpoint(output_dir, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler)
+        stream = self._randomness.stream
+        save_checkpoint(output_dir, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler, stream)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -63,7 +66,9 @@ class SavingTrainer(Trainer):
         if checkpoint is None:
             return
         if (Path(checkpoint) / STATE).is_dir():
-            load_checkpoint(checkpoint, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler)
+            stream = load_checkpoint(checkpoint, STATE, self.pipelined, _inner(self.optimizer), self.lr_scheduler)
+            if stream is not None:
+                self._randomness.go_on(stream)
         else:
             logger.warning(f"{checkpoint} has no {STATE}: the optimizer and the learning rate begin anew.")
 

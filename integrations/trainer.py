@@ -8,7 +8,6 @@
     training_step of the others       ─────▶     returns the loss of each
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -24,11 +23,13 @@ from transformers.trainer_utils import TrainOutput
 from nxdpp.integrations import checks
 from nxdpp.integrations.arguments import check_arguments, check_replicas
 from nxdpp.integrations.batches import joined, split_rows
-from nxdpp.integrations.data import replica_loader
+from nxdpp.integrations.data import check_divided, replica_loader
+from nxdpp.integrations.data_randomness import DataRandomness
 from nxdpp.integrations.evaluation import EvaluatingTrainer
 from nxdpp.integrations.layout import initialize, number_of_parameters
 from nxdpp.integrations.pipelined_model import PipelinedModel
 from nxdpp.integrations.saving import SavingTrainer
+from nxdpp.integrations.step_batches import StepBatches
 from nxdpp.parallel_layers import followed_by_optimizers, parallel_state
 
 
@@ -88,6 +89,7 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
         checks.check_model(model, type(self), compute_loss_func)
+        checks.check_scaling(self.loss_is_scaled_for_ga)
         checks.check_optimizer(optimizer_cls_and_kwargs)
         checks.check_pipeline_arguments(pipeline_arguments)
         self._parts = checks.parts_of_batch(num_microbatches, args.gradient_accumulation_steps)
@@ -101,8 +103,9 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
             "partition": partition,
             **(pipeline_arguments or {}),
         }
-        self._window: list[Any] = []
-        self._losses: deque[torch.Tensor] = deque()
+        self._step = StepBatches()
+        self._randomness = DataRandomness()
+        vars(self)["get_batch_samples"] = self._begin_step
         self._is_checked = False
         super().__init__(
             model,
@@ -131,8 +134,10 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         """Train as ``Trainer.train``. Raises ``ValueError`` for a ``trial``: a search would cut a model again."""
         if trial is not None:
             raise ValueError("PipelineTrainer cannot honour trial: start a training for each choice of arguments.")
-        self._losses.clear()
-        return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        checks.check_scaling(self.loss_is_scaled_for_ga)
+        self._step.clear()
+        with self._randomness.of_call():
+            return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ``ValueError``: ranks would search apart."""
@@ -162,21 +167,19 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         made: Optimizer = super().create_optimizer(self.pipelined.local_module)
         return made
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Return the batches of an optimizer step with the number of their items, as ``Trainer``."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._window = batches
-        return batches, items
-
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run all batches of the optimizer step with its first one, and return the loss of ``inputs``."""
-        if not self._losses:
-            window = self._window if self._window and self._window[0] is inputs else [inputs]
-            self._losses.extend(self._train_window(window, num_items_in_batch))
-        return self._losses.popleft()
+        """Run all batches of the optimizer step with its first one, and return the loss of ``inputs``.
+
+        Raises ``ValueError`` for ``inputs`` that are not the next batch of the step, or that a subclass has changed.
+        """
+        return self._step.loss_of(inputs, lambda batches: self._train_batches(batches, num_items_in_batch))
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader[Any]) -> Any:
-        """Return the lengths of the training. Raises ``ValueError`` if the schedule cannot run its last, short step."""
+        """Return the lengths of the training.
+
+        Raises ``ValueError`` if the schedule cannot run its last, short step, or if each replica would take all rows.
+        """
+        check_divided(dataloader)
         values: Any = super().set_initial_training_values(args, dataloader)
         steps_in_epoch, accumulated = values[5], args.gradient_accumulation_steps
         if short := steps_in_epoch % accumulated:
@@ -195,14 +198,34 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         return int(self.args.world_size) // self._replicas
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """Return this rank's share of the operations of ``inputs``: ``Trainer`` sums over all ranks."""
-        return super().floating_point_ops(inputs) * self._flos_factor / self.get_tp_size()
+        """Return the operations of ``inputs`` in the whole model."""
+        return super().floating_point_ops(inputs) * self._flos_factor
 
-    def _train_window(self, window: list[Any], items: Any) -> list[torch.Tensor]:
+    def store_flos(self) -> None:
+        """Add the operations since the last call: ``Trainer`` sums over all ranks, here those of each replica count."""
+        before = self.state.total_flos
+        super().store_flos()
+        self.state.total_flos = before + (self.state.total_flos - before) / self.get_tp_size()
+
+    def _begin_step(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        # In the place of get_batch_samples, so that the batches of a subclass's own are those that are run.
+        with self._randomness.fetching():
+            batches, items = type(self).get_batch_samples(self, epoch_iterator, num_batches, device)
+        self._step.begin(batches)
+        return batches, items
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        # Trainer divides by the ranks of a replica, over which it has summed with this field alone.
+        if items is None or self.args.average_tokens_across_devices:
+            return items
+        return items * self.get_tp_size()
+
+    def _train_batches(self, batches: list[Any], items: Any) -> list[torch.Tensor]:
         self.pipelined.train()
         if callable(to_training := getattr(self.optimizer, "train", None)):
             to_training()
-        parts = [split_rows(self._prepare_inputs(batch), self._parts) for batch in window]
+        parts = [split_rows(self._prepare_inputs(batch), self._parts) for batch in batches]
         microbatches = [part for of_batch in parts for part in of_batch]
         microbatches = self.with_items(microbatches, items)
         is_divided = "num_items_in_batch" in microbatches[0]

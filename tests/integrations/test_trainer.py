@@ -5,14 +5,15 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from nxdpp import parallel_state, tensor_parallelize
 from nxdpp.integrations import PipelineTrainer
-from tests.integrations.trainings import REPLICATED, TRAININGS, WITH_DROPOUT
+from tests.integrations.trainings import REPLICATED, TRAININGS, WITH_DROPOUT, Training
 from tests.support.models import tied_llama
 from tests.support.run_ranks import run_ranks
 
@@ -43,6 +44,26 @@ def train(rank: int, folder: Path, names: list[str], replicas: int) -> dict[str,
     return runs
 
 
+class OwnLoaders(PipelineTrainer):
+    """Loaders that are not divided over replicas."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        rows: Any = self.train_dataset
+        return DataLoader(rows, batch_size=2)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        return self.get_train_dataloader()
+
+
+def train_replicas(rank: int, folder: Path) -> dict[str, Run]:
+    runs = train(rank, folder, list(REPLICATED), 2)
+    own = Training().trainer(OwnLoaders, folder / "own", pipeline_parallel_size=2)
+    for call in (own.train, own.evaluate):
+        with pytest.raises(ValueError, match=r"to each of 2 data-parallel replicas\. Return self.accelerator.prepare"):
+            call()
+    return runs
+
+
 @pytest.fixture(scope="module")
 def one_pipeline(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
     return run_ranks(2, train, tmp_path_factory.mktemp("pipeline"), [*TRAININGS, "dropout"], 1, timeout=150.0)
@@ -50,7 +71,7 @@ def one_pipeline(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, 
 
 @pytest.fixture(scope="module")
 def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Run]]:
-    return run_ranks(4, train, tmp_path_factory.mktemp("replicas"), list(REPLICATED), 2, timeout=150.0)
+    return run_ranks(4, train_replicas, tmp_path_factory.mktemp("replicas"), timeout=150.0)
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -1,11 +1,13 @@
 """Trainings of tiny models that ``Trainer`` in one process and ``PipelineTrainer`` over ranks both run."""
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -41,6 +43,15 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return iter(self.rows[index] for index in range(len(self.rows)))
+
+
+class RandomRows(Rows):
+    """Rows whose tokens are drawn anew each time, from each generator of the process."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        numbers = [random.randrange(9), int(np.random.randint(9)), int(torch.randint(9, ()))]
+        return {"input_ids": (row["input_ids"] + sum(numbers)) % VOCABULARY, "labels": row["labels"]}
 
 
 class Classes(Rows):
@@ -111,7 +122,7 @@ class Training:
         given = {"train_dataset": Rows(20), **self.given}
         if "eval_dataset" in given:
             # Replicas fill up the last batch with rows from the beginning.
-            given["eval_dataset"] = Rows(8 if replicas > 1 else 7, seed=1)
+            given["eval_dataset"] = type(given["eval_dataset"])(8 if replicas > 1 else 7, seed=1)
         if "optimizers" in given:
             given["optimizers"] = given["optimizers"](model)
         return cls(model, TrainingArguments(**args), **given, **own)

@@ -1,0 +1,85 @@
+"""The batches of an optimizer step, which all run with the first of them.
+
+::
+
+    get_batch_samples   0 1 2 3        begin
+    training_step       ▲ · · ·        loss_of: the first one runs all; each returns the loss of its batch
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class StepBatches:
+    """The batches of an optimizer step that were not given to ``training_step`` yet, and their losses once they ran."""
+
+    def __init__(self) -> None:
+        self._batches: deque[_Batch] = deque()
+        self._losses: deque[torch.Tensor] = deque()
+
+    def clear(self) -> None:
+        """Forget a step that has not come to its end."""
+        self._batches.clear()
+        self._losses.clear()
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Begin a step of ``batches``. Raises ``ValueError`` for a step before it that was left."""
+        if self._losses:
+            raise ValueError(
+                f"a callback has ended an epoch inside of an optimizer step, {len(self._losses)} batches before its "
+                f"end, and the gradients are those of all its batches. Set control.should_epoch_stop in on_step_end."
+            )
+        self._batches = deque(map(_Batch, batches))
+
+    def loss_of(self, inputs: Any, run: Callable[[list[Any]], list[torch.Tensor]]) -> torch.Tensor:
+        """Return the loss of the batch ``inputs``, after ``run`` for all batches of the step.
+
+        Outside of a step ``inputs`` run alone.
+
+        Raises:
+            ValueError: for another batch than the next one of the step, and for one that was changed.
+        """
+        if not self._batches:
+            return run([inputs])[0]
+        if not self._batches[0].is_unchanged(inputs):
+            raise ValueError(
+                "training_step was given another batch than the data loader's next one, or a changed one. All batches "
+                "of an optimizer step run with the first, so a training_step of one's own cannot change them, or run "
+                "them twice. Change them in data_collator."
+            )
+        if not self._losses:
+            self._losses.extend(run([each.batch for each in self._batches]))
+        self._batches.popleft()
+        return self._losses.popleft()
+
+
+class _Batch:
+    """A batch as the data loader gave it."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self._values = dict(batch) if isinstance(batch, Mapping) else {}
+        self._versions = _versions(self._values)
+
+    def is_unchanged(self, inputs: Any) -> bool:
+        """Return whether ``inputs`` are this batch, with its values."""
+        if inputs is not self.batch:
+            return False
+        values = dict(inputs) if isinstance(inputs, Mapping) else {}
+        return (
+            values.keys() == self._values.keys()
+            and all(values[name] is value for name, value in self._values.items())
+            and _versions(values) == self._versions
+        )
+
+
+def _versions(values: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of changes in place of the tensors among ``values``; tensors of inference mode have none."""
+    return {
+        name: value._version
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
