@@ -1,10 +1,12 @@
-"""Tables "theirs | ours | note" of the pages for those who come from another library: all names of ours exist."""
+"""Tables "theirs | ours | note" of the pages for those who come from another library: the names exist."""
 
 import inspect
 import re
 from pathlib import Path
 
+import accelerate
 import pytest
+import torch.distributed.pipelining as pipelining
 
 from nxdpp.schedules.families.registry import FAMILIES
 from tests.docs.pages import GUIDE
@@ -19,6 +21,11 @@ def _rows(page: Path) -> list[list[str]]:
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert lines[0] == "| theirs | ours | note |"
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def _theirs(page: str) -> str:
+    """The code of the first column of a page, one piece a line."""
+    return "\n".join(code for theirs, *_ in _rows(GUIDE / page) for code in re.findall(r"`([^`]+)`", theirs))
 
 
 def test_there_are_four_pages() -> None:
@@ -46,3 +53,21 @@ def test_schedules_in_the_notes_exist(page: Path) -> None:
     for _, ours, note in _rows(page):
         if ours == "`NxDPPModel(schedule=)`":
             assert set(re.findall(r'`"([\w-]+)"`', note)) <= set(FAMILIES), note
+
+
+def test_names_of_accelerate_exist() -> None:
+    text = _theirs("from_accelerate.md")
+    methods = re.findall(r"accelerator\.(\w+)", text)
+    assert len(methods) >= 12
+    for name in methods:
+        assert hasattr(accelerate.Accelerator, name), name
+    for name in re.findall(r"^(\w+)\(", text, re.MULTILINE):
+        owners = accelerate, accelerate.utils, accelerate.Accelerator
+        assert any(hasattr(owner, name) for owner in owners), name
+
+
+def test_names_of_torch_pipelining_exist() -> None:
+    names = re.findall(r"\b(Schedule\w+|SplitPoint|PipelineStage|pipeline)\b", _theirs("from_torch_pipelining.md"))
+    assert len(names) >= 9
+    for name in names:
+        assert hasattr(pipelining, name), name
