@@ -16,7 +16,7 @@ from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.faults.board import board
 from nxdpp.pipeline.agreement.fingerprint import canonical, digest, rank_name
 
-_REMEDY = "Wrap the same model with the same arguments in every data-parallel replica."
+_REMEDY = "Wrap the same model with the same arguments, and set the same modes, in every data-parallel replica."
 
 
 class ReplicaExchanges:

@@ -10,6 +10,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from nxdpp.parallel_layers import failure_watch, parallel_state
 from nxdpp.parallel_layers.average_plan import LastBackward
 from nxdpp.parallel_layers.faults.board import board
@@ -129,14 +131,14 @@ class ReplicaGradients:
         """
         if not self.is_averaged or parallel_state.get_data_parallel_size() == 1:
             return None
-        number = board.training_steps()
+        number, modes = board.training_steps(), self._modes()
         if self._overlapped is None:
             control = parallel_state.get_data_parallel_control_group()
             self._overlapped = OverlappedAverage(parallel_state.get_data_parallel_group(), control, self._mean)
 
         def start(order: int) -> Callable[[], bool]:
             notes = [number, -number, int(self._changed), order, -order]
-            end = self._exchanges.start("average of gradients during a step", self._trained_names(), notes)
+            end = self._exchanges.start("average of gradients during a step", [*modes, *self._trained_names()], notes)
 
             def agree() -> bool:
                 *largest, last_order, negative_first = end()
@@ -184,6 +186,14 @@ class ReplicaGradients:
                 self._changed = False
 
         return check
+
+    def _modes(self) -> list[str]:
+        """Lines with the modes of the step: dropout on some replicas alone would train another model."""
+        modules = list(self._module.modules())
+        training = sum(module.training for module in modules)
+        kind = next((parameter.device.type for parameter in self._module.parameters()), "cpu")
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "none"
+        return [f"modules in training mode: {training} of {len(modules)}", f"autocast: {dtype}"]
 
     def _trained_names(self) -> list[str]:
         """Lines with the trained parameters: they are paired by their order."""
