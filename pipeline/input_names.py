@@ -6,7 +6,7 @@
                   └─ parameters ───────┘  └─ typed keywords: num_items_in_batch, output_attentions, ... ─┘
 
 A name beside these vanishes in ``**kwargs``. It is refused where it is close to a name that is not given, such as
-``lables``, and no forward of the model mentions it.
+``lables``, or a part of one, such as ``mask``, and no forward of the model mentions it.
 """
 
 import inspect
@@ -29,6 +29,8 @@ _MISTYPED = 0.75
 # Similarity from which on a name that is refused in any case gets a suggestion.
 _SUGGESTED = 0.5
 _NAMES_SHOWN = 12
+# Least length of a part of a name: "ids" may be a column of a data set.
+_PART = 4
 
 # Names with which a module was called before, and that were not refused.
 _passed: "WeakKeyDictionary[nn.Module, set[frozenset[str]]]" = WeakKeyDictionary()
@@ -120,8 +122,21 @@ def check_input_names(module: nn.Module, inputs: Any, input_names: Sequence[str]
     if input_names is not None:
         check_exact_names(list(inputs), input_names)
     else:
+        _check_not_nested(module, inputs)
         check_names(module, list(inputs), "inputs")
         check_required(module, list(inputs), "inputs")
+
+
+def _check_not_nested(module: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a batch that is given as one input, such as ``run_train(batch=batch)``."""
+    taken = forward_names(module).all
+    for name, value in inputs.items():
+        is_batch = isinstance(value, Mapping) and bool(value) and all(key in taken for key in value)
+        if is_batch and name not in taken and name not in _mentioned(module):
+            raise ValueError(
+                f"inputs: {type(module).__name__}.forward takes no {name!r}, and its entries {list(value)} are inputs: "
+                f"give them by name, run_train(**{name})."
+            )
 
 
 def check_required(module: nn.Module, names: Sequence[str], argument: str) -> None:
@@ -179,7 +194,10 @@ def call_by_name(module: nn.Module, positional: Sequence[Any], named: Mapping[st
 
 def _closest(name: str, given: Sequence[str], taken: ForwardNames, similarity: float) -> str | None:
     """Return the name that ``name`` may have been meant for, of those that are not ``given``."""
-    return closest(name, (other for other in taken.all if other not in given), similarity)
+    others = [other for other in taken.all if other not in given]
+    words = name.lower().split("_")
+    parts = (other for other in others if len(name) >= _PART and set(words) < set(other.split("_")))
+    return closest(name.lower(), others, similarity) or next(parts, None)
 
 
 def _meant(unknown: Sequence[str], given: Sequence[str], taken: ForwardNames, similarity: float) -> str:

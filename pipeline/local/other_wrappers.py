@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from nxdpp.pipeline.local.local_module import LocalModule
 from nxdpp.pipeline.local.view import LocalView
 from nxdpp.tracing import listings
 
@@ -15,7 +16,7 @@ def refuse_other_wrappers(module: nn.Module) -> None:
     """Raise ``ValueError`` for a model in, or with modules in, a wrapper of data parallelism or another pipeline."""
     for name, child in listings.named_modules(module):
         place = f"{name}, a {type(child).__name__}," if name else f"the model, a {type(child).__name__},"
-        if isinstance(child, LocalView):
+        if isinstance(child, LocalView | LocalModule):
             raise ValueError(
                 f"{place} is a pipeline already. Use it as it is (run_train), or build the model again and wrap the "
                 f"outermost module once."

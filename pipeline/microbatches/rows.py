@@ -13,7 +13,7 @@ from nxdpp.tracing.nested import flatten, leaves_of
 _ACCEPTED = (torch.Tensor, int, float, str, type(None), InputDict)
 _ADVICE = (
     "a pipeline takes tensors, None, numbers, strings, booleans, and dicts of these by names. Pass its tensors as "
-    "inputs of their own, or in a dict."
+    "inputs of their own, or in a dict. Make tensors of arrays and lists of numbers with torch.as_tensor(values)."
 )
 
 

@@ -109,6 +109,12 @@ class CutGraph:
 
 
 def _node(loss: Any) -> fx.Node:
+    if isinstance(loss, list | tuple | Mapping):
+        raise ValueError(
+            f"the model's loss is a {type(loss).__name__} of {len(loss)} values, and one is differentiated. Add them "
+            f"up in forward (sum(losses)), or mark one of them with output_loss_value_spec, as the output is nested: "
+            f'{{"loss": (True, False)}} for the first of two.'
+        )
     if not isinstance(loss, fx.Node):
         raise ValueError(f"the model's loss is the constant {loss!r}; there is nothing to train.")
     return loss

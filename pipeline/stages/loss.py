@@ -112,7 +112,10 @@ def _count(spec: Any) -> int:
         return sum(_count(part) for part in spec.values())
     if isinstance(spec, tuple | list):
         return sum(_count(part) for part in spec)
-    raise TypeError(f"output_loss_value_spec takes booleans in dicts and tuples, not {spec!r}.")
+    raise TypeError(
+        f'output_loss_value_spec takes booleans in dicts and tuples, not {spec!r}: {{"loss": True}} for the value of '
+        f"this name, (False, True) for the second of two, True for an output that is the loss."
+    )
 
 
 def _follow(output: Any, spec: Any, whole: Any) -> Any:

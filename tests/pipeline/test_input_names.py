@@ -97,6 +97,9 @@ def test_unknown_input_names() -> None:
         ("llama", "num_item_in_batch", "num_items_in_batch"),
         ("gpt2", "atention_mask", "attention_mask"),
         ("bert", "label", "labels"),
+        ("llama", "LABELS", "labels"),
+        ("llama", "Input_IDs", "input_ids"),
+        ("llama", "mask", "attention_mask"),
     ],
 )
 def test_mistyped_names_that_keyword_arguments_would_swallow(architecture: str, wrong: str, right: str) -> None:
@@ -143,6 +146,17 @@ def test_exact_names() -> None:
         check_exact_names([*expected, "position_ids"], expected)
     with pytest.raises(ValueError, match=r"missing: \['labels'\], extra: \['lables'\] \(did you mean 'labels'\?\)"):
         check_exact_names(["input_ids", "lables"], expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_batch_that_is_given_as_one_input() -> None:
+    model = NxDPPModel(make("llama", layers=2), num_microbatches=2)
+    batch = padded_batch(4)
+    with pytest.raises(ValueError, match=r"takes no 'batch', .* give them by name, run_train\(\*\*batch\)"):
+        model.run_train(batch=batch)
+    model.run_train(**batch)
+    # A column of a data set that is no part of a long name.
+    check_names(make_model("llama", layers=2), ["input_ids", "labels", "ids"], "inputs")
 
 
 @pytest.mark.usefixtures("one_rank")

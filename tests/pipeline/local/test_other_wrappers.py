@@ -132,6 +132,8 @@ def test_a_model_that_is_wrapped_already() -> None:
     assert "the model, a NxDPPModel, is a pipeline already. Use it as it is (run_train), or build the model" in message
     with pytest.raises(ValueError, match="0, a NxDPPModel, is a pipeline already"):
         NxDPPModel(nn.Sequential(wrapped))
+    with pytest.raises(ValueError, match="the model, a LocalModule, is a pipeline already"):
+        NxDPPModel(wrapped.local_module)
     wrapped.run_train(**BATCH)
     trains_exactly(llama())
 

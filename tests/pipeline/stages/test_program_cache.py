@@ -168,6 +168,20 @@ def test_a_constant_loss_is_refused() -> None:
         cache.program(cache.cut_graph({"x": torch.ones(3, 4)}, True), "loss")
 
 
+def test_a_list_of_losses_is_refused() -> None:
+    class Two(PlainModel):
+        def forward(self, x: torch.Tensor) -> Any:
+            loss = super().forward(x)
+            return {"loss": [loss, 2 * loss]}
+
+    cache, told = _cache(Two(), PlainLayer), _cache(Two(), PlainLayer, spec={"loss": (True, False)})
+    x = {"x": torch.ones(3, 4)}
+
+    with pytest.raises(ValueError, match=r"a list of 2 values.*sum\(losses\).*\{\"loss\": \(True, False\)\} for"):
+        cache.program(cache.cut_graph(x, True), "loss")
+    told.program(told.cut_graph(x, True), "loss")
+
+
 def test_a_loss_has_a_name_or_a_spec() -> None:
     x = {"x": torch.ones(3, 4)}
     named = _cache(make_model("gpt2", layers=2))
