@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from flags import rank
+from first_ctrl_c import LINES, STATUS, end
 
-# The shell's status of a program that Ctrl-C has ended.
-STATUS = 130
 # Two signals within this time are one Ctrl-C: of the terminal, and of a launcher that passes it on.
 SECONDS_OF_ONE = 1.0
 
@@ -38,7 +36,7 @@ class CtrlC:
 
     def __init__(self) -> None:
         self.requested = False
-        self.lines = ("interrupted before the first step", "no checkpoint: nothing was trained")
+        self.lines = LINES
         self._is_deferred = False
         self._first = 0.0
 
@@ -86,6 +84,4 @@ class CtrlC:
                 os._exit(STATUS)
 
     def _end(self) -> NoReturn:
-        if rank() == 0:
-            os.write(1, "".join(f"{line}\n" for line in self.lines).encode())
-        os._exit(STATUS)
+        end(self.lines)

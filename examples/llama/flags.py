@@ -2,11 +2,12 @@
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
+
+from first_ctrl_c import rank
 
 from nxdpp.schedules.families.registry import FAMILIES
 
@@ -251,8 +252,3 @@ def _above_zero(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
-
-
-def rank() -> int:
-    """Number of this process."""
-    return int(os.environ.get("RANK", "0"))

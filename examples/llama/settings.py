@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import checks
 from corpus import Corpus, read_corpus, standard_library_files
-from flags import AUTO, CHECKPOINTS, END, KEPT, rank, read_flags
+from first_ctrl_c import rank
+from flags import AUTO, CHECKPOINTS, END, KEPT, read_flags
 from model_fields import default_fields, read_fields
 
 if TYPE_CHECKING:

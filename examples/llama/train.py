@@ -9,15 +9,18 @@ All give the same losses, to rounding. ``training.py`` has the training; its com
 lines that make a pipeline of a Hugging Face model. This file checks the flags before anything imports torch.
 """
 
+import signal
 import sys
-from collections.abc import Sequence
 
-from ctrl_c import CtrlC
-from settings import read_settings, refuse
+import first_ctrl_c
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Run with command-line ``arguments``; wrong ones end the process with status 2, Ctrl-C ends it with 130."""
+    # Their imports take a part of a second.
+    from ctrl_c import CtrlC
+    from settings import read_settings, refuse
+
     ctrl_c = CtrlC()
     with ctrl_c.heard():
         try:
@@ -35,4 +38,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    first_ctrl_c.hear()
+    try:
+        main(sys.argv[1:])
+    finally:
+        # From here on a Ctrl-C has nothing to tell.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import transformers
-from ctrl_c import STATUS, CtrlC, Interrupted
+from ctrl_c import CtrlC, Interrupted
 from figures import RankFigures, StepFigures, print_figures
+from first_ctrl_c import STATUS
 from learning_rate import advice, learning_rate_factor
 from numbers_of_ranks import numbers_of_all_ranks
 from one_process import measure_one_process

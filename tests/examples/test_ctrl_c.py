@@ -57,6 +57,26 @@ def test_nothing_is_lost_at_once(rank: int) -> None:
     assert (printed, errors) == (lines if rank == 0 else "", "")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_imports_are_ended_at_once(rank: int, tmp_path: Path) -> None:
+    """Before the program has imported more than two modules."""
+    (tmp_path / "difflib.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    environment = {**os.environ, "RANK": str(rank), "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    program = subprocess.Popen(
+        [sys.executable, str(FOLDER / "train.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "ready\n"
+    program.send_signal(signal.SIGINT)
+    lines = "interrupted before the first step\nno checkpoint: nothing was trained\n"
+    assert program.communicate(timeout=20) == (lines if rank == 0 else "", "")
+    assert program.returncode == 130
+
+
 def test_a_second_ctrl_c_ends_the_process() -> None:
     """One that follows at once is of the same key: launchers pass the signal on."""
     program = _program("deferred", "stays")
