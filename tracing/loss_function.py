@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from nxdpp.tracing.calls import OpaqueCall
 from nxdpp.tracing.input_dicts import close_inputs
 from nxdpp.tracing.input_specs import InputSpec
+from nxdpp.tracing.loss_leaves import CallersGraph, LossLeaves
 from nxdpp.tracing.nested import flatten
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class LossFunction:
         output_spec: pytree.TreeSpec,
         inputs: Mapping[str, InputSpec],
         constants: Mapping[str, Any],
+        module: nn.Module,
     ) -> fx.Node:
         """Add the call, and placeholders of its own inputs, to the graph of a model; return the call.
 
@@ -104,6 +106,7 @@ class LossFunction:
             output_spec: their structure.
             inputs: specs of all traced inputs, the model's and the function's.
             constants: all other inputs.
+            module: the model. Parameters of other ranks may move to the meta device later.
         """
         end = next(node for node in graph.nodes if node.op == "output")
         placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
@@ -115,21 +118,39 @@ class LossFunction:
                     last.meta["spec"] = spec
         closed = close_inputs({**{name: placeholders[name] for name in inputs}, **constants})
         output = pytree.tree_unflatten(list(end.args[0]), output_spec)
-        call = LossCall(self.function, output, {name: closed[name] for name in self.names if name in closed})
+        given = {name: closed[name] for name in self.names if name in closed}
+        call = LossCall(self.function, output, given, module)
         with graph.inserting_before(end):
             return graph.create_node("call_function", call, tuple(call.traced), name="loss_fn")
 
 
 class LossCall(OpaqueCall):
-    """A call of a loss function, whose traced arguments are nodes of a finished graph."""
+    """A call of a loss function, whose traced arguments are nodes of a finished graph.
 
-    def __init__(self, function: Callable[..., Any], output: Any, inputs: dict[str, Any]) -> None:
+    It verifies what the function reads beside its arguments, see ``loss_leaves``.
+    """
+
+    def __init__(self, function: Callable[..., Any], output: Any, inputs: dict[str, Any], module: nn.Module) -> None:
         leaves, self._spec = flatten(((output,), inputs))
         self.function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__).strip("<>")
         self.traced = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         self._leaves = [None if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        self._verified = LossLeaves(module)
+
+    def __call__(self, *traced: Any) -> Any:
+        """Call the function. Raises ``ValueError`` or ``RuntimeError`` for a tensor that no step would train."""
+        before = CallersGraph.of(traced)
+        if before is None:
+            return super().__call__(*traced)
+        try:
+            loss = super().__call__(*traced)
+        except RuntimeError as error:
+            self._verified.explain(error)
+            raise
+        self._verified.verify(loss, before)
+        return loss
 
 
 def _root(name: str) -> str:

@@ -167,7 +167,7 @@ def trace(
         return result
     if lacking := options.loss_function.lacking([*all_inputs, *all_constants]):
         return replace(result, lacking_for_loss=lacking)
-    loss = options.loss_function.add_to(graph, traced.output_spec, all_inputs, all_constants)
+    loss = options.loss_function.add_to(graph, traced.output_spec, all_inputs, all_constants, module)
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return replace(result, inputs=names, loss=loss)
 

@@ -46,7 +46,7 @@ def _checked_transform(loss: Any) -> torch.Tensor:
 
 
 def _checked_loss(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
         raise ValueError(no_loss(loss))
     if not loss.requires_grad:
         raise ValueError(

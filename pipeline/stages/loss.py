@@ -43,6 +43,8 @@ def no_loss(output: Any) -> str:
     """Return a message for an ``output`` that cannot be the loss, such as logits ``(B, T, V)``."""
     if isinstance(output, torch.Tensor):
         given = f"a tensor {tuple(output.shape)} of {output.dtype}"
+        if output.is_complex():
+            given += ", which has no order: take its real part, or abs()"
     else:
         given = f"{output!r:.80}, a {type(output).__name__}"
     return (
