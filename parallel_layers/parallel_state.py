@@ -32,7 +32,6 @@ from nxdpp.parallel_layers.group_getters import (
     get_data_parallel_group,
     get_data_parallel_replica_groups,
     get_device_mesh,
-    get_exchange,
     get_expert_data_parallel_group,
     get_expert_data_parallel_replica_groups,
     get_expert_model_parallel_group,
@@ -49,6 +48,9 @@ from nxdpp.parallel_layers.group_getters import (
     get_world_group,
     local_device,
 )
+
+# For other packages of nxdpp; not public.
+from nxdpp.parallel_layers.group_getters import get_exchange as get_exchange
 from nxdpp.parallel_layers.known_keywords import knows_its_keywords
 from nxdpp.parallel_layers.process_groups import ProcessGroups, build_groups
 from nxdpp.parallel_layers.rank_getters import (
@@ -93,7 +95,6 @@ __all__ = [
     "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
     "get_device_mesh",
-    "get_exchange",
     "get_expert_data_parallel_group",
     "get_expert_data_parallel_rank",
     "get_expert_data_parallel_replica_groups",
@@ -124,12 +125,10 @@ __all__ = [
     "get_world_group",
     "initialize_debug",
     "initialize_model_parallel",
-    "is_debug",
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
     "local_device",
     "model_parallel_is_initialized",
-    "refuse_in_debug",
     "rmsg",
 ]
 

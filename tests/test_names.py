@@ -137,6 +137,8 @@ def test_a_package_shows_its_own_names_alone(name: str) -> None:
 
 def test_parallel_state_shows_neither_imports_nor_checks() -> None:
     assert not {"dist", "os", "Sequence", "RankMesh", "build_groups", "board"} & set(dir(nxdpp.parallel_state))
+    # Other packages of nxdpp call these; no program of a user needs them.
+    assert not {"get_exchange", "is_debug", "refuse_in_debug"} & set(dir(nxdpp.parallel_state))
     assert {"initialize_model_parallel", "get_data_parallel_rank"} <= set(dir(nxdpp.parallel_state))
 
 
