@@ -83,13 +83,16 @@ class PipelineView(LocalView):
         """
         return self._pipeline.compile_seconds
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **arguments: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *positional: Any, **arguments: Any
+    ) -> None:
         """Write the model in the format of transformers, as ``nxdpp.save_pretrained``; collective over all ranks.
 
-        ``arguments`` are those of transformers' method. Raises ``ValueError`` for other values than their defaults, and
-        as ``nxdpp.save_pretrained`` does.
+        ``arguments`` are those of transformers' method. Raises ``ValueError`` for other values than their defaults, for
+        ``positional`` ones after ``is_main_process``, and as ``nxdpp.save_pretrained`` does. Every rank calls it, and
+        one rank writes each tensor, whatever ``is_main_process`` is.
         """
-        save_directory_of(self, save_directory, arguments)
+        save_directory_of(self, save_directory, positional, arguments)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **arguments: Any

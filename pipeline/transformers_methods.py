@@ -1,7 +1,7 @@
 """Methods of transformers' models that a wrapped model does itself: recomputation of layers, and the save."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +12,7 @@ from nxdpp.pipeline.activation_checkpoint import PipelinedModel, apply_checkpoin
 # What the recomputation of apply_checkpoint does.
 _CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": True}
 
-# What nxdpp.save_pretrained does. One rank writes each part, whatever is_main_process is.
+# What nxdpp.save_pretrained does.
 _SAVE = {
     "distributed_checkpoint": False,
     "max_shard_size": "50GB",
@@ -26,10 +26,17 @@ _SAVE = {
 }
 
 
-def save_directory_of(model: nn.Module, directory: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
-    """Call ``nxdpp.save_pretrained(model, directory)``. Raises ``ValueError`` for ``arguments`` of another save."""
-    given = {name: value for name, value in arguments.items() if name != "is_main_process"}
-    others = [name for name, value in given.items() if name not in _SAVE or value != _SAVE[name]]
+def save_directory_of(
+    model: nn.Module, directory: str | os.PathLike[str], positional: Sequence[Any], arguments: Mapping[str, Any]
+) -> None:
+    """Call ``nxdpp.save_pretrained(model, directory)``. Raises ``ValueError`` for arguments of another save."""
+    if positional:
+        raise ValueError(
+            f"save_pretrained of a pipelined model takes the directory and is_main_process by position, and was given "
+            f"{len(positional)} more: {', '.join(type(value).__name__ for value in positional)}. Leave them out: it "
+            f"writes the weights of all ranks."
+        )
+    others = [name for name, value in arguments.items() if name not in _SAVE or value != _SAVE[name]]
     if others:
         raise ValueError(
             f"save_pretrained of a pipelined model writes the weights of all ranks, in files of at most 1 GB, and has "

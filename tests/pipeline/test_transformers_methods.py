@@ -38,6 +38,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "another function": (lambda model: setattr(model, "loss_function", abs), "set it before NxDPPModel.module., or"),
     "a shard size": (lambda model: model.save_pretrained("never", max_shard_size="1MB"), "has no max_shard_size"),
     "another state": (lambda model: model.save_pretrained("never", state_dict={}), "has no state_dict"),
+    "a state by position": (lambda model: model.save_pretrained("never", True, {}), "was given 1 more: dict. Leave"),
     "reentrant": (
         lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
         "takes no use_reentrant=True",
@@ -73,7 +74,7 @@ def on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
         "embedding": message(lambda model: model.get_input_embeddings(), model),
     }
     found["checkpointing"] = checkpointing(model, whole)
-    model.save_pretrained(directory, is_main_process=rank == 0)
+    model.save_pretrained(directory, rank == 0)
     found["loss functions"] = loss_functions(model)
     tied = llama(tie_word_embeddings=True)
     found["expected"] += [tied.num_parameters(), tied.num_parameters(exclude_embeddings=True)]
