@@ -8,7 +8,7 @@
 from collections.abc import Sized
 from typing import Any, TypeVar, cast
 
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from nxdpp.parallel_layers.rank_getters import get_data_parallel_rank, get_data_parallel_size
 
@@ -34,7 +34,7 @@ def data_parallel_sampler(
 
     Raises:
         RuntimeError: before ``initialize_model_parallel``.
-        TypeError: for a data set without a length, and for arguments of other types.
+        TypeError: for a stream or a data set without a length, and for arguments of other types.
         ValueError: for fewer samples than replicas.
     """
     replica, replicas = get_data_parallel_rank(), get_data_parallel_size()
@@ -53,11 +53,16 @@ def data_parallel_sampler(
 
 
 def _length(dataset: Any, replica: int, replicas: int) -> int:
-    try:
-        return len(cast(Sized, dataset))
-    except TypeError as error:
-        raise TypeError(
-            f"a {type(dataset).__name__} has no length, and a sampler cannot divide it. Divide the stream itself: "
-            f"itertools.islice(stream, parallel_state.get_data_parallel_rank(), None, "
-            f"parallel_state.get_data_parallel_size()), here {replica} and {replicas}."
-        ) from error
+    # A stream may tell a length, and has no samples by index.
+    is_stream = isinstance(dataset, IterableDataset)
+    reason: TypeError | None = None
+    if not is_stream:
+        try:
+            return len(cast(Sized, dataset))
+        except TypeError as error:
+            reason = error
+    raise TypeError(
+        f"a {type(dataset).__name__} has no {'samples by index' if is_stream else 'length'}, and a sampler cannot "
+        f"divide it. Divide the stream itself: itertools.islice(stream, parallel_state.get_data_parallel_rank(), None, "
+        f"parallel_state.get_data_parallel_size()), here {replica} and {replicas}."
+    ) from reason

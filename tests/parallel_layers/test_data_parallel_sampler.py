@@ -25,6 +25,13 @@ class Stream(IterableDataset[int]):
         return itertools.count()
 
 
+class CountedStream(Stream):
+    """A stream that tells a number of samples, as a DataLoader may ask for one."""
+
+    def __len__(self) -> int:
+        return 8
+
+
 def numbers(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
@@ -95,10 +102,14 @@ def test_before_the_start_it_names_the_call_that_is_missing() -> None:
 
 
 def test_a_stream_is_divided_as_the_error_says() -> None:
-    remedy = r"a Stream has no length.*islice\(stream, .*get_data_parallel_rank\(\).*here 1 and 2"
+    remedy = r"a \w*Stream has no samples by index.*islice\(stream, .*get_data_parallel_rank\(\).*here 1 and 2"
     replica(1)
     with pytest.raises(TypeError, match=remedy):
         data_parallel_sampler(Stream())
+    with pytest.raises(TypeError, match=remedy):
+        data_parallel_sampler(CountedStream())
+    with pytest.raises(TypeError, match="a generator has no length"):
+        data_parallel_sampler(number for number in range(4))  # type: ignore[arg-type]  # the error of it
     own = itertools.islice(
         Stream(), parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_size()
     )
