@@ -9,11 +9,14 @@ from nxdpp.pipeline.planning.sizes import Dimensions
 from nxdpp.schedules.check import check
 from nxdpp.schedules.chosen import ChosenSchedule
 from nxdpp.schedules.families.registry import FAMILIES, find_family
+from nxdpp.schedules.view.output import tell_size
 from nxdpp.schedules.written import read_schedule
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Kinds of devices of a given layout.
 _DEVICES = ("cuda", "cpu")
+# Forwards of a schedule, one for each stage and microbatch: minutes of a simulation.
+_MOST_FORWARDS = 2**20
 _GIB = 2**30
 
 
@@ -120,6 +123,9 @@ def _schedule(options: argparse.Namespace) -> tuple[str, ChosenSchedule]:
                 f"--schedule {name} has several stages a rank, not 1: give --virtual-pipeline-size 2 or leave it out, "
                 f"or choose one of {', '.join(single)}, which have one."
             )
+    tell_size(
+        ranks * microbatches * (given or 1), f"{ranks:,} ranks and {microbatches:,} microbatches make", _MOST_FORWARDS
+    )
     schedule = ChosenSchedule(name, ranks, microbatches, given or 1)
     assert schedule.training
     return name, schedule

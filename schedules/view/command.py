@@ -11,7 +11,6 @@
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 from nxdpp.schedules.actions import ActionKind, Schedule
@@ -21,7 +20,7 @@ from nxdpp.schedules.lowering.transport_rules import RULES, find_rules
 from nxdpp.schedules.placement import ListedPlacement, Placement, placement_of
 from nxdpp.schedules.simulate import Timeline
 from nxdpp.schedules.view.axis import Axis, number
-from nxdpp.schedules.view.output import add_flags, check_flags, console, whole_number, write_svg
+from nxdpp.schedules.view.output import add_flags, check_flags, console, tell_size, whole_number, write_svg
 from nxdpp.schedules.view.report import Shares, as_json, compare, comparison_as_json, comparison_tables, rank_tables
 from nxdpp.schedules.view.transport import check_transport, transport_as_json, transport_text
 from nxdpp.schedules.written import read_schedule
@@ -30,8 +29,6 @@ from nxdpp.schedules.written import read_schedule
 _MOST = 2**18
 # A check for deadlocks takes a minute.
 _MOST_CHECKED = 2**16
-# Above this number a line tells the size.
-_TOLD = 2**15
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -107,7 +104,7 @@ def _schedule(options: argparse.Namespace) -> tuple[str, Schedule, Placement | L
             f"and --virtual."
         )
     schedule = read_schedule(Path(options.name))
-    _tell(_forwards(schedule), f"{options.name} has")
+    tell_size(_forwards(schedule), f"{options.name} has", _MOST)
     check(schedule)
     return Path(options.name).name, schedule, placement_of(schedule)
 
@@ -146,19 +143,8 @@ def _ranks_and_microbatches(options: argparse.Namespace) -> tuple[int, int]:
     # A comparison is one schedule for each family.
     schedules = len(FAMILIES) if options.compare else 1
     size = schedules * options.ranks * options.microbatches * (options.virtual or 1)
-    _tell(size, f"{options.ranks:,} ranks and {options.microbatches:,} microbatches make")
+    tell_size(size, f"{options.ranks:,} ranks and {options.microbatches:,} microbatches make", _MOST)
     return options.ranks, options.microbatches
-
-
-def _tell(size: int, made_by: str) -> None:
-    """Tell the size of a long simulation; ``ValueError`` for one that takes too long."""
-    if size > _MOST:
-        raise ValueError(
-            f"{made_by} {size:,} forwards to simulate, and the limit is {_MOST:,}. A schedule repeats itself: give "
-            f"fewer microbatches or fewer ranks."
-        )
-    if size > _TOLD:
-        print(f"simulating {size:,} forwards and their backwards ...", file=sys.stderr, flush=True)
 
 
 def _forwards(schedule: Schedule) -> int:

@@ -20,6 +20,8 @@ _COLUMNS = 80
 _FEWEST_COLUMNS = 40
 _PIXELS = 960
 _FEWEST_PIXELS = 480
+# Forwards of a simulation above which a line tells the size.
+_TOLD = 2**15
 
 
 def add_flags(parser: argparse.ArgumentParser, drawn: str) -> None:
@@ -45,6 +47,20 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
+
+
+def tell_size(size: int, made_by: str, most: int) -> None:
+    """Tell the size of a long simulation on stderr; ``ValueError`` for one of more than ``most`` forwards.
+
+    ``made_by`` is the subject of the message, such as ``"8 ranks and 32 microbatches make"``.
+    """
+    if size > most:
+        raise ValueError(
+            f"{made_by} {size:,} forwards to simulate, and the limit is {most:,}. A schedule repeats itself: give "
+            f"fewer microbatches or fewer ranks."
+        )
+    if size > _TOLD:
+        print(f"simulating {size:,} forwards and their backwards ...", file=sys.stderr, flush=True)
 
 
 def check_flags(options: argparse.Namespace) -> None:
