@@ -106,7 +106,12 @@ def plan_layout(path: Path, given: LayoutOptions) -> "LayoutResult":
     """
     import torch
 
-    from nxdpp.pipeline.planning.configured_model import build_on_meta, microbatch_on_meta, read_configuration
+    from nxdpp.pipeline.planning.configured_model import (
+        build_on_meta,
+        microbatch_on_meta,
+        parts_without_inputs,
+        read_configuration,
+    )
     from nxdpp.pipeline.planning.dimensions import divided
     from nxdpp.pipeline.planning.dtypes import dtype_named, dtype_of, name_of
     from nxdpp.pipeline.planning.layout_result import LayoutResult
@@ -126,7 +131,8 @@ def plan_layout(path: Path, given: LayoutOptions) -> "LayoutResult":
         )
         layout = summarise_layout(stages, given.schedule, given.sizes)
     shapes = {name: list(value.shape) for name, value in inputs.items()}
-    return LayoutResult(name, parameters, dtype, named, shapes, given, layout, _notes(layout, parameters, given))
+    notes = [*parts_without_inputs(config, inputs), *_notes(layout, parameters, given)]
+    return LayoutResult(name, parameters, dtype, named, shapes, given, layout, notes)
 
 
 def _notes(layout: "LayoutSummary", parameters: int, given: LayoutOptions) -> list[str]:

@@ -1,6 +1,6 @@
 """Model and microbatch of a Hugging Face configuration, on the meta device."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ _TASKS = {
     "audio classification": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
 }
 _ENCODES_AND_DECODES = ("sequence-to-sequence LM", "speech recognition")
+# Configurations of parts that tokens do not run begin with these.
+_OTHER_INPUTS = ("vision", "audio")
 _DEFAULT_LENGTH = 2048
 _DEFAULT_SAMPLES = 160_000  # ten seconds of 16 kHz
 
@@ -102,6 +104,18 @@ def microbatch_on_meta(model: PreTrainedModel, size: int, length: int | None) ->
     sides = getattr(config, "image_size", None) or 224
     height, width = (sides, sides) if isinstance(sides, int) else sides
     return {name: _floats(model, size, getattr(config, "num_channels", 3), height, width), "labels": _tokens(size)}
+
+
+def parts_without_inputs(config: PreTrainedConfig, inputs: Collection[str]) -> list[str]:
+    """Return a sentence for each part of the model whose inputs are not among ``inputs``: images, and audio."""
+    parts = [name for name in getattr(config, "sub_configs", ()) if name.startswith(_OTHER_INPUTS)]
+    if "input_ids" not in inputs:
+        return []
+    return [
+        f"{name}: inputs are tokens alone. Its parameters count, its work and activations do not."
+        for name in parts
+        if getattr(config, name, None) is not None
+    ]
 
 
 def _length(config: PreTrainedConfig, positions: str, length: int | None) -> int:

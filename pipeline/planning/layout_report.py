@@ -1,6 +1,7 @@
 """Text of a layout: a row for each rank, one for each of its stages under it, and a total."""
 
 from collections.abc import Iterator
+from itertools import accumulate, groupby, pairwise
 
 from nxdpp.pipeline.planning.layout_result import LayoutResult
 from nxdpp.pipeline.planning.rank_summary import RankSummary
@@ -47,19 +48,20 @@ def _heading(result: LayoutResult) -> Iterator[str]:
 def _ranks(result: LayoutResult) -> list[str]:
     layout = result.layout
     whole = sum(rank.work for rank in layout.ranks)
+    places = _places(layout.stages)
     rows = []
     for number, rank in enumerate(layout.ranks):
-        rows.append(_rank_row(number, rank, layout.stages, whole))
+        rows.append(_rank_row(number, rank, places, whole))
         if len(rank.stages) > 1:
-            rows += [_stage_row(stage, layout.stages[stage], whole) for stage in rank.stages]
+            rows += [_stage_row(stage, layout.stages[stage], places, whole) for stage in rank.stages]
     heads = ("rank", "layers", "parameters", "work", "state", "activations", "memory")
     rows.append(_total_row(layout.ranks))
     return table(heads, rows, left=2, total=True)
 
 
-def _rank_row(number: int, rank: RankSummary, stages: list[StageSummary], whole: float) -> list[str]:
+def _rank_row(number: int, rank: RankSummary, places: list[range], whole: float) -> list[str]:
     mark = "*" if rank.estimated else ""
-    layers = str(rank.layers) if len(rank.stages) > 1 else _layers(stages[rank.stages[0]])
+    layers = str(rank.layers) if len(rank.stages) > 1 else _layers(places[rank.stages[0]])
     return [
         f"{number}{mark}",
         layers,
@@ -71,11 +73,11 @@ def _rank_row(number: int, rank: RankSummary, stages: list[StageSummary], whole:
     ]
 
 
-def _stage_row(number: int, stage: StageSummary, whole: float) -> list[str]:
+def _stage_row(number: int, stage: StageSummary, places: list[range], whole: float) -> list[str]:
     mark = "*" if stage.estimated else ""
     return [
         f"  stage {number}{mark}",
-        _layers(stage),
+        _layers(places[number]),
         f"{stage.state.parameters:,}",
         _share(stage.work / whole),
         bytes_text(stage.state.total),
@@ -98,6 +100,8 @@ def _total_row(ranks: list[RankSummary]) -> list[str]:
 
 def _below(result: LayoutResult) -> Iterator[str]:
     layout, sizes = result.layout, result.options.sizes
+    if len(runs := _runs(layout.stages)) > 1:
+        yield f"layers: {', '.join(runs)}"
     yield f"slowest: rank {layout.slowest}, {four_digits(layout.imbalance)} times the mean work"
     full = layout.ranks[layout.fullest]
     yield f"most memory: rank {layout.fullest}, {bytes_text(full.memory)}"
@@ -150,11 +154,26 @@ def _digits(value: float) -> str:
     return four_digits(value) if 0.001 <= value < 10_000 or not value else f"{value:.3e}"
 
 
-def _layers(stage: StageSummary) -> str:
-    if not stage.layers:
-        return "0"
-    first, last = (name.rpartition(".")[2] for name in (stage.layers[0], stage.layers[-1]))
-    return f"{len(stage.layers)}: {first}..{last}" if len(stage.layers) > 1 else f"1: {first}"
+def _places(stages: list[StageSummary]) -> list[range]:
+    """Return the numbers of each stage's layers, in the order of execution."""
+    ends = list(accumulate((len(stage.layers) for stage in stages), initial=0))
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _layers(places: range) -> str:
+    if len(places) < 2:
+        return f"1: {places[0]}" if places else "0"
+    return f"{len(places)}: {places[0]}..{places[-1]}"
+
+
+def _runs(stages: list[StageSummary]) -> list[str]:
+    """Return the numbers of the layers of each list of the model, such as ``0..3 encoder.block``."""
+    names = [name.rpartition(".")[0] for stage in stages for name in stage.layers]
+    found = []
+    for name, run in groupby(enumerate(names), key=lambda each: each[1]):
+        places = [place for place, _ in run]
+        found.append(f"{places[0]}..{places[-1]} {name}" if len(places) > 1 else f"{places[0]} {name}")
+    return found
 
 
 def _share(share: float) -> str:

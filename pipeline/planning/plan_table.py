@@ -1,16 +1,16 @@
 """Printed table of a plan: its layouts, and the lines that run the first one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nxdpp.pipeline.planning.plan import Plan
 from nxdpp.pipeline.planning.predict import Prediction
 from nxdpp.pipeline.planning.text_table import bytes_text, paragraph, table
 
 
-def show(plan: Plan, dtype: str, details: bool = False) -> None:
+def show(plan: Plan, dtype: str, details: bool = False, notes: Sequence[str] = ()) -> None:
     """Print the layouts of ``plan``, the best first, then the command and the script of the first one.
 
-    ``dtype`` is the sentence about the dtype. With ``details`` there is a second table.
+    ``dtype`` is the sentence about the dtype. With ``details`` there is a second table. ``notes`` are printed below.
     """
     hosts = f"{plan.hosts} host{'s' if plan.hosts > 1 else ''}"
     title = f"{plan.model}, {plan.devices} {plan.device} devices on {hosts}, {plan.global_batch} samples a step"
@@ -25,7 +25,7 @@ def show(plan: Plan, dtype: str, details: bool = False) -> None:
         print()
         rows = [_detailed(number, prediction) for number, prediction in enumerate(plan.best, 1)]
         print("\n".join(table(("", "limited by", "sent: tensor", "pipeline", "data"), rows, 2)))
-    for line in _below(plan, details):
+    for line in (*notes, *_below(plan, details)):
         print(paragraph(line))
     # Lines to copy must not be broken.
     print(f"\n{plan.torchrun()}\n\n{plan.script()}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def run_search(options: argparse.Namespace) -> None:
     """
     fixed, chosen = _checked(options)
     configuration_file(options.config)
-    from nxdpp.pipeline.planning.configured_model import read_configuration
+    from nxdpp.pipeline.planning.configured_model import parts_without_inputs, read_configuration
     from nxdpp.pipeline.planning.dtypes import dtype_named, name_of
     from nxdpp.pipeline.planning.layout_result import dtype_text
     from nxdpp.pipeline.planning.plan_json import as_json
@@ -77,10 +78,13 @@ def run_search(options: argparse.Namespace) -> None:
         **chosen,
     )
     named = None if config.dtype is None else name_of(dtype_named(config.dtype))
+    notes = parts_without_inputs(config, found.sample)
     if options.json:
         print(json.dumps(as_json(found, named), indent=1))
+        for note in notes:
+            print(f"nxdpp plan: {note}", file=sys.stderr)
     else:
-        show(found, dtype_text(found.model, found.dtype, options.dtype, named), options.details)
+        show(found, dtype_text(found.model, found.dtype, options.dtype, named), options.details, notes)
     if options.write is not None:
         found.write(options.write)
 

@@ -173,6 +173,38 @@ def test_several_stages_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.one_python
+def test_layers_are_counted_through_encoder_and_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second stage has the last layer of the encoder and the first of the decoder."""
+    T5(num_layers=3, d_model=64, num_heads=4, d_kv=16, d_ff=64, decoder_start_token_id=0).save_pretrained(tmp_path)
+
+    assert _plan(str(tmp_path), "--pipeline-parallel-size", "3", "--seq-length", "16") == 0
+
+    output = capsys.readouterr().out
+    assert [row[1] for row in _rows(output)] == ["2: 0..1", "2: 2..3", "2: 4..5", "6"]
+    assert "\nlayers: 0..2 encoder.block, 3..5 decoder.block\n" in output
+
+
+@pytest.mark.one_python
+def test_parts_for_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inputs are tokens alone, so the work of the vision part is not planned."""
+    text = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "vocab_size": 64}
+    vision = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes = {"text_config": text | {"num_attention_heads": 4, "num_key_value_heads": 2}, "vision_config": vision}
+    folder = _write(tmp_path, {"model_type": "gemma3", **sizes})
+    note = "vision_config: inputs are tokens alone. Its parameters count, its work and activations do not."
+
+    assert _plan(folder, "--pipeline-parallel-size", "2", "--seq-length", "16") == 0
+    assert note in capsys.readouterr().out.replace("\n  ", " ")
+    assert _plan(folder, "--pipeline-parallel-size", "2", "--seq-length", "16", "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["model"] == "Gemma3ForConditionalGeneration"
+    assert note in printed.err
+    search = ["--devices", "2", "--device-memory", "80GB", "--global-batch", "2", "--seq-length", "16", "--best", "1"]
+    assert main(["plan", folder, *search, "--data-parallel-size", "2"]) == 0
+    assert note in capsys.readouterr().out.replace("\n  ", " ")
+
+
+@pytest.mark.one_python
 def test_no_row_is_wider_than_80_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +256,10 @@ SCHEDULES = [
     (["--batch-size", "6"], "a batch of 6 does not divide into 4 microbatches"),
     (["--memory-limit", "80"], "add --partition balanced"),
     (["--sequence-parallel"], "add --tensor-parallel-size"),
+    (
+        ["--pipeline-parallel-size", "600000"],
+        "600,000 ranks and 4 microbatches make 2,400,000 forwards to simulate, and",
+    ),
     (["--device", "h100"], "--device h100: a given layout has no times, so it is for cuda or cpu. Leave it out, or"),
     (["--devices", "8"], "--device-memory, --global-batch: missing"),
     (["--devices", "8", "--device-memory", "80", "--global-batch", "8"], "device_memory='80' is not understood"),
