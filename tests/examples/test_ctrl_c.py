@@ -152,7 +152,7 @@ def test_the_ranks_end_after_one_step_and_go_on_from_it(tmp_path: Path) -> None:
         _arguments(none),
         _arguments(last),
     ]
-    first, second = run_ranks(2, _train, {1: 2, 3: 1, 4: STEPS}, *jobs, timeout=100)
+    first, second = run_ranks(2, _train, {1: 2, 3: 1, 4: STEPS}, *jobs, timeout=200)
     assert [status for status, _ in first] == [status for status, _ in second] == [0, 130, 0, 130, 130]
     assert all(printed == "" for _, printed in second)
     # The signal is heard by the agreement of this step or of the next one.

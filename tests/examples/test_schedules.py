@@ -57,17 +57,20 @@ def test_each_schedule_has_the_losses_of_the_default_one(tmp_path: Path) -> None
             "--trace",
             str(tmp_path / "t [red].json"),
         ],
-        "zero-bubble": ["--schedule", "zb-v", "--partition", "balanced"],
+        "zero-bubble": ["--schedule", "zb-v", "--partition", "balanced", "--compare"],
         "own": ["--schedule", str(csv), "--partition", "profiled"],
     }
     folders = {name: tmp_path / name for name in jobs}
     once = _arguments(tmp_path / "once", "--steps", "1", "--trace", str(tmp_path / "once.json"))
-    printed: list[Any] = run_ranks(
-        2, _train, *(_arguments(folders[name], *flags) for name, flags in jobs.items()), once
-    )
+    arguments = [_arguments(folders[name], *flags) for name, flags in jobs.items()]
+    printed: list[Any] = run_ranks(2, _train, *arguments, once, timeout=150.0)
     for name in jobs:
         assert _losses(folders[name]) == _losses(folders["default"]), name
     assert "0, 2 │       0 │ model.layers.0, 2" in printed[0][1]
+    # Rank 0 alone measures one process, and says so.
+    assert re.search(r"^one process +[0-9.,]+ ms ", printed[0][2], re.M), printed[0][2]
+    assert "one process" not in printed[0][1]
+    assert printed[1] == [""] * len(printed[0])
     # Brackets are no markup, and a shell takes the command as it is.
     recorded = RecordedTimeline(tmp_path / "t [red].json")
     (command,) = re.findall(rf"timeline '{tmp_path}/t \[red\].json' --step (\d+)\n", printed[0][1])
@@ -85,6 +88,6 @@ def test_tensor_ranks_with_other_schedules_and_partitions(tmp_path: Path) -> Non
     trace = ["--schedule", "interleaved", "--partition", "balanced", "--trace", str(tmp_path / "t.json")]
     jobs = {"default": tensor, "other": [*tensor, *trace]}
     folders = {name: tmp_path / name for name in jobs}
-    run_ranks(4, _train, *(_arguments(folders[name], *flags) for name, flags in jobs.items()))
+    run_ranks(4, _train, *(_arguments(folders[name], *flags) for name, flags in jobs.items()), timeout=150.0)
     for name in jobs:
         assert _losses(folders[name]) == _losses(folders["default"]), name

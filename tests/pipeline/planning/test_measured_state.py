@@ -109,7 +109,7 @@ def _rank(rank: int) -> list[dict[str, int]]:
 
 @pytest.mark.one_python
 def test_the_state_is_that_of_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = run_ranks(PIPELINE * DATA, _rank)
+    measured = run_ranks(PIPELINE * DATA, _rank, timeout=150.0)
 
     for number, case in enumerate(CASES):
         (tmp_path / "config.json").write_text(json.dumps(case.config()))
