@@ -207,7 +207,7 @@ def _count(run: NodeRun, balance: float, with_backward: bool = True) -> _Counted
             value = run.forward()
         forward = flops.get_total_flops()
         if with_backward:
-            backward(value, torch.empty_like)
+            backward(run, value, torch.empty_like)
         total = flops.get_total_flops()
     work, not_counted = counter.work, set()
     if run.module is not None:

@@ -113,7 +113,7 @@ class _Measurement:
             self._wait()
             started = time.perf_counter()
             value = repeated.forward()
-            backward(value, torch.ones_like)
+            backward(repeated, value, torch.ones_like)
             self._wait()
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds[_WARM_UPS:]), map_tensors(detached, value)

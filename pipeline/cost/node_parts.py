@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nxdpp.parallel_layers.collective_bytes import SentBytes, sent_bytes
 from nxdpp.pipeline.cost.live_bytes import LiveBytes
 from nxdpp.pipeline.cost.roofline import FLOP_FORMULAS, WorkCounter
-from nxdpp.pipeline.cost.run_node import NodeRun, map_tensors, tensors_in
+from nxdpp.pipeline.cost.run_node import NodeRun, graph_nodes, map_tensors, outer_gradients_kept, tensors_in
 from nxdpp.tracing import listings
 
 
@@ -113,7 +113,8 @@ def _count(
     input_gradient = counter.work - forward
     backward_sent, collectives, flops_before = sent.total, sent.count, flops.get_total_flops()
     live.reset_peak()
-    torch.autograd.backward(edges, [make() for make in like])
+    with outer_gradients_kept(run, edges):
+        torch.autograd.backward(edges, [make() for make in like])
     backward = counter.work - forward - input_gradient
     return NodeParts(
         forward,
@@ -159,7 +160,7 @@ def _kept_bytes(
 
     The others are of saved tensors. Memory of ``parameters``, which operations save too, does not count.
     """
-    nodes = _nodes(edges)
+    nodes = graph_nodes(edges)
     ends = {edge.node for edge in received}
     # Nodes from which a received value can be reached, found from the leaves up.
     leads: set[Any] = set()
@@ -177,22 +178,6 @@ def _kept_bytes(
     for parameter in parameters:
         storages.pop(parameter.untyped_storage()._cdata, None)
     return gradients + sum(storages.values()), gradients
-
-
-def _nodes(edges: list[GradientEdge]) -> list[Any]:
-    """Return the nodes behind ``edges``; each before those that it leads to."""
-    order: list[Any] = []
-    seen: set[Any] = set()
-    stack: list[tuple[Any, bool]] = [(edge.node, False) for edge in edges]
-    while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            order.append(node)
-        elif node is not None and node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions)
-    return order[::-1]
 
 
 def _add_saved(node: Any, storages: dict[int, int]) -> None:

@@ -1,11 +1,13 @@
 """Runs of single nodes of a traced graph, forward and backward, each node alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nxdpp.tracing import listings
 from nxdpp.tracing.captured_outputs import captured_for_cost, ends_capture
@@ -51,11 +53,48 @@ def run_of(node: fx.Node, root: nn.Module, values: Mapping[fx.Node, Any]) -> Nod
     return NodeRun(node, module, args, kwargs)
 
 
-def backward(value: Any, gradient_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Run the backward of the tensors in ``value`` that need gradients."""
+def backward(run: NodeRun, value: Any, gradient_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Run the backward of the tensors in ``value``, which ``run`` returned, that need gradients."""
     ends = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
     if ends:
-        torch.autograd.backward(ends, [gradient_like(end) for end in ends])
+        with outer_gradients_kept(run, [get_gradient_edge(end) for end in ends]):
+            torch.autograd.backward(ends, [gradient_like(end) for end in ends])
+
+
+@contextmanager
+def outer_gradients_kept(run: NodeRun, edges: list[GradientEdge]) -> Iterator[None]:
+    """Keep the gradients of tensors that the function of ``run`` reads beside its arguments, such as a closure's.
+
+    ``edges`` are those at which the backward begins. A module's parameters are a copy, and their gradients are counted.
+    """
+    if run.module is not None:
+        yield
+        return
+    leaves = [node.variable for node in graph_nodes(edges) if hasattr(node, "variable")]
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+def graph_nodes(edges: list[GradientEdge]) -> list[Any]:
+    """Return the nodes behind ``edges``; each before those that it leads to."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(edge.node, False) for edge in edges]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions)
+    return order[::-1]
 
 
 def initial_value(node: fx.Node, root: nn.Module, inputs: Mapping[str, Any]) -> Any:
