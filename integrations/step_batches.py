@@ -27,12 +27,17 @@ class StepBatches:
 
     def begin(self, batches: Sequence[Any]) -> None:
         """Begin a step of ``batches``. Raises ``ValueError`` for a step before it that was left."""
+        self.check_ended()
+        self._batches = deque(map(_Batch, batches))
+
+    def check_ended(self) -> None:
+        """Raise ``ValueError`` for a step that was left before its end; not collective."""
         if self._losses:
             raise ValueError(
-                f"a callback has ended an epoch inside of an optimizer step, {len(self._losses)} batches before its "
-                f"end, and the gradients are those of all its batches. Set control.should_epoch_stop in on_step_end."
+                f"a callback has ended an epoch, or the training, inside of an optimizer step, {len(self._losses)} "
+                f"batches before its end, and the gradients are those of all its batches. Set "
+                f"control.should_epoch_stop or should_training_stop in on_step_end."
             )
-        self._batches = deque(map(_Batch, batches))
 
     def loss_of(self, inputs: Any, run: Callable[[list[Any]], list[torch.Tensor]]) -> torch.Tensor:
         """Return the loss of the batch ``inputs``, after ``run`` for all batches of the step.

@@ -23,17 +23,19 @@ from transformers.trainer_utils import TrainOutput
 from nxdpp.integrations import checks
 from nxdpp.integrations.arguments import check_arguments, check_replicas
 from nxdpp.integrations.batches import joined, split_rows
+from nxdpp.integrations.control import ControlledTrainer
 from nxdpp.integrations.data import check_divided, replica_loader
 from nxdpp.integrations.data_randomness import DataRandomness
 from nxdpp.integrations.evaluation import EvaluatingTrainer
 from nxdpp.integrations.layout import initialize, number_of_parameters
+from nxdpp.integrations.own_optimizer import keep_own_parameters
 from nxdpp.integrations.pipelined_model import PipelinedModel
 from nxdpp.integrations.saving import SavingTrainer
 from nxdpp.integrations.step_batches import StepBatches
 from nxdpp.parallel_layers import followed_by_optimizers, parallel_state
 
 
-class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
+class PipelineTrainer(SavingTrainer, EvaluatingTrainer, ControlledTrainer):
     """``transformers.Trainer`` over the stages of pipelines, and over data-parallel replicas of them.
 
     Every rank makes it with the same arguments, and calls the same methods: all are collective over all ranks. Losses,
@@ -131,7 +133,13 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as ``Trainer.train``. Raises ``ValueError`` for a ``trial``: a search would cut a model again."""
+        """Train as ``Trainer.train``.
+
+        Raises:
+            ValueError: for a ``trial``: a search would cut a model again. Also for an epoch or a training that a
+                callback ends inside of an optimizer step.
+            RuntimeError: on all ranks, for flags of ``TrainerControl`` that callbacks have set on some ranks alone.
+        """
         if trial is not None:
             raise ValueError("PipelineTrainer cannot honour trial: start a training for each choice of arguments.")
         checks.check_scaling(self.loss_is_scaled_for_ga)
@@ -253,6 +261,8 @@ class PipelineTrainer(SavingTrainer, EvaluatingTrainer):
         self._flos_factor = whole / max(counted, 1)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        # Trainer has just made the optimizer, maybe by a subclass's create_optimizer over self.model.
+        keep_own_parameters(self.optimizer, model if self.model is None else self.model)
         return self.pipelined
 
     def _validate_args(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from nxdpp.integrations import PipelineTrainer
+from tests.integrations.control_flags import check_flags
 from tests.integrations.test_trainer import Logs, assert_alike
 from tests.integrations.trainings import EVALUATED, Rows, Training, mean_of_batches
 from tests.support.models import VOCABULARY
@@ -46,6 +47,15 @@ class OwnOperations(Trainer):
         return 100
 
 
+class OwnOptimizer(Trainer):
+    """Makes its optimizer of the whole model."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        assert isinstance(self.model, nn.Module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
 class ChangedBatch(Trainer):
     """Changes the batch that it is given."""
 
@@ -64,6 +74,7 @@ HONOURED: dict[str, tuple[type[Trainer], Training]] = {
     "evaluations": (ChangedEvaluations, Training({**EVALUATED, "max_steps": 2}, given={"eval_dataset": Rows(7)})),
     "batches": (OwnBatches, Training({"max_steps": 2}, model=mean_of_batches)),
     "operations": (OwnOperations, Training({"max_steps": 2})),
+    "optimizer": (OwnOptimizer, Training({"max_steps": 2, "save_strategy": "steps", "save_steps": 1})),
     "tokens of this rank": (Trainer, Training({"max_steps": 2, "average_tokens_across_devices": False})),
 }
 
@@ -82,12 +93,13 @@ def train(rank: int, folder: Path) -> dict[str, Logs]:
     with pytest.raises(ValueError, match="training_step was given another batch than"):
         changed.train()
     ended = Training(given={"callbacks": [EndOfEpoch()]}).trainer(PipelineTrainer, folder)
-    with pytest.raises(ValueError, match="a callback has ended an epoch inside of an optimizer step, 3 batches before"):
+    with pytest.raises(ValueError, match=r"an epoch, or the training, inside of an optimizer step, 3 batches before"):
         ended.train()
     scaled = Training().trainer(PipelineTrainer, folder)
     scaled.loss_is_scaled_for_ga = False
     with pytest.raises(ValueError, match=r"cannot honour loss_is_scaled_for_ga=False.* Leave it at None"):
         scaled.train()
+    check_flags(rank, folder)
     return logs
 
 
