@@ -53,9 +53,9 @@ class PipelineConfig:
             microbatch, for inputs whose first dimension is not the batch. By default tensors are split along
             dimension 0, and images of transformers' models go with their rows.
         output_loss_value_spec: position of the loss in the output.
-        loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``, that returns the
-            loss of a microbatch, a tensor of one element. Inputs of its names that ``forward`` has no parameter for go
-            to it alone. It runs on the last stage, as a single node. By default the output has the loss.
+        loss_fn: a function of the model's output and of inputs by name, ``loss_fn(output, labels)``. It returns the
+            loss of a microbatch, a tensor of one element. An input that ``forward`` has no parameter for goes to it
+            alone. It runs on the last stage, as a single node. By default the output has the loss.
         loss_normalization: ``"microbatch"``, the mean of the microbatches' losses, or ``"tokens"``, the mean over all
             labels of the batch. Replicas are included.
         count_items_fn: a function of a microbatch's inputs, for ``"tokens"``. It returns the number of items over which

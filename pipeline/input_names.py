@@ -5,8 +5,8 @@
     forward(self, input_ids, labels=None, **kwargs: Unpack[TransformersKwargs])
                   └─ parameters ───────┘  └─ typed keywords: num_items_in_batch, output_attentions, ... ─┘
 
-A name beside these vanishes in ``**kwargs``. It is refused where it is close to a name that is not given, such as
-``lables``, or a part of one, such as ``mask``, and no forward of the model mentions it.
+A name beside these vanishes in ``**kwargs``. It is refused where no forward of the model mentions it, and it is close
+to a name that is not given, such as ``lables``. So is a part of such a name, such as ``mask``.
 """
 
 import inspect
@@ -186,7 +186,7 @@ def check_not_positional(module: nn.Module, values: Sequence[Any]) -> None:
 
 
 def call_by_name(module: nn.Module, positional: Sequence[Any], named: Mapping[str, Any]) -> str:
-    """Return the arguments, for a message, with which ``run_train`` takes those of a call of ``module``."""
+    """Return the arguments of ``run_train``, for a message, that stand for those of a call of ``module``."""
     taken = forward_names(module).parameters
     names = list(dict.fromkeys([*taken[: len(positional)], *named])) or list(taken[:1])
     return ", ".join(f"{name}=..." for name in names) or "**inputs"

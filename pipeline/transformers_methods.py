@@ -9,10 +9,10 @@ from torch import nn
 
 from nxdpp.pipeline.activation_checkpoint import PipelinedModel, apply_checkpoint, is_checkpointed, remove_checkpoint
 
-# What the recomputation of apply_checkpoint does.
+# Arguments with which apply_checkpoint recomputes.
 _CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": True}
 
-# What nxdpp.save_pretrained does.
+# Arguments of transformers' save_pretrained that nxdpp.save_pretrained follows.
 _SAVE = {
     "distributed_checkpoint": False,
     "max_shard_size": "50GB",

@@ -4,6 +4,7 @@ Each is recognised before it changes anything, by an attribute that it reads, by
 
     DistributedDataParallel(model)        reads _ddp_params_and_buffers_to_ignore, see ``view``
     torch.compile(model)                  reads _initialize_hook
+    transformers.Trainer(model)           reads is_distributed_loading_by_transformers
     fully_shard(model)                    registers a hook of torch.distributed.fsdp
     FullyShardedDataParallel(model)       lists modules() in _get_ignored_modules
     clip_grad_norm_(model.parameters())   lists parameters() in torch.nn.utils.clip_grad
@@ -28,13 +29,19 @@ COMPILED = (
     "torch.compile of a pipelined model would compile nothing: a rank runs its layers one by one, not the forward. "
     "Compile the layers before NxDPPModel(module): for layer in layers: layer.compile()."
 )
+_TRAINED = (
+    "transformers.Trainer would call the forward of a pipelined model. Give the model to "
+    "nxdpp.integrations.PipelineTrainer(model, args, ...) instead, not wrapped: it takes Trainer's arguments and wraps."
+)
 _SHARDED = f"FSDP would shard this rank's stages over ranks that have others. {_AVERAGED} (ZeRO-1: Zero1Optimizer)."
 
 
 def refuse_reader(name: str) -> None:
-    """Raise ``RuntimeError`` if ``name`` is the attribute that ``torch.compile`` reads of a module."""
+    """Raise ``RuntimeError`` if ``name`` is an attribute that ``torch.compile`` or transformers' ``Trainer`` reads."""
     if name == "_initialize_hook":
         raise RuntimeError(COMPILED)
+    if name == "is_distributed_loading_by_transformers":
+        raise RuntimeError(_TRAINED)
 
 
 def refuse_hook(hook: Any) -> None:

@@ -1,18 +1,23 @@
 """Models in wrappers of other runtimes: refused, with a remedy that is followed here."""
 
 import io
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
 
 from nxdpp import NxDPPModel
+from nxdpp.integrations import PipelineTrainer
 from nxdpp.pipeline.config import PipelineConfig
 from nxdpp.pipeline.pipeline import Pipeline
 from tests.support.models import make, padded_batch, reference, train_in_one_process
@@ -20,6 +25,14 @@ from tests.support.models import make, padded_batch, reference, train_in_one_pro
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 BATCH = padded_batch(4)
+
+
+@pytest.fixture
+def new_accelerator() -> Iterator[None]:
+    """Let accelerate forget the settings of other tests in this process, and of this one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def llama() -> Any:
@@ -69,6 +82,22 @@ def test_a_data_parallel_wrapper_around_the_wrapped_model() -> None:
     wrapped.run_train(**BATCH)
 
 
+@pytest.mark.usefixtures("new_accelerator")
+def test_a_trainer_of_the_wrapped_model(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"max_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    settings = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, **arguments)
+    rows = [{name: rows[i] for name, rows in BATCH.items()} for i in range(4)]
+    wrapped = NxDPPModel(llama(), num_microbatches=2)
+    with pytest.raises(RuntimeError, match=r"PipelineTrainer\(model, args, \.\.\.\) instead, not wrapped"):
+        Trainer(wrapped, settings, train_dataset=rows)
+    wrapped.run_train(**BATCH)
+
+    trained = PipelineTrainer(llama(), settings, train_dataset=rows).train()
+
+    assert trained.global_step == 1
+
+
+@pytest.mark.usefixtures("new_accelerator")
 def test_other_wrappers_around_the_wrapped_model() -> None:
     wrapped = NxDPPModel(llama(), num_microbatches=2)
     for compiles in (partial(torch.compile, wrapped, backend="eager"), partial(wrapped.compile, backend="eager")):
